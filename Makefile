@@ -1,0 +1,53 @@
+# Everything a developer runs. Each target sets up what it needs: a fresh machine has only Python 3.10+, pip and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# What is typed and linted; a folder that is not there is left out.
+TYPED := $(wildcard src benchmarks examples)
+LINTED := $(wildcard src benchmarks examples tests)
+BENCH_OPTIONS ?=
+PYTEST_OPTIONS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types layers unit bench clean
+
+help: ## show this list
+	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-8s %s\n", $$1, $$2 }'
+
+setup: $(STAMP) ## make .venv with the package and its tools in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is missing or older than Python 3.10: install one, or name it with 'make PYTHON=/path/to/python3 ...'" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing holdfast and its tools into $(VENV) (a few minutes the first time)"
+	@$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## train, kill in the middle of a save, resume, and compare
+	@$(BIN)/python examples/demo.py
+
+test: lint types layers unit ## all that CI checks: lint, types, layers, tests
+
+lint: $(STAMP) ## ruff: format and rules
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/ruff check $(LINTED)
+
+types: $(STAMP) ## mypy --strict
+	$(BIN)/mypy $(TYPED)
+
+layers: $(STAMP) ## import-linter: imports point down only
+	$(BIN)/lint-imports
+
+unit: $(STAMP) ## pytest; PYTEST_OPTIONS='-k box -x' chooses
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+bench: $(STAMP) ## all contestants side by side; BENCH_OPTIONS=--quick for a smoke run
+	@$(BIN)/python benchmarks/bench.py $(BENCH_OPTIONS)
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
