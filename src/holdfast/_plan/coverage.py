@@ -1,0 +1,275 @@
+"""Coverage: whether the boxes of each tensor tile its shape exactly, without a gap and without an overlap.
+
+The check is exact and takes hostile numbers. Its idea: a set of boxes is the sum of their indicator functions, and that
+sum is the same as the whole shape's exactly when the signed corners are the same, corner by corner (a box has 2^k
+corners, the sign alternates; taking mixed differences loses nothing). So no element is ever looked at:
+
+1. boxes out of bounds are reported, empty ones dropped;
+2. neighbours that make up one larger box are merged, which keeps the sum as it is. Rows in the order of their lower
+   corners, as stored ones are, need no sorting for it, and of a grid, however fine, one box remains: the whole;
+3. what is left is compared by its corners or, where those would be too many, pair by pair.
+
+A tensor that is too irregular even for pairs counts as faulty: no way to shard makes ten thousand boxes over a dozen
+dimensions of which no two merge. Never allocates more than a few times ``_MAX_CORNER_BYTES`` beyond its input's copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+_Int64s = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+
+_BATCH_BYTES = 1 << 23
+"""Tensors are compared together up to so many bytes of corners: enough to be vectorised, few enough for the cache."""
+
+_MAX_CORNER_BYTES = 1 << 28
+"""A tensor with more corners, which takes many dimensions split irregularly, is checked pair by pair."""
+
+_MAX_PAIRS = 1 << 26
+"""A tensor with more pairs too is refused, so that no checkpoint can make a reader compare for hours."""
+
+_PAIRS_AT_ONCE = 1 << 20
+"""Pairs are compared in slices of so many, to bound the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoverageFault:
+    """What is wrong with the boxes of tensor number ``tensor``; ``detail`` says where."""
+
+    tensor: int
+    problem: Literal["out of bounds", "gap or overlap"]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Boxes:
+    """Boxes as columns: ``tensor`` is [n], ``lo`` and ``length`` are [n, D]."""
+
+    tensor: _Int64s
+    lo: _Int64s
+    length: _Int64s
+
+    def take(self, rows: _Int64s | _Bools) -> _Boxes:
+        """The boxes at ``rows``."""
+        return _Boxes(tensor=self.tensor[rows], lo=self.lo[rows], length=self.length[rows])
+
+
+def check_coverage(
+    tensor: npt.NDArray[np.integer],
+    lo: npt.NDArray[np.integer],
+    length: npt.NDArray[np.integer],
+    shapes: npt.NDArray[np.integer],
+) -> list[CoverageFault]:
+    """Every tensor that its boxes do not tile exactly, in the order of their numbers, each with its first fault.
+
+    Box ``i`` is of tensor ``tensor[i]``, at ``lo[i]`` with ``length[i]``, both [n, D]; ``shapes`` is [T, D]. Dimensions
+    beyond the rank of a tensor have lo 0, length 1 and size 1. Empty boxes are allowed anywhere within the shape.
+    """
+    sizes = np.asarray(shapes, dtype=np.int64)
+    boxes = _Boxes(
+        tensor=np.asarray(tensor, dtype=np.int64),
+        lo=np.asarray(lo, dtype=np.int64),
+        length=np.asarray(length, dtype=np.int64),
+    )
+    if len(boxes.tensor) and not 0 <= boxes.tensor.min() <= boxes.tensor.max() < len(sizes):
+        raise ValueError(f"boxes name tensors outside of the {len(sizes)} that there are")
+    faults = _bounds_faults(boxes, sizes)
+    unchecked: _Bools = np.all(sizes > 0, axis=1)
+    unchecked[list(faults)] = False
+    boxes = boxes.take((boxes.length > 0).all(axis=1) & unchecked[boxes.tensor])
+    boxes = _merge_neighbours(_sort(boxes, sizes))
+    tiled = (np.bincount(boxes.tensor, minlength=len(sizes)) == 1)[boxes.tensor]
+    tiled &= (boxes.length == sizes[boxes.tensor]).all(axis=1)
+    unchecked[boxes.tensor[tiled]] = False
+    faults |= _tiling_faults(boxes.take(unchecked[boxes.tensor]), sizes, np.flatnonzero(unchecked))
+    return [faults[number] for number in sorted(faults)]
+
+
+def _bounds_faults(boxes: _Boxes, sizes: _Int64s) -> dict[int, CoverageFault]:
+    """The faults of negative sizes and of boxes that are not within their tensor, by tensor."""
+    faults = {}
+    for number in np.flatnonzero((sizes < 0).any(axis=1)).tolist():
+        detail = f"the shape {_shown(sizes[number], sizes[number])} has a negative size"
+        faults[number] = CoverageFault(tensor=number, problem="out of bounds", detail=detail)
+    size = sizes[boxes.tensor]
+    # With lo and size not negative the difference cannot overflow; with one that is, the box is a fault whatever it is.
+    inside = (boxes.lo >= 0) & (boxes.length >= 0) & (boxes.length <= size - boxes.lo)
+    outside = np.flatnonzero(~inside.all(axis=1))
+    numbers, first = np.unique(boxes.tensor[outside], return_index=True)
+    for row, number in zip(outside[first].tolist(), numbers.tolist(), strict=True):
+        if number not in faults:
+            shape = sizes[number]
+            where = f"{_shown(boxes.lo[row], shape)} with lengths {_shown(boxes.length[row], shape)}"
+            detail = f"the box at {where} is not within the shape {_shown(shape, shape)}"
+            faults[number] = CoverageFault(tensor=number, problem="out of bounds", detail=detail)
+    return faults
+
+
+def _shown(coordinates: _Int64s, shape: _Int64s) -> str:
+    """The coordinates as a list, without those of trailing dimensions of size 1, which may be padding."""
+    split = np.flatnonzero(shape != 1)
+    rank = int(split[-1]) + 1 if len(split) else 0
+    return str(coordinates[:rank].tolist())
+
+
+def _sort(boxes: _Boxes, sizes: _Int64s) -> _Boxes:
+    """The boxes by tensor, then by lower corner, dimension by dimension."""
+    columns = [boxes.tensor, *boxes.lo.T]
+    if _is_sorted(columns):
+        return boxes
+    return boxes.take(_sorting_order(columns, [len(sizes), *sizes.max(axis=0).tolist()]))
+
+
+def _is_sorted(columns: list[_Int64s]) -> bool:
+    """Whether the rows are in the order of the columns, the first one first."""
+    tied = np.arange(len(columns[0]) - 1)
+    for column in columns:
+        before, after = column[tied], column[tied + 1]
+        if bool((after < before).any()):
+            return False
+        tied = tied[after == before]
+    return True
+
+
+def _sorting_order(columns: list[_Int64s], largest: list[int]) -> _Int64s:
+    """The order that sorts rows by the columns, the first one first; none is above its ``largest`` or negative."""
+    widths = [value.bit_length() for value in largest]
+    if sum(widths) > 63:
+        return np.lexsort(columns[::-1])
+    # One integer per row sorts several times faster than a key per column.
+    packed = np.zeros(len(columns[0]), dtype=np.int64)
+    for column, width in zip(columns, widths, strict=True):
+        packed <<= width
+        packed |= column
+    return np.argsort(packed, kind="stable")
+
+
+def _merge_neighbours(boxes: _Boxes) -> _Boxes:
+    """Boxes with the same sum: rows that follow each other and make up one box are one, from the last dimension on."""
+    stale = True
+    for dimension in reversed(range(boxes.lo.shape[1])):
+        if stale:
+            differs = (boxes.lo[1:] != boxes.lo[:-1]) | (boxes.length[1:] != boxes.length[:-1])
+            single = (differs.sum(axis=1) == 1) & (boxes.tensor[1:] == boxes.tensor[:-1])
+        lo, length = boxes.lo[:, dimension], boxes.length[:, dimension]
+        differing = np.flatnonzero(single & differs[:, dimension])
+        joined = differing[lo[differing + 1] == lo[differing] + length[differing]]
+        stale = len(joined) > 0
+        if stale:
+            starts = np.delete(np.arange(len(lo)), joined + 1)
+            merged = boxes.take(starts)
+            merged.length[:, dimension] = np.add.reduceat(length, starts)
+            boxes = merged
+    return boxes
+
+
+def _tiling_faults(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s) -> dict[int, CoverageFault]:
+    """The gaps and overlaps of the tensors ``numbers``, which have elements; ``boxes`` are all of theirs, sorted."""
+    bounds = np.searchsorted(boxes.tensor, np.append(numbers, len(sizes)))
+    split = np.zeros((len(numbers), sizes.shape[1]), dtype=bool)
+    held = np.flatnonzero(np.diff(bounds))
+    if len(held):
+        split[held] = np.logical_or.reduceat(boxes.length != sizes[boxes.tensor], bounds[held], axis=0)
+    split_count = split.sum(axis=1)
+    corner_bytes = 8.0 * (split_count + 1) * (np.diff(bounds) + 1) * 2.0**split_count
+    details: dict[int, str] = {}
+    for index in np.flatnonzero(corner_bytes > _MAX_CORNER_BYTES).tolist():
+        rows = slice(bounds[index], bounds[index + 1])
+        detail = _pairs_detail(boxes.lo[rows], boxes.length[rows], sizes[numbers[index]])
+        if detail is not None:
+            details[int(numbers[index])] = detail
+    corner_bytes[corner_bytes > _MAX_CORNER_BYTES] = 0
+    for batch in _batches(split_count, corner_bytes):
+        held_boxes = boxes.take(_rows_between(bounds[batch], bounds[batch + 1]))
+        details |= _corner_details(held_boxes, sizes, numbers[batch], split[batch])
+    return {
+        number: CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
+        for number, detail in details.items()
+    }
+
+
+def _batches(split_count: _Int64s, corner_bytes: npt.NDArray[np.float64]) -> Iterator[_Int64s]:
+    """The indexes of tensors with the same number of split dimensions, together of few corners; those of 0 left out."""
+    for count in np.unique(split_count).tolist():
+        alike = np.flatnonzero((split_count == count) & (corner_bytes > 0))
+        group = (np.cumsum(corner_bytes[alike]) // _BATCH_BYTES).astype(np.int64)
+        yield from np.split(alike, np.flatnonzero(np.diff(group)) + 1) if len(alike) else ()
+
+
+def _rows_between(starts: _Int64s, stops: _Int64s) -> _Int64s:
+    """The numbers from each start up to its stop, one range after the other."""
+    counts = stops - starts
+    before = np.cumsum(counts) - counts
+    shift: _Int64s = np.repeat(starts - before, counts)
+    return shift + np.arange(len(shift))
+
+
+def _corner_details(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s, split: _Bools) -> dict[int, str]:
+    """What is wrong with each of the tensors ``numbers``, by their corners; in all, as many dimensions are split."""
+    dimensions = np.argsort(~split, axis=1, kind="stable")[:, : int(split[0].sum())]
+    columns, weight = _corners(boxes, sizes, numbers, dimensions)
+    order = _sorting_order(columns, [int(column.max()) for column in columns])
+    columns = [column[order] for column in columns]
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    starts = np.flatnonzero(begins)
+    excess = np.add.reduceat(weight[order], starts)
+    wrong = starts[excess != 0]
+    # At the first wrong corner of a tensor all smaller ones cancel out: its sum is by how many boxes too much it is in.
+    owners, first = np.unique(columns[0][wrong], return_index=True)
+    surplus = excess[excess != 0][first]
+    details = {}
+    for index, row, too_many in zip(owners.tolist(), wrong[first].tolist(), surplus.tolist(), strict=True):
+        shape = sizes[numbers[index]]
+        corner = np.zeros(len(shape), dtype=np.int64)
+        corner[dimensions[index]] = [column[row] for column in columns[1:]]
+        details[int(numbers[index])] = f"{'overlap' if too_many > 0 else 'gap'} at {_shown(corner, shape)}"
+    return details
+
+
+def _corners(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s, dimensions: _Int64s) -> tuple[list[_Int64s], _Int64s]:
+    """The corners of the boxes as columns (index of the tensor, then its split ``dimensions``) and their signs.
+
+    The whole shape is among them with the opposite signs, so that in a tiling every corner has the sum 0.
+    """
+    owner = np.append(np.searchsorted(numbers, boxes.tensor), np.arange(len(numbers)))
+    weight = np.where(np.arange(len(owner)) < len(boxes.tensor), 1, -1)
+    lo = np.concatenate([boxes.lo, np.zeros_like(sizes[numbers])])
+    hi = np.concatenate([boxes.lo + boxes.length, sizes[numbers]])
+    lo = np.take_along_axis(lo, dimensions[owner], axis=1)
+    hi = np.take_along_axis(hi, dimensions[owner], axis=1)
+    columns = [owner]
+    for axis in range(dimensions.shape[1]):
+        columns = [np.tile(column, 2) for column in columns]
+        columns.append(np.append(np.tile(lo[:, axis], 1 << axis), np.tile(hi[:, axis], 1 << axis)))
+        weight = np.append(weight, -weight)
+    return columns, weight
+
+
+def _pairs_detail(lo: _Int64s, length: _Int64s, shape: _Int64s) -> str | None:
+    """What is wrong with the boxes of one tensor, by comparing each with each; None where they tile it."""
+    count = len(lo)
+    if count * (count - 1) // 2 > _MAX_PAIRS:
+        return f"{count} boxes, split over many dimensions and not mergeable, are too many to check"
+    hi = lo + length
+    height = 1 + _PAIRS_AT_ONCE // (count + 1)
+    for first in range(0, count, height):
+        rows = slice(first, first + height)
+        meets = np.arange(count) > np.arange(count)[rows, None]
+        for dimension in range(len(shape)):
+            meets &= lo[rows, None, dimension] < hi[:, dimension]
+            meets &= lo[:, dimension] < hi[rows, None, dimension]
+        pairs = np.argwhere(meets)
+        if len(pairs):
+            corner = np.maximum(lo[first + pairs[0, 0]], lo[pairs[0, 1]])
+            return f"overlap at {_shown(corner, shape)}"
+    held = sum(math.prod(lengths) for lengths in length.tolist())
+    volume = math.prod(shape.tolist())
+    return None if held == volume else f"gap: the boxes hold {held} of {volume} elements"

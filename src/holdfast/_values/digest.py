@@ -1,0 +1,53 @@
+"""Digests: xxh3-64 of bytes, one per block, and the digest of digests.
+
+Blocks count from the start of a chunk, so that a part of a chunk can be verified without the rest. xxh3 finds
+accidents, not attackers. Never reads a file.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+BLOCK_BYTES = 1 << 20
+"""How many bytes one block digest covers; the last block of a chunk may be shorter."""
+
+_HEX_DIGITS = re.compile(r"[0-9a-f]{16}", re.ASCII)
+
+
+def digest(buffer: bytes | bytearray | memoryview | npt.NDArray[np.generic]) -> int:
+    """The xxh3-64 of the bytes of ``buffer``, which must be contiguous."""
+    return xxhash.xxh3_64_intdigest(buffer.data if isinstance(buffer, np.ndarray) else buffer)
+
+
+def combine(digests: npt.NDArray[np.uint64]) -> int:
+    """The digest of a sequence of digests: xxh3-64 over the eight little-endian bytes of each, in order."""
+    return digest(np.ascontiguousarray(digests, dtype="<u8").tobytes())
+
+
+def block_count(nbytes: int) -> int:
+    """How many blocks ``nbytes`` take; none when there are none."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def block_counts(nbytes: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """How many blocks each of ``nbytes`` takes."""
+    sizes = np.asarray(nbytes, dtype=np.int64)
+    return np.asarray(sizes // BLOCK_BYTES + (sizes % BLOCK_BYTES != 0), dtype=np.int64)
+
+
+def to_hex(value: int) -> str:
+    """The digest as 16 lower-case hexadecimal digits."""
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"{value} is not a 64-bit digest")
+    return f"{value:016x}"
+
+
+def from_hex(text: str) -> int:
+    """The digest that ``to_hex`` wrote as ``text``; ValueError for anything that it does not write."""
+    if _HEX_DIGITS.fullmatch(text) is None:
+        raise ValueError(f"{text[:40]!r} is not a digest of 16 lower-case hexadecimal digits")
+    return int(text, 16)

@@ -1,0 +1,94 @@
+"""A list whose elements are made from columns only when somebody looks at them.
+
+Plans, chunks and write reports live as numpy columns; the protocol speaks of lists of objects. ``LazyList`` is both:
+code of this library takes ``columns`` while nobody has touched the elements, everyone else sees a list. Once touched,
+the objects are the truth (so that mutations count) and ``columns`` is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableSequence
+from typing import Any, Generic, Protocol, TypeVar, overload
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Columns(Protocol[T_co]):
+    """A table that can make the object of each of its rows."""
+
+    def __len__(self) -> int: ...
+
+    def item(self, row: int) -> T_co:
+        """The object that stands for ``row``."""
+        ...
+
+
+class LazyList(MutableSequence[T], Generic[T]):
+    """A list over ``columns`` that makes its objects at the first touch."""
+
+    __slots__ = ("_columns", "_items")
+
+    def __init__(self, columns: Columns[T]) -> None:
+        self._columns: Columns[T] | None = columns
+        self._items: list[T] = []
+
+    @property
+    def columns(self) -> Columns[T] | None:
+        """The columns, or None once an element was touched."""
+        return self._columns
+
+    def _touched(self) -> list[T]:
+        if self._columns is not None:
+            columns, self._columns = self._columns, None
+            self._items = [columns.item(row) for row in range(len(columns))]
+        return self._items
+
+    def __len__(self) -> int:
+        return len(self._items) if self._columns is None else len(self._columns)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._touched())
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        return self._touched()[index]
+
+    @overload
+    def __setitem__(self, index: int, value: T) -> None: ...
+    @overload
+    def __setitem__(self, index: slice, value: Iterable[T]) -> None: ...
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._touched()[index] = value
+
+    def __delitem__(self, index: int | slice) -> None:
+        del self._touched()[index]
+
+    def insert(self, index: int, value: T) -> None:
+        """Put ``value`` before ``index``."""
+        self._touched().insert(index, value)
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self._touched(), *other]
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self._touched()]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (LazyList, list)):
+            return self._touched() == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._touched())
+
+    def __getstate__(self) -> tuple[Columns[T] | None, list[T]]:
+        return self._columns, self._items
+
+    def __setstate__(self, state: tuple[Columns[T] | None, list[T]]) -> None:
+        self._columns, self._items = state

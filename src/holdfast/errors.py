@@ -1,0 +1,184 @@
+"""Every error this library raises, grouped by what the caller would do about it.
+
+    CheckpointError                 the base (torch's name CheckpointException is the same class)
+    ├── NotFoundError               nothing is published there        -> start fresh, or look at the path
+    │   └── NotACheckpointError     something else is there           -> look at the path
+    ├── AlreadyPublishedError       a checkpoint is there already     -> another name, or overwrite=True
+    ├── InvalidStateError           the state cannot be saved         -> fix the program
+    ├── MismatchError               target and checkpoint differ      -> fix the target, or relax strictness
+    ├── CorruptError                bytes are not what was written    -> another checkpoint
+    ├── UnsafeError                 loading would have to run code    -> do not trust it, or allow_pickle=True
+    ├── UnsupportedVersionError     written by a newer holdfast       -> upgrade
+    ├── StorageError                the file system said no           -> retry, free space, fix permissions
+    └── InternalError               a bug in this library             -> report it
+
+The message is one line: what failed, then what to do. Every error survives pickling, because errors travel between
+ranks and out of worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "AlreadyPublishedError",
+    "CheckpointError",
+    "CheckpointException",
+    "CorruptError",
+    "Difference",
+    "InternalError",
+    "InvalidStateError",
+    "MismatchError",
+    "NotACheckpointError",
+    "NotFoundError",
+    "StorageError",
+    "UnsafeError",
+    "UnsupportedVersionError",
+]
+
+
+class CheckpointError(Exception):
+    """The base of all errors here; ``failures`` maps each failed rank to its error."""
+
+    def __init__(self, message: str, failures: Mapping[int, Any] | None = None) -> None:
+        super().__init__(message)
+        self.failures: dict[int, Any] = dict(failures or {})
+
+    @property
+    def message(self) -> str:
+        """The one line that says what failed and what to do."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.__dict__)
+
+
+def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any]) -> CheckpointError:
+    error = cls.__new__(cls, message)
+    Exception.__init__(error, message)
+    error.__dict__.update(attributes)
+    return error
+
+
+CheckpointException = CheckpointError
+
+
+class NotFoundError(CheckpointError):
+    """No checkpoint is published at the path; resuming jobs take it as "start fresh"."""
+
+
+class NotACheckpointError(NotFoundError):
+    """The path holds something that is not a checkpoint."""
+
+
+class AlreadyPublishedError(CheckpointError):
+    """A checkpoint is published under the name and ``overwrite=False`` forbids replacing it."""
+
+
+class InvalidStateError(CheckpointError):
+    """The state (or the target) has something no checkpoint can hold; ``key`` says where."""
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One way in which a target and a checkpoint disagree about ``key``.
+
+    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value) and ``context`` (of a tensor
+    subclass).
+    """
+
+    key: str
+    kind: str
+    stored: str
+    wanted: str
+
+    def __str__(self) -> str:
+        if self.kind == "missing":
+            return f"{self.key!r} is not in the checkpoint"
+        return f"{self.key!r} has {self.kind} {self.stored} in the checkpoint but {self.wanted} in the target"
+
+
+_SHOWN_DIFFERENCES = 8
+
+
+class MismatchError(CheckpointError):
+    """Target and checkpoint differ; ``differences`` has every one of them, the message the first few."""
+
+    def __init__(self, message: str, *, differences: Iterable[Difference] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+    @classmethod
+    def of(cls, differences: Iterable[Difference], *, advice: str) -> MismatchError:
+        """The error that lists ``differences``, then says what to do."""
+        found = tuple(differences)
+        shown = "; ".join(str(difference) for difference in found[:_SHOWN_DIFFERENCES])
+        more = f"; and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+        return cls(f"the target does not fit the checkpoint: {shown}{more}. {advice}", differences=found)
+
+
+class CorruptError(CheckpointError):
+    """Bytes on disk are not what was written, or are what no honest writer makes.
+
+    ``path`` names the file, ``key`` the tensor or value, ``span`` the byte range in the file, where they are known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        key: str | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = None if path is None else os.fspath(path)
+        self.key = key
+        self.span = span
+
+
+class UnsafeError(CheckpointError):
+    """Reading the value would run code from the checkpoint (a pickle), and the caller did not allow it."""
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class UnsupportedVersionError(CheckpointError):
+    """The checkpoint needs a newer version of this library, or a feature this one does not know."""
+
+
+class StorageError(CheckpointError):
+    """The file system refused an operation; ``errno`` and ``path`` are those of the refusal."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.path = None if path is None else os.fspath(path)
+
+    @classmethod
+    def from_os(cls, error: OSError, action: str, path: str | os.PathLike[str]) -> StorageError:
+        """The error that tells that ``action`` on ``path`` failed with ``error``, keeping its errno."""
+        reason = error.strerror or str(error)
+        return cls(f"cannot {action} {os.fspath(path)!r}: {reason}", errno=error.errno, path=path)
+
+
+class InternalError(CheckpointError):
+    """Something that this library promises did not hold; please report it."""

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from holdfast._plan import coverage
+from holdfast._plan.coverage import CoverageFault, check_coverage
+
+Boxes = list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+
+PINWHEEL: Boxes = [
+    (0, (0, 0), (2, 1)),
+    (0, (2, 0), (1, 2)),
+    (0, (1, 2), (2, 1)),
+    (0, (0, 1), (1, 2)),
+    (0, (1, 1), (1, 1)),
+]
+
+
+def check(boxes: Boxes, *shapes: tuple[int, ...]) -> list[CoverageFault]:
+    dimensions = len(shapes[0])
+    return check_coverage(
+        np.array([number for number, _, _ in boxes], dtype=np.int64),
+        np.array([lo for _, lo, _ in boxes], dtype=np.int64).reshape(len(boxes), dimensions),
+        np.array([length for _, _, length in boxes], dtype=np.int64).reshape(len(boxes), dimensions),
+        np.array(shapes, dtype=np.int64).reshape(len(shapes), dimensions),
+    )
+
+
+def tiling(number: int, detail: str) -> CoverageFault:
+    return CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
+
+
+def test_whole_tensors_are_covered() -> None:
+    assert check([(0, (0, 0), (4, 3)), (1, (0, 0), (7, 1))], (4, 3), (7, 1)) == []
+
+
+def test_no_tensors_at_all() -> None:
+    empty = np.empty((0, 2), dtype=np.int64)
+    assert check_coverage(np.empty(0, dtype=np.int64), empty, empty, empty) == []
+
+
+def test_scalars() -> None:
+    assert check([(0, (), ()), (1, (), ())], (), ()) == []
+    assert check([(0, (), ())], (), ()) == [tiling(1, "gap at []")]
+    assert check([(0, (), ()), (0, (), ()), (1, (), ())], (), ()) == [tiling(0, "overlap at []")]
+
+
+def test_a_tensor_without_boxes_is_a_gap() -> None:
+    assert check([(1, (0, 0), (4, 3))], (2, 2), (4, 3)) == [tiling(0, "gap at [0, 0]")]
+
+
+def test_the_same_whole_twice_is_an_overlap() -> None:
+    assert check([(0, (0, 0), (4, 3)), (0, (0, 0), (4, 3))], (4, 3)) == [tiling(0, "overlap at [0, 0]")]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_slices_in_any_order(order: tuple[int, ...]) -> None:
+    slices: Boxes = [(0, (0, 0), (2, 3)), (0, (2, 0), (1, 3)), (0, (3, 0), (4, 3))]
+    assert check([slices[index] for index in order], (7, 3)) == []
+
+
+def test_one_row_short_and_one_row_twice() -> None:
+    assert check([(0, (0, 0), (2, 3)), (0, (3, 0), (4, 3))], (7, 3)) == [tiling(0, "gap at [2, 0]")]
+    assert check([(0, (0, 0), (3, 3)), (0, (2, 0), (5, 3))], (7, 3)) == [tiling(0, "overlap at [2, 0]")]
+    assert check([(0, (0, 0), (6, 3))], (7, 3)) == [tiling(0, "gap at [6, 0]")]
+    assert check([(0, (1, 0), (6, 3))], (7, 3)) == [tiling(0, "gap at [0, 0]")]
+
+
+def test_equal_volume_is_not_coverage() -> None:
+    boxes: Boxes = [(0, (0, 0), (2, 2)), (0, (2, 0), (2, 2)), (0, (0, 2), (2, 2)), (0, (2, 0), (2, 2))]
+    assert check(boxes, (4, 4)) == [tiling(0, "overlap at [2, 0]")]
+
+
+def test_a_tiling_in_which_nothing_merges() -> None:
+    assert check(PINWHEEL, (3, 3)) == []
+    assert check(PINWHEEL[:-1], (3, 3)) == [tiling(0, "gap at [1, 1]")]
+    assert check([*PINWHEEL, (0, (1, 1), (1, 1))], (3, 3)) == [tiling(0, "overlap at [1, 1]")]
+
+
+def test_tensors_of_the_same_coordinates_do_not_mix() -> None:
+    missing_here: Boxes = [*PINWHEEL[:-1], (1, (1, 1), (1, 1))]
+    twice_there: Boxes = [(1, lo, length) for _, lo, length in PINWHEEL]
+    assert check([*missing_here, *twice_there], (3, 3), (3, 3)) == [
+        tiling(0, "gap at [1, 1]"),
+        tiling(1, "overlap at [1, 1]"),
+    ]
+
+
+def test_boxes_of_two_tensors_do_not_make_up_one() -> None:
+    assert check([(0, (0, 0), (2, 3)), (1, (2, 0), (2, 3))], (4, 3), (4, 3)) == [
+        tiling(0, "gap at [2, 0]"),
+        tiling(1, "gap at [0, 0]"),
+    ]
+
+
+@pytest.mark.parametrize("bits", [(31, 31), (31, 32), (32, 32), (32, 33), (62, 62)])
+def test_the_first_fault_is_found_whether_or_not_coordinates_fit_in_one_integer(bits: tuple[int, int]) -> None:
+    size = (2 ** bits[0] - 1, 2 ** bits[1] - 1)
+    assert check([(0, (1, 1), (size[0] - 1, size[1] - 1))], size) == [tiling(0, "gap at [0, 0]")]
+    assert check([(0, (0, 0), (size[0] - 1, size[1] - 1))], size) == [tiling(0, f"gap at [0, {size[1] - 1}]")]
+
+
+def test_padded_dimensions_are_not_shown() -> None:
+    assert check([(0, (0, 0, 0), (3, 1, 1))], (4, 1, 1)) == [tiling(0, "gap at [3]")]
+
+
+def test_empty_boxes_hold_nothing() -> None:
+    assert check([(0, (0, 0), (4, 3)), (0, (4, 3), (0, 0)), (0, (2, 1), (0, 2))], (4, 3)) == []
+    assert check([(0, (0, 0), (0, 3))], (4, 3)) == [tiling(0, "gap at [0, 0]")]
+
+
+def test_tensors_without_elements() -> None:
+    assert check([], (0, 3)) == []
+    assert check([(0, (0, 0), (0, 3)), (0, (0, 1), (0, 2))], (0, 3)) == []
+    assert [fault.problem for fault in check([(0, (0, 0), (1, 3))], (0, 3))] == ["out of bounds"]
+
+
+HUGE = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("lo", "length"),
+    [
+        ((1, 0), (4, 3)),
+        ((-1, 0), (1, 3)),
+        ((-HUGE - 1, 0), (HUGE, 3)),
+        ((0, 0), (-1, 3)),
+        ((0, 0), (HUGE, 3)),
+        ((HUGE, 0), (1, 3)),
+        ((HUGE, 0), (HUGE, 3)),
+        ((2, 0), (-HUGE - 1, 3)),
+        ((5, 0), (0, 3)),
+    ],
+)
+def test_boxes_out_of_bounds(lo: tuple[int, int], length: tuple[int, int]) -> None:
+    faults = check([(0, (0, 0), (4, 3)), (1, (0, 0), (4, 3)), (1, lo, length)], (4, 3), (4, 3))
+    assert [(fault.tensor, fault.problem) for fault in faults] == [(1, "out of bounds")]
+    assert str(list(lo)) in faults[0].detail
+
+
+def test_a_negative_shape_is_out_of_bounds_even_without_boxes() -> None:
+    faults = check([(1, (0, 0), (-4, -3))], (2, -1), (-4, -3))
+    assert [(fault.tensor, fault.problem) for fault in faults] == [(0, "out of bounds"), (1, "out of bounds")]
+
+
+def test_the_largest_shapes_do_not_overflow() -> None:
+    half = HUGE // 2
+    boxes: Boxes = [(0, (0, 0), (half, HUGE)), (0, (half, 0), (HUGE - half, HUGE))]
+    assert check(boxes, (HUGE, HUGE)) == []
+    assert check(boxes[::-1], (HUGE, HUGE)) == []
+    assert check(boxes[:1], (HUGE, HUGE)) == [tiling(0, f"gap at [{half}, 0]")]
+    stretched: Boxes = [
+        (0, tuple(value * (HUGE // 3) for value in lo), tuple(value * (HUGE // 3) for value in length))
+        for _, lo, length in PINWHEEL
+    ]
+    size = HUGE // 3 * 3
+    assert check(stretched, (size, size)) == []
+    assert check(stretched[1:], (size, size)) == [tiling(0, "gap at [0, 0]")]
+
+
+def test_a_box_of_an_unknown_tensor_is_a_mistake_of_the_caller() -> None:
+    for number in (-1, 1):
+        with pytest.raises(ValueError, match="outside of the 1"):
+            check([(number, (0, 0), (4, 3))], (4, 3))
+
+
+def guillotine(dimensions: int) -> Boxes:
+    """Tile a cube of edge 2 by cutting dimension after dimension: dimensions + 1 boxes, all dimensions split."""
+    boxes: Boxes = []
+    for cut in range(dimensions):
+        rest = dimensions - cut - 1
+        boxes.append((0, (1,) * cut + (0,) * (rest + 1), (1,) * (cut + 1) + (2,) * rest))
+    return [*boxes, (0, (1,) * dimensions, (1,) * dimensions)]
+
+
+@pytest.mark.parametrize("dimensions", [1, 5, 13, 30, 64])
+def test_many_split_dimensions(dimensions: int) -> None:
+    boxes = guillotine(dimensions)
+    shape = (2,) * dimensions
+    assert check(boxes, shape) == []
+    assert check(boxes[::-1], shape) == []
+    [missing] = check(boxes[:-1], shape)
+    assert missing.detail.startswith("gap")
+    [doubled] = check([*boxes, boxes[-1]], shape)
+    assert doubled.detail == f"overlap at {[1] * dimensions}"
+
+
+def spread(dimensions: int) -> Boxes:
+    """Tile by a product of pinwheels, in which nothing merges and every dimension is split."""
+    boxes: Boxes = [(0, (), ())]
+    for _ in range(dimensions // 2):
+        boxes = [(0, lo + more, length + wide) for _, lo, length in boxes for _, more, wide in PINWHEEL]
+    return boxes
+
+
+def test_pair_by_pair_where_the_corners_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "_MAX_CORNER_BYTES", 1000)
+    monkeypatch.setattr(coverage, "_PAIRS_AT_ONCE", 60)
+    boxes = spread(4)
+    shape = (3,) * 4
+    assert check(boxes, shape) == []
+    assert check(boxes[:-1], shape) == [tiling(0, "gap: the boxes hold 80 of 81 elements")]
+    assert check([*boxes, (0, (1, 1, 1, 1), (0, 2, 2, 2))], shape) == []
+    for index, (_, lo, _) in enumerate(boxes):
+        assert check([*boxes, boxes[index]], shape) == [tiling(0, f"overlap at {list(lo)}")]
+
+
+def test_what_cannot_be_checked_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "_MAX_CORNER_BYTES", 1000)
+    monkeypatch.setattr(coverage, "_MAX_PAIRS", 299)
+    [fault] = check(spread(4), (3,) * 4)
+    assert fault.detail.startswith("25 boxes")
+    monkeypatch.setattr(coverage, "_MAX_PAIRS", 300)
+    assert check(spread(4), (3,) * 4) == []
+
+
+def test_small_batches_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes: Boxes = []
+    for number in range(20):
+        boxes += [(number, lo, length) for _, lo, length in PINWHEEL[: 4 if number % 3 == 0 else 5]]
+    shapes = [(3, 3)] * 20
+    expected = [tiling(number, "gap at [1, 1]") for number in range(0, 20, 3)]
+    assert check(boxes, *shapes) == expected
+    monkeypatch.setattr(coverage, "_BATCH_BYTES", 1)
+    assert check(boxes, *shapes) == expected
+
+
+def many_slices(tensors: int, slices: int) -> tuple[npt.NDArray[np.int64], ...]:
+    tensor = np.repeat(np.arange(tensors), slices)
+    lo = np.zeros((tensors * slices, 2), dtype=np.int64)
+    lo[:, 0] = np.tile(np.arange(slices) * 8, tensors)
+    length = np.tile(np.array([[8, 4096]]), (tensors * slices, 1))
+    return tensor, lo, length, np.tile(np.array([[slices * 8, 4096]]), (tensors, 1))
+
+
+def test_half_a_million_boxes_take_a_moment() -> None:
+    tensor, lo, length, shapes = many_slices(512, 1024)
+    begun = time.process_time()
+    assert check_coverage(tensor, lo, length, shapes) == []
+    # Some 0.1 s; ten times that leaves room for a busy machine, and a check per box would take far longer.
+    assert time.process_time() - begun < 1
+    length[70_000, 0] = 7
+    assert check_coverage(tensor, lo, length, shapes) == [tiling(68, f"gap at [{(70_000 % 1024) * 8 + 7}, 0]")]

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from holdfast._values.digest import BLOCK_BYTES, block_count, block_counts, combine, digest, from_hex, to_hex
+
+
+def test_digest_is_xxh3() -> None:
+    # From the specification's reference vectors: XXH3_64bits of nothing, with seed 0.
+    assert digest(b"") == 0x2D06800538D394C2
+
+
+def test_digest_takes_any_contiguous_buffer() -> None:
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    expected = digest(array.tobytes())
+    assert digest(array) == digest(bytearray(array.tobytes())) == digest(memoryview(array.tobytes())) == expected
+    assert digest(array[:0]) == digest(b"")
+
+
+def test_digest_refuses_a_buffer_with_holes() -> None:
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    for strided in (array[:, ::2], array.T):
+        with pytest.raises((ValueError, BufferError)):
+            digest(strided)
+
+
+def test_digest_sees_every_byte() -> None:
+    data = bytearray(300)
+    seen = {digest(data)}
+    for position in range(len(data)):
+        data[position] = 1
+        seen.add(digest(data))
+        data[position] = 0
+    assert len(seen) == 301
+
+
+def test_combine_is_the_digest_of_the_little_endian_bytes() -> None:
+    values = np.array([1, 2**64 - 1], dtype=np.uint64)
+    little_endian = b"\x01" + bytes(7) + b"\xff" * 8
+    assert combine(values) == digest(little_endian)
+    assert combine(values.astype(">u8")) == digest(little_endian)
+    assert combine(values[::-1]) != combine(values)
+    assert combine(np.empty(0, dtype=np.uint64)) == digest(b"")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "blocks"),
+    [(0, 0), (1, 1), (BLOCK_BYTES - 1, 1), (BLOCK_BYTES, 1), (BLOCK_BYTES + 1, 2), (2**62, 2**42)],
+)
+def test_blocks(nbytes: int, blocks: int) -> None:
+    assert block_count(nbytes) == blocks
+    counts = block_counts(np.array([nbytes]))
+    assert counts.tolist() == [blocks]
+    assert counts.dtype == np.int64
+
+
+def test_block_counts_do_not_overflow() -> None:
+    assert block_counts(np.array([2**63 - 1])).tolist() == [2**43]
+    assert block_counts(np.array([255], dtype=np.uint8)).tolist() == [1]
+
+
+@pytest.mark.parametrize("value", [0, 1, 0xABCDEF, 2**64 - 1])
+def test_hex_round_trip(value: int) -> None:
+    text = to_hex(value)
+    assert len(text) == 16
+    assert text == text.lower()
+    assert from_hex(text) == value
+
+
+@pytest.mark.parametrize("value", [-1, 2**64])
+def test_to_hex_refuses_what_is_no_digest(value: int) -> None:
+    with pytest.raises(ValueError, match="64-bit"):
+        to_hex(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0", "0" * 15, "0" * 17, "ABCDEF0123456789", "0x00000000000000", "+000000000000000"),
+        *(" 00000000000000f", "000000000000000g", "0000000000000_00", "000000000000000f\n", "\u0660" * 16),
+    ],
+)
+def test_from_hex_refuses_everything_else(text: str) -> None:
+    with pytest.raises(ValueError, match="not a digest"):
+        from_hex(text)

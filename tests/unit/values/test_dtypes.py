@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from holdfast._values.dtypes import DTYPES, Dtype, lookup
+from holdfast.errors import CorruptError
+
+TORCH_DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def test_the_table_has_exactly_the_dtypes_of_torch() -> None:
+    assert set(DTYPES) == set(TORCH_DTYPES)
+    assert len(DTYPES) == 46
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_item_sizes_are_those_of_torch(name: str) -> None:
+    assert DTYPES[name].name == name
+    assert DTYPES[name].itemsize == TORCH_DTYPES[name].itemsize
+
+
+def test_floating_are_the_types_that_torch_converts() -> None:
+    floating = {name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point} - {"float4_e2m1fn_x2"}
+    assert {name for name, dtype in DTYPES.items() if dtype.is_floating} == floating
+    for name in floating:
+        ones = torch.ones(3).to(TORCH_DTYPES[name])
+        assert ones.to(torch.float64).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, dtype in DTYPES.items() if dtype.safetensors))
+def test_safetensors_opens_the_name_as_the_same_dtype(name: str, tmp_path: Path) -> None:
+    dtype = DTYPES[name]
+    nbytes = 3 * dtype.itemsize
+    header = json.dumps({"x": {"dtype": dtype.safetensors, "shape": [3], "data_offsets": [0, nbytes]}}).encode()
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_tensor("x")
+    assert tensor.dtype == TORCH_DTYPES[name]
+    assert tensor.shape == (3,)
+
+
+def test_names_that_old_readers_reject_are_not_used() -> None:
+    assert {dtype.safetensors for dtype in DTYPES.values()} - {None} == {
+        *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"),
+        *("F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"),
+    }
+
+
+def test_lookup_finds_by_name() -> None:
+    assert lookup("bfloat16") == Dtype(name="bfloat16", itemsize=2, safetensors="BF16", is_floating=True)
+
+
+@pytest.mark.parametrize("name", ["", "torch.float32", "Float32", "float31", "float32 "])
+def test_unknown_names_are_corruption(name: str) -> None:
+    with pytest.raises(CorruptError, match="unknown dtype"):
+        lookup(name)
