@@ -1,0 +1,132 @@
+"""The slabs that bytes pass through between tensors and files: few, large, page-aligned, used again and again.
+
+Invariant: a ring never holds more than ``count`` slabs and makes none before it is needed, so that a small save costs
+one; a slab is with at most one borrower. It never copies, and never hands a slab's memory back while someone holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from holdfast.errors import InternalError, StorageError
+
+SLAB_BYTES = 16 << 20
+
+
+class Slab:
+    """``SLAB_BYTES`` of page-aligned memory, as a writable ``view`` and as a one-dimensional uint8 ``tensor``."""
+
+    __slots__ = ("address", "tensor", "view")
+
+    def __init__(self, view: memoryview, tensor: torch.Tensor) -> None:
+        self.view = view
+        self.tensor = tensor
+        self.address: int = tensor.data_ptr()
+
+
+class SlabRing:
+    """At most ``count`` slabs that threads borrow from each other; ``pinned`` ones can be copied to a device directly.
+
+    A borrower that started an asynchronous copy waits for it before it gives the slab back.
+    """
+
+    def __init__(self, count: int, *, pinned: bool = False) -> None:
+        if count < 1:
+            raise InternalError(f"a ring needs at least one slab, not {count}; please report it")
+        self._count = count
+        self._pinned = pinned
+        self._change = threading.Condition()
+        self._free: list[Slab] = []
+        self._allocated = 0
+        self._closed = False
+
+    @property
+    def allocated(self) -> int:
+        """How many slabs exist, lent or free."""
+        return self._allocated
+
+    def acquire(self) -> Slab:
+        """A slab of one's own; waits for one to come back when all are lent."""
+        with self._change:
+            while not self._free and self._allocated == self._count and not self._closed:
+                self._change.wait()
+            if self._closed:
+                raise InternalError("a slab was asked of a closed ring; please report it")
+            if self._free:
+                # The one used last is the one still warm in the processor's caches.
+                return self._free.pop()
+            self._allocated += 1
+        try:
+            return _pinned_slab() if self._pinned else _mapped_slab()
+        except BaseException:
+            with self._change:
+                self._allocated -= 1
+                self._change.notify()
+            raise
+
+    def release(self, slab: Slab) -> None:
+        """Gives ``slab`` to the next borrower; the caller does not touch it any more."""
+        with self._change:
+            if any(slab is free for free in self._free):
+                raise InternalError("a slab was given back twice; please report it")
+            if self._closed:
+                self._allocated -= 1
+            else:
+                self._free.append(slab)
+                self._change.notify()
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Slab]:
+        """A slab for the length of the block."""
+        slab = self.acquire()
+        try:
+            yield slab
+        finally:
+            self.release(slab)
+
+    def close(self) -> None:
+        """Lets go of all slabs; those still lent live as long as their borrowers hold them."""
+        with self._change:
+            self._closed = True
+            self._allocated -= len(self._free)
+            self._free.clear()
+            self._change.notify_all()
+
+
+def _mapped_slab() -> Slab:
+    try:
+        # Private, because shared anonymous memory is a tmpfs: no huge pages, and charged to a container's /dev/shm.
+        memory = mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise _no_memory(error) from error
+    huge_pages = getattr(mmap, "MADV_HUGEPAGE", None)
+    if huge_pages is not None:
+        # Kernels built without huge pages refuse; faults are then smaller, nothing else.
+        with contextlib.suppress(OSError):
+            memory.madvise(huge_pages)
+    return Slab(memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _pinned_slab() -> Slab:
+    try:
+        tensor = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
+        if tensor.data_ptr() % mmap.PAGESIZE:
+            tensor = torch.empty(SLAB_BYTES + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            start = -tensor.data_ptr() % mmap.PAGESIZE
+            tensor = tensor[start : start + SLAB_BYTES]
+    except (RuntimeError, MemoryError) as error:
+        raise _no_memory(error) from error
+    return Slab(tensor.numpy().data, tensor)
+
+
+def _no_memory(error: Exception) -> StorageError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return StorageError(
+        f"cannot allocate a buffer of {SLAB_BYTES} bytes: {reason}; free some memory", errno=errno.ENOMEM
+    )

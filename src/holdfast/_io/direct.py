@@ -1,0 +1,316 @@
+"""Large files: written and read past the page cache where the system allows it, through the cache where it does not.
+
+Invariant: callers see the same bytes either way; a refusal of O_DIRECT, whether at open, by fcntl or at the first
+transfer, costs speed and nothing else. Reads and writes are exact, at explicit offsets, and safe from many threads.
+It never moves a file position and never follows a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import secrets
+import threading
+from types import TracebackType
+
+from holdfast._io import posix
+from holdfast.errors import CorruptError, StorageError
+
+ALIGNMENT = 4096
+
+_LOCK_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_RESERVE_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_PROBED_PAGES = 5
+_COPIED_READ_BYTES = 16 << 20
+
+
+class OutputFile:
+    """A new file being written at known offsets; its lock tells others that its writer lives.
+
+    ``direct`` says whether writes go past the page cache; then address, length and offset of every write must be
+    multiples of ``ALIGNMENT``. Nothing is durable before ``finish``.
+    """
+
+    def __init__(self, descriptor: int, path: str, *, direct: bool) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self.path = path
+        self.direct = direct
+        self.bytes_written = 0
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], *, expected_bytes: int) -> OutputFile:
+        """A file that did not exist before, locked, with room for ``expected_bytes`` where that can be reserved."""
+        name = os.fspath(path)
+        descriptor = posix.create_new(name)
+        try:
+            _hold_lock(descriptor, name)
+            _reserve(descriptor, name, expected_bytes)
+            # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
+            return cls(descriptor, name, direct=_set_direct(descriptor))
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                posix.remove(name)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+            raise
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Writes all of ``view`` at ``offset``; where O_DIRECT turns out not to work, goes on without it for good."""
+        rest = view.cast("B")
+        while rest.nbytes:
+            direct = self.direct
+            with posix.reporting("write", self.path):
+                try:
+                    count = os.pwrite(self._descriptor, rest, offset)
+                    if count == 0:
+                        raise OSError(errno.EIO, "the system took no bytes")
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    self._leave_direct()
+                    continue
+                if direct and count < rest.nbytes and count % ALIGNMENT:
+                    self._leave_direct()
+            if not direct:
+                _start_writeback(self._descriptor, offset, count)
+            with self._lock:
+                self.bytes_written += count
+            rest = rest[count:]
+            offset += count
+
+    def finish(self, size: int) -> None:
+        """Cuts the file to ``size`` and returns once its contents are durable; after an error only ``abandon`` it."""
+        with posix.reporting("truncate", self.path):
+            os.ftruncate(self._descriptor, size)
+        posix.sync_file(self._descriptor, self.path)
+
+    def close(self) -> None:
+        """Closes the file, which drops the lock; a second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            posix.close_descriptor(descriptor, self.path)
+
+    def abandon(self) -> None:
+        """Guarantees that the file is closed and its name gone."""
+        try:
+            # First the name: without the lock, others could take the file for a dead writer's.
+            posix.remove(self.path)
+        finally:
+            with contextlib.suppress(StorageError):
+                self.close()
+
+    def _leave_direct(self) -> None:
+        with self._lock:
+            if self.direct:
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_direct_flag())
+                self.direct = False
+
+
+class InputFile:
+    """A regular file being read at explicit offsets, by any number of threads.
+
+    ``size`` is that at open. ``bytes_read`` counts what the kernel delivered, probes excepted. ``direct`` turns False
+    once reading past the page cache was refused.
+    """
+
+    def __init__(self, descriptor: int, path: str, size: int) -> None:
+        self._descriptor = descriptor
+        self._direct_descriptor = -1
+        self._lock = threading.Lock()
+        self.path = path
+        self.size = size
+        self.bytes_read = 0
+        self.direct = _direct_flag() != 0
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> InputFile:
+        """The regular file ``path``, open for reading; a ``CorruptError`` where something else is there."""
+        name = os.fspath(path)
+        descriptor = posix.open_regular(name)
+        try:
+            with posix.reporting("open", name):
+                return cls(descriptor, name, os.fstat(descriptor).st_size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def __enter__(self) -> InputFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def is_cached(self) -> bool:
+        """Whether the file seems to be in the page cache, judged by a few pages; False where one cannot ask."""
+        if self.size == 0:
+            return True
+        no_wait = getattr(os, "RWF_NOWAIT", None)
+        if no_wait is None or not hasattr(os, "preadv"):
+            return False
+        page = bytearray(mmap.PAGESIZE)
+        # Without this a page that is not there would bring in its neighbours.
+        _advise(self._descriptor, "POSIX_FADV_RANDOM")
+        try:
+            return all(os.preadv(self._descriptor, [page], offset, no_wait) > 0 for offset in _probe_offsets(self.size))
+        except OSError:
+            return False
+        finally:
+            _advise(self._descriptor, "POSIX_FADV_NORMAL")
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fills ``view`` with the bytes at ``offset``; a file that ends before is a ``CorruptError``."""
+        rest = view.cast("B")
+        while rest.nbytes:
+            count = self._read_once(self._descriptor, rest, offset)
+            if count == 0:
+                raise self._truncated(offset, offset + rest.nbytes)
+            rest = rest[count:]
+            offset += count
+
+    def read_direct_into(self, view: memoryview, offset: int) -> None:
+        """Fills ``view`` with the bytes at ``offset`` past the page cache, up to the end of the file.
+
+        Address, length and offset are multiples of ``ALIGNMENT``; what lies beyond the file's end is left undefined.
+        """
+        wanted = view.cast("B")
+        needed = max(0, min(wanted.nbytes, self.size - offset))
+        done = 0
+        while done < needed:
+            descriptor = self._open_direct()
+            # A short transfer may end anywhere, and only aligned ones may go on past the cache.
+            if descriptor < 0 or done % ALIGNMENT:
+                self.read_into(wanted[done:needed], offset + done)
+                return
+            try:
+                count = self._read_once(descriptor, wanted[done:], offset + done)
+            except StorageError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                continue
+            if count == 0:
+                raise self._truncated(offset + done, offset + needed)
+            done += count
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        descriptors = (self._descriptor, self._direct_descriptor)
+        self._descriptor = self._direct_descriptor = -1
+        with contextlib.ExitStack() as stack:
+            for descriptor in descriptors:
+                if descriptor >= 0:
+                    stack.callback(posix.close_descriptor, descriptor, self.path)
+
+    def _read_once(self, descriptor: int, view: memoryview, offset: int) -> int:
+        with posix.reporting("read", self.path):
+            if hasattr(os, "preadv"):
+                count = os.preadv(descriptor, [view], offset)
+            else:
+                data = os.pread(descriptor, min(view.nbytes, _COPIED_READ_BYTES), offset)
+                count = len(data)
+                view[:count] = data
+        with self._lock:
+            self.bytes_read += count
+        return count
+
+    def _open_direct(self) -> int:
+        """The descriptor that reads past the page cache; -1 where that is refused."""
+        with self._lock:
+            # Reading into a bytes object, as without preadv, has no alignment to offer.
+            if not self.direct or not hasattr(os, "preadv"):
+                return -1
+            if self._direct_descriptor < 0:
+                self._direct_descriptor = self._reopen_direct()
+                self.direct = self._direct_descriptor >= 0
+            return self._direct_descriptor
+
+    def _reopen_direct(self) -> int:
+        try:
+            descriptor = posix.open_regular(self.path, flags=_direct_flag())
+        except (StorageError, CorruptError):
+            return -1
+        with posix.reporting("open", self.path):
+            # The name may have been given to another file since, or to none; the first descriptor still has ours.
+            if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
+                return descriptor
+            os.close(descriptor)
+        return -1
+
+    def _truncated(self, begin: int, end: int) -> CorruptError:
+        return CorruptError(
+            f"{self.path!r} is truncated: it ends before byte {end}; use another checkpoint",
+            path=self.path,
+            span=(begin, end),
+        )
+
+
+def _direct_flag() -> int:
+    flag: int = getattr(os, "O_DIRECT", 0)
+    return flag
+
+
+def _set_direct(descriptor: int) -> bool:
+    if not _direct_flag():
+        return False
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _direct_flag())
+    except OSError:
+        return False
+    return True
+
+
+def _hold_lock(descriptor: int, path: str) -> None:
+    with posix.reporting("lock", path):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _LOCK_UNSUPPORTED:
+                raise
+    if not posix.exists(path):
+        # Between its creation and the lock, a sweep may have taken the file for a dead writer's.
+        raise StorageError(f"{path!r} was removed while being created; save again", errno=errno.ENOENT, path=path)
+
+
+def _reserve(descriptor: int, path: str, size: int) -> None:
+    reserve = getattr(os, "posix_fallocate", None)
+    if reserve is None or size <= 0:
+        return
+    with posix.reporting(f"reserve {size} bytes for", path):
+        try:
+            reserve(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _RESERVE_UNSUPPORTED:
+                raise
+
+
+def _start_writeback(descriptor: int, offset: int, count: int) -> None:
+    """Asks the kernel to write a range now, so that the sync at the end has little left to do."""
+    _advise(descriptor, "POSIX_FADV_DONTNEED", offset, count)
+
+
+def _advise(descriptor: int, advice: str, offset: int = 0, count: int = 0) -> None:
+    # Advice: where it is not taken, nothing is lost but time.
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, offset, count, getattr(os, advice))
+
+
+def _probe_offsets(size: int) -> list[int]:
+    """A page in each of a few equal parts of the file, another one each time.
+
+    Asking for an absent page may bring it in; were it asked for again, a file nobody reads would look cached. The
+    choice leaves the program's own random numbers alone, on which a resumed training depends.
+    """
+    pages = -(-size // mmap.PAGESIZE)
+    parts = min(_PROBED_PAGES, pages)
+    bounds = [pages * part // parts for part in range(parts + 1)]
+    return [(low + secrets.randbelow(high - low)) * mmap.PAGESIZE for low, high in itertools.pairwise(bounds)]

@@ -1,0 +1,153 @@
+"""Jobs on a bounded number of threads, fed by the caller: the shape of every transfer.
+
+Invariant: every job that was taken from the iterable is run, even after a failure, so that what it holds (a slab, say)
+is always given back and the iterable cannot wait for it for ever. No thread outlives the call. It never drops the first
+error and never retries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+
+def default_workers() -> int:
+    """How many threads keep a disk busy on this machine."""
+    return max(4, min(8, os.cpu_count() or 4))
+
+
+def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int = 2) -> None:
+    """Returns once all ``jobs`` are done; the first exception, of a job or of the iterable, is raised.
+
+    The calling thread iterates ``jobs``, which may do work of its own, while at most ``workers + ahead`` of them are
+    taken and not done; where that is one, it is a plain loop. After an exception no more are taken. A single job runs
+    in the calling thread; to know that it is the only one, a second is taken before the first is begun, so that what
+    jobs hold from the moment they are taken (slabs) must exist twice.
+    """
+    iterator = iter(jobs)
+    crew = _Crew(workers=max(1, workers), limit=max(1, workers + ahead))
+    try:
+        with contextlib.closing(iterator) if isinstance(iterator, Generator) else contextlib.nullcontext():
+            _feed(crew, iterator)
+    except BaseException as error:
+        crew.fail(error)
+    finally:
+        crew.finish()
+    failure = crew.take_failure()
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            # Otherwise the error, its traceback and this frame hold each other, and the buffers with them.
+            del failure
+
+
+def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]]) -> None:
+    """Hands the jobs to the crew's threads, the first one not before there is a second."""
+    for job in iterator:
+        crew.queue(job)
+        del job
+        if crew.limit == 1:
+            crew.drain()
+        elif crew.taken > 1:
+            crew.reinforce()
+        if not crew.wait_for_room():
+            return
+
+
+class _Crew:
+    """Threads, started when there is work for them, and the jobs they have not done yet."""
+
+    def __init__(self, *, workers: int, limit: int) -> None:
+        self._workers = workers
+        self.limit = limit
+        self._change = threading.Condition()
+        self._queue: deque[Callable[[], None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._unfinished = 0
+        self._finishing = False
+        self._failure: BaseException | None = None
+        self.taken = 0
+
+    def queue(self, job: Callable[[], None]) -> None:
+        """Puts ``job`` where the next free thread finds it."""
+        with self._change:
+            self._queue.append(job)
+            self._unfinished += 1
+            self.taken += 1
+            self._change.notify_all()
+
+    def reinforce(self) -> None:
+        """Starts another thread while there are fewer than wanted and jobs wait; without any, works itself."""
+        with self._change:
+            wanted = min(self._workers, self._unfinished) - len(self._threads)
+        try:
+            for _ in range(wanted):
+                thread = threading.Thread(target=self._work, name=f"holdfast-io-{len(self._threads)}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:
+            # An interpreter that shuts down starts no threads, and a save at exit still has to work.
+            if not self._threads:
+                self.drain()
+
+    def wait_for_room(self) -> bool:
+        """True once another job may be taken; False when none may be, because something failed."""
+        with self._change:
+            self._change.wait_for(lambda: self._failure is not None or self._unfinished < self.limit)
+            return self._failure is None
+
+    def fail(self, error: BaseException) -> None:
+        """Records ``error`` unless there was one before."""
+        with self._change:
+            if self._failure is None:
+                self._failure = error
+            self._change.notify_all()
+
+    def take_failure(self) -> BaseException | None:
+        """The first error, which is the caller's from now on."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def finish(self) -> None:
+        """Returns once all queued jobs are done (the calling thread takes its share) and all threads have ended."""
+        with self._change:
+            self._finishing = True
+            self._change.notify_all()
+        self.drain()
+        for thread in self._threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:
+                    # An interrupt must not leave threads behind that write to descriptors about to be closed.
+                    self.fail(error)
+
+    def drain(self) -> None:
+        """Runs queued jobs until none is left."""
+        while True:
+            with self._change:
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+            try:
+                job()
+            except BaseException as error:
+                self.fail(error)
+            finally:
+                # Whatever the job holds goes before the next one is waited for.
+                del job
+                with self._change:
+                    self._unfinished -= 1
+                    self._change.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._finishing or self._queue)
+                if not self._queue:
+                    return
+            self.drain()

@@ -1,0 +1,275 @@
+"""Whole small files, names, directories and durability, as plain functions over ``os``.
+
+Invariant: when a function that promises durability returns, the kernel has confirmed it; a failed fsync is final and
+never tried again, because the kernel may already have dropped the pages that it could not write. Links are never
+followed and only regular files are ever read, so that nothing planted in a checkpoint can redirect or block a reader.
+It never lets an ``OSError`` out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+
+from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
+
+_LINK_UNSUPPORTED = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+_RENAME_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_DIRECTORY_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_FULL_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY})
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+@contextlib.contextmanager
+def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Guarantees that a refusal by the system inside the block leaves it as a ``StorageError``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.from_os(error, action, path) from error
+    except ValueError as error:
+        # A name with a NUL or a lone surrogate does not even reach the system.
+        raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
+
+
+def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
+    """A descriptor that reads the regular file ``path``; anything else there is a ``CorruptError``.
+
+    ``flags`` is added to the flags of open. A FIFO does not block, a symbolic link is not followed.
+    """
+    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with reporting("open", path):
+        try:
+            descriptor = os.open(path, flags)
+        except OSError:
+            status = file_status(path)
+            if status is not None and not stat.S_ISREG(status.st_mode):
+                raise _not_regular(path) from None
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _not_regular(path)
+            os.set_blocking(descriptor, True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def create_new(path: str | os.PathLike[str]) -> int:
+    """A descriptor that writes the file ``path``, which did not exist before."""
+    with reporting("create", path):
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def read_whole(path: str | os.PathLike[str], *, limit: int) -> bytes:
+    """The bytes of the regular file ``path``, of which there are at most ``limit``; no more is ever allocated."""
+    descriptor = open_regular(path)
+    try:
+        with reporting("read", path):
+            size = os.fstat(descriptor).st_size
+            pieces: list[bytes] = []
+            total = 0
+            while total <= limit and size <= limit:
+                piece = os.read(descriptor, min(max(size - total, 0), limit - total) + 1)
+                if not piece:
+                    return b"".join(pieces)
+                pieces.append(piece)
+                total += len(piece)
+    finally:
+        close_descriptor(descriptor, path)
+    raise CorruptError(f"{os.fspath(path)!r} is larger than {limit} bytes; use another checkpoint", path=path)
+
+
+def write_new(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+    """Creates ``path`` with exactly ``data``, durable once its directory is synced; nothing stays after a failure."""
+    descriptor = create_new(path)
+    try:
+        try:
+            with reporting("write", path):
+                rest = memoryview(data).cast("B")
+                while rest.nbytes:
+                    rest = rest[_progress(os.write(descriptor, rest)) :]
+            sync_file(descriptor, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+            raise
+        close_descriptor(descriptor, path)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            remove(path)
+        raise
+
+
+def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Moves ``source`` to ``target`` atomically; what is there already stays, and is an ``AlreadyPublishedError``."""
+    with reporting("publish", target):
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            # A retried NFS request finds the link that its first try made.
+            if not _same_file(source, target):
+                raise _already_published(target) from None
+        except OSError as error:
+            if error.errno not in _LINK_UNSUPPORTED:
+                raise
+            _rename_new(source, target)
+            return
+    # The target is visible from here on: a source name that cannot be removed is litter, not a failure.
+    with contextlib.suppress(OSError):
+        os.unlink(source)
+
+
+def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Moves ``source`` to ``target`` atomically, in place of what is there."""
+    with reporting("replace", target):
+        os.rename(source, target)
+
+
+def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """Returns once the contents of the open file are durable; after an error the file is condemned."""
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    with reporting("sync", path):
+        if full_sync is not None:
+            # On macOS fsync stops at the drive's own cache; this does not.
+            try:
+                fcntl.fcntl(descriptor, full_sync)
+                return
+            except OSError as error:
+                if error.errno not in _FULL_SYNC_UNSUPPORTED:
+                    raise
+        os.fsync(descriptor)
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Returns once the names in the directory are durable, where the file system has such a notion."""
+    with reporting("sync", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync_file(descriptor, path)
+    except StorageError as error:
+        if error.errno not in _DIRECTORY_SYNC_UNSUPPORTED:
+            raise
+    finally:
+        close_descriptor(descriptor, path)
+
+
+def make_directories(path: str | os.PathLike[str]) -> None:
+    """Guarantees that ``path`` is a directory, and that the names of those it had to create are durable."""
+    missing: list[str] = []
+    current = os.fspath(path)
+    while not _is_directory(current):
+        missing.append(current)
+        current = os.path.dirname(current) or os.curdir
+        if current == missing[-1]:
+            raise StorageError(f"cannot create {os.fspath(path)!r}: it has no parent", errno=errno.ENOENT, path=path)
+    for directory in reversed(missing):
+        with reporting("create", directory):
+            try:
+                os.mkdir(directory)
+            except FileExistsError:
+                if not _is_directory(directory):
+                    raise
+        # Also where someone else was faster: they may not have come to syncing it yet.
+        sync_directory(os.path.dirname(directory) or os.curdir)
+
+
+def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
+    """Guarantees that no file has the name ``path``."""
+    with reporting("remove", path):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+
+def list_names(path: str | os.PathLike[str]) -> list[str]:
+    """The sorted names in the directory ``path``."""
+    with reporting("list", path):
+        return sorted(os.listdir(path))
+
+
+def file_status(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """The status of what has the name ``path`` (a link itself, not where it leads); None if nothing does."""
+    with reporting("look at", path):
+        try:
+            return os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether anything has the name ``path``, be it a dangling link."""
+    return file_status(path) is not None
+
+
+def close_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """Closes the descriptor; some file systems tell of failed writes only here, so an error is reported."""
+    with reporting("close", path):
+        os.close(descriptor)
+
+
+def _progress(count: int) -> int:
+    if count == 0:
+        # POSIX lets a write take nothing; going on would never end.
+        raise OSError(errno.EIO, "the system took no bytes")
+    return count
+
+
+def _not_regular(path: str | os.PathLike[str]) -> CorruptError:
+    return CorruptError(f"{os.fspath(path)!r} is not a regular file; use another checkpoint", path=path)
+
+
+def _already_published(target: str | os.PathLike[str]) -> AlreadyPublishedError:
+    return AlreadyPublishedError(f"{os.fspath(target)!r} exists already; use another name or overwrite=True")
+
+
+def _same_file(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    one, other = file_status(first), file_status(second)
+    return one is not None and other is not None and os.path.samestat(one, other)
+
+
+def _is_directory(path: str) -> bool:
+    with reporting("create", path):
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return True
+
+
+def _rename_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    code = _renameat2(os.fsencode(source), os.fsencode(target))
+    if code == errno.EEXIST:
+        raise _already_published(target)
+    if code in _RENAME_UNSUPPORTED:
+        raise StorageError(
+            f"cannot publish {os.fspath(target)!r}: the file system can neither link nor rename without replacing; "
+            "use another one, or overwrite=True",
+            errno=code,
+            path=target,
+        )
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _renameat2(source: bytes, target: bytes) -> int:
+    """The errno of a rename that refuses to replace; 0 when it is done, ENOSYS where the C library lacks it."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return errno.ENOSYS
+    function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    if function(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE) == 0:
+        return 0
+    return ctypes.get_errno()
