@@ -1,0 +1,100 @@
+"""Holdfast: distributed checkpoints for PyTorch that hold.
+
+A save is whole or invisible, every byte is checked, nothing is pickled, and the disk is the limit.
+"""
+
+from __future__ import annotations
+
+from holdfast._native.reader import NativeReader
+from holdfast._native.writer import NativeWriter
+from holdfast._version import __version__
+from holdfast.checkpoint import Checkpoint, StoredTensor, open
+from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from holdfast.errors import (
+    AlreadyPublishedError,
+    CheckpointError,
+    CheckpointException,
+    CorruptError,
+    Difference,
+    InternalError,
+    InvalidStateError,
+    MismatchError,
+    NotACheckpointError,
+    NotFoundError,
+    StorageError,
+    UnsafeError,
+    UnsupportedVersionError,
+)
+from holdfast.loader import LoadReport, load
+from holdfast.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from holdfast.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from holdfast.saver import save
+from holdfast.stateful import Stateful
+from holdfast.storage import StorageReader, StorageWriter, WriteResult
+
+__all__ = [
+    "AlreadyPublishedError",
+    "BytesIOWriteData",
+    "BytesStorageMetadata",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "CorruptError",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "Difference",
+    "InternalError",
+    "InvalidStateError",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "LoadReport",
+    "Metadata",
+    "MetadataIndex",
+    "MismatchError",
+    "NativeReader",
+    "NativeWriter",
+    "NotACheckpointError",
+    "NotFoundError",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "Stateful",
+    "StorageError",
+    "StorageMeta",
+    "StorageReader",
+    "StorageWriter",
+    "StoredTensor",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "TensorWriteData",
+    "UnsafeError",
+    "UnsupportedVersionError",
+    "WriteItem",
+    "WriteItemType",
+    "WriteResult",
+    "__version__",
+    "load",
+    "open",
+    "save",
+]

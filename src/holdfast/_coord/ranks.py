@@ -1,0 +1,68 @@
+"""The steps that all ranks of a save or load take together.
+
+A phase runs ``local`` on every rank and ``merge`` on the coordinator. Whatever fails, on whichever rank, is raised on
+every rank as a CheckpointError: one of this library's own as it is, anything else wrapped, with the original as its
+cause. Interrupts pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from holdfast.errors import CheckpointError
+
+Part = TypeVar("Part")
+Whole = TypeVar("Whole")
+
+
+class Ranks(Protocol):
+    """All ranks of one save or load, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        ...
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is the one that merges."""
+        ...
+
+    def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
+        """This rank's element of what ``merge`` makes of all parts."""
+        ...
+
+    def share(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
+        """What ``merge`` makes of all parts, the same on every rank."""
+        ...
+
+
+class SoloRanks:
+    """One process that is all the ranks there are."""
+
+    rank = 0
+    is_coordinator = True
+
+    def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
+        """The one element of what ``merge`` makes of the one part."""
+        with _naming(phase):
+            (whole,) = merge([local()])
+            return whole
+
+    def share(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
+        """What ``merge`` makes of the one part."""
+        with _naming(phase):
+            return merge([local()])
+
+
+@contextmanager
+def _naming(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        message = str(error).partition("\n")[0]
+        raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: error}) from error

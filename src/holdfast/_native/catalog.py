@@ -1,0 +1,235 @@
+"""A published checkpoint as its manifest and index say it is: every key, every chunk, nothing read yet.
+
+Whatever comes out of ``read_catalog`` has been checked: digests, bounds, tiling, names. Data files are opened when they
+are first needed, and their sizes compared then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast._io import posix
+from holdfast._io.direct import InputFile
+from holdfast._native.index import ChunkIndex, check_index, decode_index
+from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry
+from holdfast._native.publish import MANIFEST_NAME, read_manifest
+from holdfast._native.tree import decode_path
+from holdfast._native.values import decode_value
+from holdfast._state.paths import Path
+from holdfast._state.tensors import torch_dtype
+from holdfast._values.digest import digest, to_hex
+from holdfast._values.lazy import LazyList
+from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
+from holdfast.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkColumns,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Catalog:
+    """Manifest and index of one checkpoint, and ways to look things up in them."""
+
+    directory: str
+    manifest: Manifest
+    index: ChunkIndex
+
+    @cached_property
+    def tensor_ids(self) -> dict[str, int]:
+        """The number of each tensor's entry in the manifest."""
+        return {entry.key: number for number, entry in enumerate(self.manifest.tensors)}
+
+    @cached_property
+    def row_bounds(self) -> np.ndarray:
+        """Tensor t has the index rows from [t] to [t + 1]."""
+        return np.searchsorted(self.index.tensor, np.arange(len(self.manifest.tensors) + 1))
+
+    @cached_property
+    def values(self) -> dict[str, object]:
+        """The typed JSON of each value that the manifest itself holds."""
+        return {entry.key: entry.value for entry in self.manifest.values}
+
+    def entry(self, key: str) -> TensorEntry | None:
+        """The tensor entry of ``key``, or None for a value or an unknown key."""
+        number = self.tensor_ids.get(key)
+        return None if number is None else self.manifest.tensors[number]
+
+    def storing_id(self, key: str) -> int:
+        """The number of the tensor that holds the bytes of ``key``: its own, or that of the one it is tied to."""
+        number = self.tensor_ids[key]
+        alias_of = self.manifest.tensors[number].alias_of
+        return number if alias_of is None else self.tensor_ids[alias_of]
+
+    def rows_of(self, key: str) -> range:
+        """The index rows of the chunks that hold ``key``."""
+        number = self.storing_id(key)
+        return range(int(self.row_bounds[number]), int(self.row_bounds[number + 1]))
+
+    def file_path(self, file: int) -> str:
+        """The path of data file number ``file``."""
+        return os.path.join(self.directory, self.manifest.files[file].name)
+
+    def paths(self) -> dict[str, Path]:
+        """Where in the state each key belongs."""
+        paths = {entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.tensors}
+        paths.update({entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.values})
+        return paths
+
+    def metadata(self) -> Metadata:
+        """The checkpoint in the words of the protocol; chunks are views of the index."""
+        entries: dict[str, STORAGE_TYPES] = {}
+        bounds = self.row_bounds.tolist()
+        for number, entry in enumerate(self.manifest.tensors):
+            if entry.kind in BYTE_KINDS:
+                entries[entry.key] = BytesStorageMetadata()
+                continue
+            storing = number if entry.alias_of is None else self.tensor_ids[entry.alias_of]
+            rows, dimensions = slice(bounds[storing], bounds[storing + 1]), len(entry.shape)
+            chunks = ChunkColumns(lo=self.index.lo[rows, :dimensions], length=self.index.length[rows, :dimensions])
+            entries[entry.key] = TensorStorageMetadata(
+                TensorProperties(torch_dtype(entry.dtype), requires_grad=entry.requires_grad),
+                torch.Size(entry.shape),
+                LazyList(chunks),
+                entry.alias_of,
+                entry.kind,
+                None
+                if entry.quantizer is None
+                else {
+                    name: value for name, value in msgspec.structs.asdict(entry.quantizer).items() if value is not None
+                },
+            )
+        for value in self.manifest.values:
+            entries[value.key] = BytesStorageMetadata()
+        user_metadata = decode_value(self.manifest.metadata, key="user_metadata")
+        return Metadata(
+            entries,
+            planner_data=self.paths(),
+            storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
+            user_metadata=user_metadata if isinstance(user_metadata, dict) else {},
+        )
+
+
+def read_catalog(path: str | os.PathLike[str]) -> Catalog:
+    """The checkpoint published at ``path``.
+
+    NotFoundError when there is none, CorruptError when manifest or index are not what was written. Where a saver
+    replaced the checkpoint between reading the one and the other, the new one is read.
+    """
+    directory = os.fspath(path)
+    while True:
+        manifest = _read_manifest(directory)
+        try:
+            return Catalog(directory=directory, manifest=manifest, index=_read_index(directory, manifest))
+        except CorruptError:
+            if not was_replaced(directory, manifest.attempt):
+                raise
+
+
+def was_replaced(directory: str, attempt: str) -> bool:
+    """Whether another checkpoint than that of ``attempt`` is published in ``directory`` now."""
+    try:
+        return read_manifest(directory).attempt != attempt
+    except (CorruptError, StorageError):
+        return False
+
+
+def _read_manifest(directory: str) -> Manifest:
+    try:
+        return read_manifest(directory)
+    except StorageError as error:
+        if error.errno == errno.ENOTDIR:
+            raise NotACheckpointError(f"{directory!r} is a file; a checkpoint is a directory") from error
+        if error.errno != errno.ENOENT:
+            raise
+        raise _nothing_there(directory) from error
+
+
+def _nothing_there(directory: str) -> NotFoundError:
+    status = posix.file_status(directory)
+    if status is None:
+        return NotFoundError(f"there is no checkpoint at {directory!r}: no such directory")
+    names = posix.list_names(directory)
+    unfinished = all(name.startswith(("data-", "index-", "manifest-")) for name in names)
+    if unfinished:
+        return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")
+    return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
+
+
+def _read_index(directory: str, manifest: Manifest) -> ChunkIndex:
+    entry = manifest.index
+    path = os.path.join(directory, entry.name)
+    try:
+        data = posix.read_whole(path, limit=entry.bytes)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise CorruptError(f"{path!r} is missing; use another checkpoint", path=path) from error
+    if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
+        raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
+    index = decode_index(data, path=path)
+    check_index(index, files=manifest.files, tensors=manifest.tensors, path=path)
+    return index
+
+
+class DataFiles:
+    """The data files of a checkpoint, opened when first needed and kept open."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._files: dict[int, tuple[InputFile, bool]] = {}
+
+    def get(self, number: int) -> tuple[InputFile, bool]:
+        """File ``number``, and whether it is in the page cache; CorruptError when it is missing or has another size."""
+        with self._lock:
+            known = self._files.get(number)
+            if known is None:
+                file = self._open(number)
+                known = self._files[number] = file, file.is_cached()
+            return known
+
+    def _open(self, number: int) -> InputFile:
+        path, expected = self._catalog.file_path(number), self._catalog.manifest.files[number].bytes
+        try:
+            file = InputFile.open(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise CorruptError(f"{path!r} is missing; use another checkpoint", path=path) from error
+        if file.size != expected:
+            file.close()
+            raise CorruptError(
+                f"{path!r} has {file.size} bytes instead of {expected}: it was truncated or replaced; "
+                "use another checkpoint",
+                path=path,
+            )
+        return file
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that the system delivered from these files."""
+        return sum(file.bytes_read for file, _ in self._files.values())
+
+    def __iter__(self) -> Iterator[InputFile]:
+        return (file for file, _ in self._files.values())
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            files, self._files = self._files, {}
+        for file, _ in files.values():
+            file.close()

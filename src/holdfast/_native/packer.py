@@ -1,0 +1,206 @@
+"""Chunks into data files: offsets run on, slabs are cut at block boundaries, every block is hashed while hot.
+
+A job owns whole blocks and nothing is shared between jobs: it copies its blocks into a slab, hashes them there (so the
+digest is of the very bytes that are written, whatever happens to the tensor meanwhile), and writes whole pages. Where
+the first block starts inside a page, the job copies that page's earlier bytes once more; where the last one ends
+inside a page, the next job writes that page. The header goes last, into the room that was reserved for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
+from holdfast._io.direct import ALIGNMENT, OutputFile
+from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._native.header import HeaderEntry, encode_header, header_entry_bytes
+from holdfast._native.report import WrittenFile
+from holdfast._state.raw import Source
+from holdfast._values.digest import BLOCK_BYTES, digest
+
+HEADER_FRAME_BYTES = 16  # the length in front, the braces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Bytes to be stored under a name; ``dtype`` and ``shape`` as the safetensors header says them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: Source
+
+
+@dataclass(slots=True)
+class _Job:
+    """Blocks [first byte, end) of one file; ``pieces`` also has the bytes before the first on its page."""
+
+    file: OutputFile
+    base: int
+    end: int
+    pieces: list[tuple[Source, int, int, int]]
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    is_last: bool = False
+
+
+class DataFile:
+    """One data file while it is being written."""
+
+    def __init__(self, path: str, name: str, *, header_bytes: int, expected_bytes: int) -> None:
+        self.name = name
+        self.header_bytes = -(-header_bytes // ALIGNMENT) * ALIGNMENT
+        self.output = OutputFile.create(path, expected_bytes=self.header_bytes + expected_bytes)
+        self.entries: list[HeaderEntry] = []
+        self.end = self.header_bytes
+        self.first_digest = 0
+        self._header_used = HEADER_FRAME_BYTES
+
+    def takes(self, chunk: Chunk) -> bool:
+        """Whether the header has room for ``chunk``; an empty file takes any."""
+        return not self.entries or self._header_used + _entry_bytes(chunk) <= self.header_bytes
+
+    def enter(self, chunk: Chunk) -> None:
+        """Give ``chunk`` the bytes from ``end`` on."""
+        begin = self.end - self.header_bytes
+        end = begin + chunk.source.nbytes
+        self.entries.append(HeaderEntry(name=chunk.name, dtype=chunk.dtype, shape=chunk.shape, begin=begin, end=end))
+        self._header_used += _entry_bytes(chunk)
+        self.end += chunk.source.nbytes
+
+    def complete(self, digests: list[int]) -> WrittenFile:
+        """Write the header, make everything durable; ``digests`` are those of this file's blocks, in order."""
+        header = encode_header(self.entries, reserve=self.header_bytes)
+        ring = SlabRing(1)
+        with ring.lend() as slab:
+            for start in range(0, len(header), SLAB_BYTES):
+                piece = header[start : start + SLAB_BYTES]
+                slab.view[: len(piece)] = piece
+                self.output.write(slab.view[: len(piece)], start)
+        ring.close()
+        self.output.finish(self.end)
+        covered = digest(header + np.array(digests, dtype="<u8").tobytes())
+        return WrittenFile(name=self.name, bytes=self.end, header=self.header_bytes, digest=covered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where a chunk went: ``offset`` from the start of file number ``file``; its digests from ``first_digest`` on."""
+
+    file: int
+    offset: int
+    first_digest: int
+
+
+class Packer:
+    """Writes chunks, in the order they come, to as many files as their headers need.
+
+    ``open_file(number)`` makes the next data file. Until ``close``, the files stay open and locked, which
+    tells others that their writer lives.
+    """
+
+    def __init__(self, open_file: Callable[[int], DataFile], *, pinned: bool = False) -> None:
+        self._open_file = open_file
+        self._pinned = pinned
+        self.files: list[DataFile] = []
+        self.digests: list[int] = []
+        self.placed: list[Placed] = []
+
+    def write(self, chunks: Iterable[Chunk]) -> list[WrittenFile]:
+        """Write every chunk and return the durable files; on an error they are left to ``abandon``."""
+        workers = default_workers()
+        ring = SlabRing(workers, pinned=self._pinned)
+        try:
+            run_bounded((self._runner(job, ring) for job in self._jobs(chunks)), workers=workers)
+        finally:
+            ring.close()
+        bounds = [file.first_digest for file in self.files] + [len(self.digests)]
+        return [
+            file.complete(self.digests[bounds[number] : bounds[number + 1]]) for number, file in enumerate(self.files)
+        ]
+
+    def close(self) -> None:
+        """Close the files, which ends the sign that their writer lives."""
+        for file in self.files:
+            file.output.close()
+
+    def abandon(self) -> None:
+        """Close and remove the files."""
+        for file in self.files:
+            file.output.abandon()
+
+    def _jobs(self, chunks: Iterable[Chunk]) -> Iterator[_Job]:
+        job: _Job | None = None
+        for chunk in chunks:
+            if not self.files or not self.files[-1].takes(chunk):
+                if job is not None:
+                    job.is_last = True
+                    yield job
+                job = self._next_file()
+            assert job is not None
+            for start, stop in self._blocks(chunk):
+                if job.end + stop - start - job.base > SLAB_BYTES:
+                    yield job
+                    job = _following(job)
+                at = job.end - job.base
+                job.pieces.append((chunk.source, start, stop, at))
+                job.blocks.append((at, at + stop - start, len(self.digests)))
+                job.end += stop - start
+                self.digests.append(0)
+        if job is not None:
+            job.is_last = True
+            yield job
+
+    def _next_file(self) -> _Job:
+        file = self._open_file(len(self.files))
+        file.first_digest = len(self.digests)
+        self.files.append(file)
+        return _Job(file.output, file.header_bytes, file.header_bytes, [])
+
+    def _blocks(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Enter ``chunk`` in the current file and return the byte ranges of its blocks."""
+        file, nbytes = self.files[-1], chunk.source.nbytes
+        self.placed.append(Placed(file=len(self.files) - 1, offset=file.end, first_digest=len(self.digests)))
+        file.enter(chunk)
+        return [(start, min(start + BLOCK_BYTES, nbytes)) for start in range(0, nbytes, BLOCK_BYTES)]
+
+    def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
+        def run() -> None:
+            with ring.lend() as slab:
+                _fill(job, slab, self.digests)
+                filled = job.end - job.base
+                if job.is_last:
+                    padding = -filled % ALIGNMENT
+                    slab.view[filled : filled + padding] = bytes(padding)
+                    filled += padding
+                job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
+
+        return run
+
+
+def _entry_bytes(chunk: Chunk) -> int:
+    return header_entry_bytes(chunk.name, chunk.shape)
+
+
+def _fill(job: _Job, slab: Slab, digests: list[int]) -> None:
+    for source, start, stop, at in job.pieces:
+        source.copy_out(start, stop, slab, at)
+    view = slab.view
+    for low, high, slot in job.blocks:
+        digests[slot] = digest(view[low:high])
+
+
+def _following(job: _Job) -> _Job:
+    """The job after ``job`` in its file: from the page that ``job`` leaves unfinished."""
+    base = job.end - job.end % ALIGNMENT
+    carried: list[tuple[Source, int, int, int]] = []
+    for source, start, stop, at in reversed(job.pieces):
+        begin, end = job.base + at, job.base + at + stop - start
+        if end <= base:
+            break
+        skipped = max(0, base - begin)
+        carried.append((source, start + skipped, stop, begin + skipped - base))
+    carried.reverse()
+    return _Job(job.file, base, job.end, carried)

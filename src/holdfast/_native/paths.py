@@ -1,0 +1,130 @@
+"""Stored paths: whether those of all leaves together make one tree that can be built in bounded memory.
+
+A path leads from the state to a leaf: a str is a str key of a dict, {"key": <typed JSON>} another key of a dict,
+{"list": i} and {"tuple": i} are positions. The check takes time in proportion to the paths, whatever they are. Never
+builds the lists themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from holdfast._native.values import decode_value
+from holdfast._values.limits import MAX_PATH_DEPTH
+from holdfast.errors import CorruptError
+
+PathElement: TypeAlias = str | dict[str, object]
+
+MAX_EMPTY_POSITIONS = 1 << 20
+"""Positions that no path leads to, of all lists and tuples: planners may leave some out, and each costs a pointer."""
+
+_PLAIN_INTEGERS = 1 << 53  # The ids of optimizer states, mostly: no need to decode these.
+_canonical = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathFault:
+    """What is wrong with the path of the leaf ``key``."""
+
+    key: str
+    problem: str
+
+
+class _Tree:
+    """All places that paths lead to, by number; 0 is the state itself.
+
+    Lists by number rather than an object per place, because a large tree of objects sets the garbage collector off.
+    """
+
+    def __init__(self) -> None:
+        # What a place is, None for a leaf, and how the last element of the paths to it is written.
+        self.kinds: list[str | None] = ["dict"]
+        self.written: list[str | bytes] = [""]
+        self.children: dict[tuple[int, Hashable], int] = {}
+        # The largest position of each list and tuple, and how many positions are taken in all of them.
+        self.last_positions: dict[int, int] = {}
+        self.taken_positions = 0
+        # One object per key, so that keys which differ from themselves (nan) are found again.
+        self.keys: dict[bytes, Hashable] = {}
+
+    def empty_positions(self) -> int:
+        """How many positions of lists and tuples no path leads to."""
+        return sum(self.last_positions.values()) + len(self.last_positions) - self.taken_positions
+
+
+class _Fault(Exception):
+    """Why a path is refused; never leaves this module."""
+
+
+def check_paths(leaves: Iterable[tuple[str, Sequence[PathElement] | None]]) -> PathFault | None:
+    """The first thing that is wrong with the paths of ``leaves`` (key and path each), or None.
+
+    Without a path a leaf is in the state under its key. No leaf is at or below another one, each container is either a
+    dict, a list or a tuple, the state itself a dict, and no two different keys of a dict are equal.
+    """
+    tree = _Tree()
+    key = ""
+    try:
+        for key, path in leaves:
+            if path is not None and len(path) == 1 and path[0] == key:
+                raise _Fault("has a path that is just the key, and should have none")
+            _add_leaf(tree, (key,) if path is None else path)
+        if tree.empty_positions() > MAX_EMPTY_POSITIONS:
+            raise _Fault("or another path leaves too many positions of a list empty")
+    except _Fault as fault:
+        return PathFault(key=key, problem=str(fault))
+    return None
+
+
+def _add_leaf(tree: _Tree, path: Sequence[PathElement]) -> None:
+    if not 0 < len(path) <= MAX_PATH_DEPTH:
+        raise _Fault(f"has a path of {len(path)} elements, and 1 to {MAX_PATH_DEPTH} are allowed")
+    place = 0
+    is_new = False
+    for element in path:
+        kind, key, written = ("dict", element, element) if type(element) is str else _parse(element, tree.keys)
+        if tree.kinds[place] != kind:
+            if not is_new:
+                raise _Fault(f"has a path through a {tree.kinds[place] or 'leaf'} that is also a {kind}")
+            tree.kinds[place] = kind
+        child = tree.children.get((place, key))
+        is_new = child is None
+        if child is None:
+            child = tree.children[place, key] = len(tree.kinds)
+            tree.kinds.append(None)
+            tree.written.append(written)
+            if kind != "dict" and type(key) is int:
+                tree.last_positions[place] = max(key, tree.last_positions.get(place, 0))
+                tree.taken_positions += 1
+        elif tree.written[child] != written:
+            raise _Fault("has a path with a key that equals another one")
+        place = child
+    if not is_new:
+        raise _Fault("has the path of another leaf, or one that other paths lead through")
+
+
+def _parse(element: object, keys: dict[bytes, Hashable]) -> tuple[str, Hashable, str | bytes]:
+    """The kind of container that ``element`` leads through, the key in it, and how that is written."""
+    if not isinstance(element, dict) or len(element) != 1:
+        raise _Fault("has a malformed path")
+    [(kind, body)] = element.items()
+    if kind in ("list", "tuple"):
+        if type(body) is not int or not 0 <= body < 1 << 62:
+            raise _Fault("has a path with an impossible position")
+        return kind, body, b""
+    if kind != "key" or type(body) is str:
+        raise _Fault("has a malformed path")
+    if type(body) is int and abs(body) < _PLAIN_INTEGERS:
+        return "dict", body, b"%d" % body
+    try:
+        written = _canonical(body)
+        if written not in keys:
+            keys[written] = decode_value(body, key="path")
+        hash(keys[written])
+    except (CorruptError, TypeError, UnicodeEncodeError):
+        raise _Fault("has a path with a key that is damaged") from None
+    return "dict", keys[written], written

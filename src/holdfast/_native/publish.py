@@ -1,0 +1,69 @@
+"""The commit: a checkpoint is there from the moment its manifest has its name, and not before.
+
+The order is the protocol. By the time ``publish`` is called every data file is synced; then: directory, index,
+manifest under a name of its attempt (each synced), then the name itself, then the directory again. Only after that may
+anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No lock file, no clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from holdfast._io import posix
+from holdfast._native.manifest import Manifest, decode_manifest
+from holdfast._values.limits import MAX_MANIFEST_BYTES
+from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
+
+MANIFEST_NAME = "manifest.json"
+
+
+def publish(directory: str, manifest: bytes, *, attempt: str, index_name: str, index: bytes, overwrite: bool) -> None:
+    """Make the checkpoint visible and durable; on an error nothing of it is visible.
+
+    AlreadyPublishedError when there is one and ``overwrite`` is not set: of several savers exactly one succeeds.
+    """
+    target = os.path.join(directory, MANIFEST_NAME)
+    index_path = os.path.join(directory, index_name)
+    staged = os.path.join(directory, f"manifest-{attempt}.tmp")
+    replaced = _published_files(directory) if overwrite else []
+    try:
+        posix.sync_directory(directory)
+        posix.write_new(index_path, index)
+        posix.write_new(staged, manifest)
+        if overwrite:
+            posix.replace(staged, target)
+        else:
+            posix.link_new(staged, target)
+    except BaseException:
+        for path in (staged, index_path):
+            with contextlib.suppress(StorageError):
+                posix.remove(path)
+        raise
+    posix.sync_directory(directory)
+    for name in replaced:
+        # What cannot be removed is invisible, and a later sweep's business.
+        with contextlib.suppress(StorageError):
+            posix.remove(os.path.join(directory, name))
+
+
+def check_unpublished(directory: str) -> None:
+    """AlreadyPublishedError when a checkpoint has the name: better now than after writing everything."""
+    if posix.exists(os.path.join(directory, MANIFEST_NAME)):
+        raise AlreadyPublishedError(
+            f"{directory!r} holds a checkpoint already; choose another name, or pass overwrite=True"
+        )
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The manifest of the checkpoint in ``directory``, checked; StorageError with ENOENT when there is none."""
+    path = os.path.join(directory, MANIFEST_NAME)
+    return decode_manifest(posix.read_whole(path, limit=MAX_MANIFEST_BYTES), path=path)
+
+
+def _published_files(directory: str) -> list[str]:
+    try:
+        manifest = read_manifest(directory)
+    except (CorruptError, CheckpointError):
+        return []  # nothing there, or nothing that says which files are its own
+    return [*(file.name for file in manifest.files), manifest.index.name]

@@ -1,0 +1,270 @@
+"""The native storage reader: what a plan wants, read, verified and handed to the planner."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch.futures import Future
+
+from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
+from holdfast._native.fetch import Fetch, Wanted
+from holdfast._native.values import decode_value, decode_value_bytes
+from holdfast._state.raw import Target
+from holdfast._state.tensors import empty_quantized, torch_dtype
+from holdfast._torchformat.objects import serialize_object
+from holdfast._values.box import Box
+from holdfast._values.dtypes import DTYPES
+from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
+from holdfast.metadata import Metadata
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ReadItem, ValueBuffer, read_columns
+from holdfast.storage import StorageReader
+
+
+class NativeReader(StorageReader):
+    """Reads a checkpoint in the native format from the directory ``path``.
+
+    ``verify=False`` skips the digests of the data (never those of manifest and index). ``cast`` lets a target of one
+    floating type take another; ``allow_pickle`` lets pickled values through to the planner.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        cast: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.verify = verify
+        self.cast = cast
+        self.allow_pickle = allow_pickle
+        self._catalog: Catalog | None = None
+        self._files: DataFiles | None = None
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Bytes of data files that the system delivered since the last reset."""
+        return 0 if self._files is None else self._files.bytes_read
+
+    @property
+    def catalog(self) -> Catalog:
+        """What the checkpoint says of itself, read when first asked for."""
+        if self._catalog is None:
+            self._catalog = read_catalog(self.path)
+            self._files = DataFiles(self._catalog)
+        return self._catalog
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and forget the checkpoint."""
+        files, self._files, self._catalog = self._files, None, None
+        if files is not None:
+            files.close()
+
+    def was_replaced(self) -> bool:
+        """Whether another save has been published at the path since its manifest was read."""
+        return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the checkpoint that is published now."""
+        self.close()
+        return self.catalog.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make sure that manifest and index are there."""
+        _ = self.catalog
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """``plan``, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """``plans``, unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of ``plan``; every byte is verified before this returns, unless ``verify`` is off."""
+        columns = read_columns(plan.items)
+        catalog = self.catalog
+        files = self._files
+        assert files is not None
+        delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
+        Fetch(
+            catalog,
+            files,
+            delivery.wanted(),
+            open_target=delivery.open_target,
+            close_target=delivery.close_target,
+            verify=self.verify,
+        ).run()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path and no URL."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None, "_catalog": None}
+
+
+class _Delivery:
+    """Hands what is read to the planner: values at once, boxes through targets as they fill up."""
+
+    def __init__(
+        self, catalog: Catalog, columns: ReadColumns, planner: LoadPlanner, *, cast: bool, allow_pickle: bool
+    ) -> None:
+        self._catalog = catalog
+        self._columns = columns
+        self._planner = planner
+        self._cast = cast
+        self._allow_pickle = allow_pickle
+        self._items: list[int] = []
+        self._row: list[int] = []
+        self._open: dict[int, tuple[ReadItem, torch.Tensor]] = {}
+
+    def wanted(self) -> Wanted:
+        """The boxes to be fetched; values that need no fetching are delivered on the way."""
+        columns, catalog = self._columns, self._catalog
+        is_value = np.array(columns.dimensions)[columns.key] < 0
+        tensors = np.flatnonzero(~is_value)
+        rows = self._index_rows(tensors)
+        width = catalog.index.lo.shape[1]
+        lo, length = np.zeros((len(tensors), width), np.int64), np.ones((len(tensors), width), np.int64)
+        used = min(width, columns.length.shape[1])
+        lo[:, :used], length[:, :used] = columns.storage_lo[tensors, :used], columns.length[tensors, :used]
+        self._items = tensors.tolist()
+        blobs = [item for item in np.flatnonzero(is_value).tolist() if not self._deliver_value(item)]
+        if blobs:
+            blob_rows = [catalog.rows_of(columns.storage_keys[columns.key[item]]) for item in blobs]
+            chunks = np.concatenate([np.arange(rows.start, rows.stop) for rows in blob_rows])
+            self._items += blobs
+            rows = np.concatenate([rows, chunks])
+            lo = np.concatenate([lo, np.zeros((len(chunks), width), np.int64)])
+            length = np.concatenate([length, catalog.index.length[chunks]])
+        self._row = rows.tolist()
+        self._check_boxes(rows, lo, length)
+        return Wanted(row=rows, lo=lo, length=length)
+
+    def _index_rows(self, items: np.ndarray) -> np.ndarray:
+        """The index row of each item's chunk: by its hint where that is right, else by its offset."""
+        columns, catalog = self._columns, self._catalog
+        firsts = np.array([self._first_row(key) for key in columns.storage_keys], dtype=np.int64)
+        rows: np.ndarray = firsts[columns.key[items]] + columns.hint[items]
+        used = min(columns.chunk_lo.shape[1], catalog.index.lo.shape[1])
+        inside = (rows >= 0) & (rows < len(catalog.index))
+        at = catalog.index.lo[np.where(inside, rows, 0), :used] if len(catalog.index) else np.zeros((len(rows), used))
+        right = inside & (columns.hint[items] >= 0) & (at == columns.chunk_lo[items, :used]).all(axis=1)
+        for place in np.flatnonzero(~right).tolist():
+            item = int(items[place])
+            key = columns.storage_keys[columns.key[item]]
+            chunk_rows = catalog.rows_of(key)
+            found = np.flatnonzero(
+                (catalog.index.lo[chunk_rows.start : chunk_rows.stop, :used] == columns.chunk_lo[item, :used]).all(1)
+            )
+            if len(found) != 1:
+                raise InternalError(f"the plan wants a chunk of {key!r} that the checkpoint does not have")
+            rows[place] = chunk_rows.start + int(found[0])
+        return rows
+
+    def _first_row(self, key: str) -> int:
+        if key not in self._catalog.tensor_ids:
+            return -1
+        return int(self._catalog.row_bounds[self._catalog.storing_id(key)])
+
+    def _check_boxes(self, rows: np.ndarray, lo: np.ndarray, length: np.ndarray) -> None:
+        outside = ((lo < 0) | (length < 0) | (lo + length > self._catalog.index.length[rows])).any(axis=1)
+        if outside.any():
+            item = self._items[int(np.flatnonzero(outside)[0])]
+            key = self._columns.storage_keys[self._columns.key[item]]
+            raise InternalError(f"the plan wants more of a chunk of {key!r} than there is")
+
+    def _deliver_value(self, item: int) -> bool:
+        """Give a value that the manifest holds to the planner; False for one that has to be fetched."""
+        read_item = self._columns.item(item)
+        key = read_item.storage_index.fqn
+        entry = self._catalog.entry(key)
+        if entry is not None:
+            if entry.kind == "pickle" and not self._allow_pickle:
+                raise UnsafeError(
+                    f"{key!r} is a pickle, and loading it would run code; "
+                    "pass allow_pickle=True if you trust the checkpoint",
+                    key=key,
+                )
+            return False
+        if key not in self._catalog.values:
+            raise InternalError(f"the plan wants the value {key!r}, which the checkpoint does not have")
+        self._planner.load_bytes(read_item, _value_buffer(decode_value(self._catalog.values[key], key=key)))
+        return True
+
+    def open_target(self, number: int) -> Target:
+        """Where box ``number`` goes: what the planner gives, or a buffer for a value."""
+        item, row = self._items[number], self._row[number]
+        read_item = self._columns.item(item)
+        entry = self._catalog.manifest.tensors[int(self._catalog.index.tensor[row])]
+        shape = tuple(self._catalog.index.length[row, : len(entry.shape)].tolist())
+        dtype = torch_dtype(entry.dtype)
+        if self._columns.dimensions[self._columns.key[item]] < 0:
+            tensor = torch.empty(shape, dtype=torch.uint8)
+            self._open[number] = read_item, tensor
+            return Target(tensor, dtype=dtype, shape=shape, wanted=Box((0,), shape))
+        tensor = self._planner.resolve_tensor(read_item)
+        self._check_tensor(read_item, tensor, dtype)
+        self._open[number] = read_item, tensor
+        if tensor.is_quantized:
+            stored = self._catalog.metadata().state_dict_metadata[read_item.storage_index.fqn]
+            tensor = empty_quantized(tensor.shape, dtype, getattr(stored, "quantizer", None) or {})
+        wanted = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+        return Target(tensor.detach(), dtype=dtype, shape=shape, wanted=wanted)
+
+    def _check_tensor(self, read_item: ReadItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        key = read_item.dest_index.fqn
+        if tuple(tensor.shape) != tuple(read_item.lengths):
+            raise InternalError(
+                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(read_item.lengths)} "
+                f"of {key!r}"
+            )
+        names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
+        if dtype != tensor.dtype and not (self._cast and all(DTYPES[name].is_floating for name in names)):
+            raise MismatchError.of(
+                [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
+                advice="Fix the target, or pass cast=True to convert between floating types.",
+            )
+
+    def close_target(self, number: int, target: Target) -> None:
+        """Give the planner what has arrived."""
+        read_item, tensor = self._open.pop(number)
+        if self._columns.dimensions[self._columns.key[self._items[number]]] < 0:
+            self._planner.load_bytes(read_item, self._buffer_of(read_item.storage_index.fqn, tensor))
+            return
+        if tensor.is_quantized:
+            # A quantised tensor takes over the quantizer of what is copied into it.
+            tensor.copy_(target.tensor)
+        self._planner.commit_tensor(read_item, tensor)
+
+    def _buffer_of(self, key: str, tensor: torch.Tensor) -> io.BytesIO:
+        entry = self._catalog.entry(key)
+        data = tensor.numpy().tobytes()
+        if entry is None:
+            raise CorruptError(f"{key!r} has no entry in the manifest", key=key)
+        if entry.kind == "bytes":
+            return _value_buffer(data)
+        if entry.kind == "json":
+            return _value_buffer(decode_value_bytes(data, key=key))
+        return io.BytesIO(data)
+
+
+def _value_buffer(value: object) -> ValueBuffer:
+    return ValueBuffer(value, serialize_object)

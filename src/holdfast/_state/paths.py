@@ -1,0 +1,164 @@
+"""Nested states <-> flat keys: torch's dotted keys, beside typed paths that bring the nesting back exactly.
+
+Dicts and lists are flattened and keys joined by dots, dict keys as str. A list without tensors or dicts in it, and a
+tuple without tensors in it, is one value. An empty container is a value too, so that it survives. Path elements equal
+torch's (str for dict keys, int for positions); the subclasses ``TypedKey`` and ``TupleIndex`` remember the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor, inner_parts, is_composed
+from holdfast._values.limits import MAX_PATH_DEPTH
+from holdfast.errors import InvalidStateError
+from holdfast.stateful import Stateful
+
+
+class TypedKey(str):
+    """A dict key that is no str: equals its ``str()``, and keeps the key itself in ``value``."""
+
+    __slots__ = ("value",)
+    value: Hashable
+
+    def __new__(cls, value: Hashable) -> TypedKey:
+        """The element for ``value``."""
+        element = super().__new__(cls, str(value))
+        element.value = value
+        return element
+
+    def __reduce__(self) -> tuple[type[TypedKey], tuple[Hashable]]:
+        return TypedKey, (self.value,)
+
+
+class TupleIndex(int):
+    """A position in a tuple (a plain int is one in a list)."""
+
+
+PathElement = str | int
+Path = tuple[PathElement, ...]
+
+
+def path_key(path: Path) -> str:
+    """The dotted key of ``path``."""
+    return ".".join(map(str, path))
+
+
+def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key."""
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for path, leaf in _walk((), state, depth=0):
+        key = path_key(path)
+        if key in leaves:
+            raise InvalidStateError(
+                f"key {key!r} stands for two entries of the state, at {paths[key]!r} and {path!r}; rename one",
+                key=key,
+            )
+        leaves[key] = leaf
+        paths[key] = path
+    return leaves, paths
+
+
+def _walk(path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
+    if depth > MAX_PATH_DEPTH:
+        raise InvalidStateError(
+            f"the state is nested deeper than {MAX_PATH_DEPTH} at {path_key(path)[:200]!r}; does it contain itself?",
+            key=path_key(path),
+        )
+    if isinstance(value, torch.Tensor):
+        if is_composed(value):
+            yield from _walk_composed(path, value, depth)
+        else:
+            yield path, value
+    elif isinstance(value, Mapping) and (value or not path):
+        for key, entry in value.items():
+            element = key if type(key) is str else TypedKey(key)
+            yield from _walk((*path, element), entry, depth + 1)
+    elif isinstance(value, (list, tuple)) and not is_one_value(value, depth):
+        position = TupleIndex if isinstance(value, tuple) else int
+        for index, entry in enumerate(value):
+            yield from _walk((*path, position(index)), entry, depth + 1)
+    else:
+        yield path, value
+
+
+def _walk_composed(path: Path, tensor: torch.Tensor, depth: int) -> Iterator[tuple[Path, Any]]:
+    parts, context = inner_parts(path_key(path), tensor)
+    for name, part in parts.items():
+        yield from _walk((*path, name), part, depth + 1)
+    yield (*path, CONTEXT_KEY), ComposedTensor(tensor, context)
+
+
+def is_one_value(value: Any, depth: int = 0) -> bool:
+    """Whether a list or tuple is kept as one value: nothing in it needs a key of its own."""
+    if depth > MAX_PATH_DEPTH:
+        return True
+    if isinstance(value, (torch.Tensor, np.ndarray, Stateful)):
+        return False
+    if isinstance(value, list):
+        return not any(isinstance(entry, Mapping) or not is_one_value(entry, depth + 1) for entry in value)
+    if isinstance(value, tuple):
+        return all(is_one_value(entry, depth + 1) for entry in value)
+    if isinstance(value, Mapping):
+        return all(is_one_value(entry, depth + 1) for entry in value.values())
+    return True
+
+
+def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+    """The nested state whose leaves are ``leaves``; a key without a path stays at the top under its own name."""
+    root: dict[PathElement, Any] = {}
+    for key, leaf in leaves.items():
+        path = paths.get(key, (key,))
+        node = root
+        for element in path[:-1]:
+            child = node.get(element)
+            if not isinstance(child, _Branch):
+                child = node[element] = _Branch()
+            node = child
+        node[path[-1]] = leaf
+    return {_dict_key(element): _grown(child) for element, child in root.items()}
+
+
+class _Branch(dict[PathElement, Any]):
+    """A container under reconstruction: path element -> leaf or branch."""
+
+
+def _dict_key(element: PathElement) -> Hashable:
+    return element.value if isinstance(element, TypedKey) else element
+
+
+def _grown(node: Any) -> Any:
+    if not isinstance(node, _Branch):
+        return node
+    first = next(iter(node))
+    if isinstance(first, str):
+        return {_dict_key(element): _grown(child) for element, child in node.items()}
+    entries = [_grown(node[index]) if index in node else None for index in range(max(map(int, node)) + 1)]
+    return tuple(entries) if isinstance(first, TupleIndex) else entries
+
+
+def set_element(container: Any, path: Path, value: Any) -> Any:
+    """``container`` with ``value`` at ``path``: changed in place, except that tuples on the way are made anew."""
+    if not path:
+        return value
+    element, rest = path[0], path[1:]
+    if isinstance(container, MutableMapping):
+        key = _dict_key(element)
+        container[key] = set_element(container.get(key), rest, value)
+        return container
+    if isinstance(container, list) and isinstance(element, int):
+        container[element] = set_element(container[element], rest, value)
+        return container
+    if isinstance(container, tuple) and isinstance(element, int):
+        entries = list(container)
+        entries[element] = set_element(entries[element], rest, value)
+        return type(container)(*entries) if hasattr(container, "_fields") else tuple(entries)
+    if isinstance(container, torch.Tensor):
+        # The context of a tensor subclass is compared, never set; its inner tensors are filled in place.
+        return container
+    return unflatten({"": value}, {"": path}) if isinstance(element, str) else value

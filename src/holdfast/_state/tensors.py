@@ -1,0 +1,121 @@
+"""What can be stored of a torch tensor, and under which name its dtype goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from holdfast._values.dtypes import DTYPES
+from holdfast.errors import CorruptError, InvalidStateError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name; CorruptError where this torch has none."""
+    try:
+        return TORCH_DTYPES[name]
+    except KeyError:
+        raise CorruptError(f"dtype {name!r} does not exist in torch {torch.__version__}; use a newer torch") from None
+
+
+def word_dtype(itemsize: int) -> torch.dtype:
+    """A dtype that every torch can copy, with elements of ``itemsize`` bytes: copies in it keep every bit."""
+    return _WORDS[itemsize]
+
+
+def check_savable(key: str, tensor: torch.Tensor) -> None:
+    """InvalidStateError, naming ``key``, unless the tensor has bytes that can be stored."""
+    problem = None
+    if tensor.is_meta:
+        problem = "is a meta tensor and has no data; materialise it first (model.to_empty, then load)"
+    elif tensor.is_nested:
+        problem = "is a nested tensor; store its buffer and offsets instead"
+    elif tensor.layout is not torch.strided:
+        problem = f"has layout {tensor.layout}; store its indices and values, or tensor.to_dense()"
+    elif isinstance(tensor, UninitializedTensorMixin):
+        problem = "is an uninitialised lazy parameter; run the module once first"
+    elif type(tensor).__name__ == "FakeTensor":
+        problem = "is a fake tensor and has no data"
+    elif tensor.dtype not in DTYPE_NAMES:
+        problem = f"has dtype {tensor.dtype}, which this version cannot store"
+    elif tensor.device.type == "meta":
+        problem = "has no data"
+    if problem is not None:
+        raise InvalidStateError(f"{key!r} {problem}", key=key)
+
+
+def as_tensor(key: str, array: np.ndarray) -> torch.Tensor:
+    """``array`` as a tensor over the same memory where torch knows its dtype; InvalidStateError where not."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise InvalidStateError(
+            f"{key!r} is a numpy array of dtype {array.dtype}, which is no tensor; convert it", key=key
+        ) from None
+
+
+def has_own_elements(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory, so that the tensor can be written to."""
+    sizes_and_strides = sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
+    reach = 0
+    for stride, size in sizes_and_strides:
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def quantizer_of(tensor: torch.Tensor) -> dict[str, Any] | None:
+    """What the bytes of a quantised tensor need to mean anything; None for every other tensor."""
+    if not tensor.is_quantized:
+        return None
+    try:
+        scheme = str(tensor.qscheme()).removeprefix("torch.")
+    except RuntimeError:  # torch.empty(dtype=torch.qint8) makes one that has no quantizer
+        return None
+    if scheme in ("per_tensor_affine", "per_tensor_symmetric"):
+        return {"scheme": scheme, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    return {
+        "scheme": scheme,
+        "axis": tensor.q_per_channel_axis(),
+        "scales": tensor.q_per_channel_scales().double().tolist(),
+        "zero_points": tensor.q_per_channel_zero_points().tolist(),
+    }
+
+
+def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: dict[str, Any]) -> torch.Tensor:
+    """An uninitialised quantised CPU tensor."""
+    if "scale" in quantizer:
+        return torch._empty_affine_quantized(
+            list(size), scale=quantizer["scale"], zero_point=quantizer["zero_point"], dtype=dtype
+        )
+    whole = quantizer["scheme"] == "per_channel_affine"
+    return torch._empty_per_channel_affine_quantized(
+        list(size),
+        scales=torch.tensor(quantizer["scales"], dtype=torch.float64 if whole else torch.float32),
+        zero_points=torch.tensor(quantizer["zero_points"], dtype=torch.int64 if whole else torch.float32),
+        axis=quantizer["axis"],
+        dtype=dtype,
+    )
+
+
+def words_of_quantized(tensor: torch.Tensor) -> torch.Tensor:
+    """The integers of a quantised CPU tensor, over the same memory."""
+    words = torch.empty(0, dtype=word_dtype(tensor.dtype.itemsize))
+    storage = tensor.untyped_storage()
+    return words.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,151 @@
+"""What a checkpoint says of itself, under the names of torch.distributed.checkpoint.metadata.
+
+``MetadataIndex.index`` is a hint and no part of equality. ``TensorStorageMetadata.chunks`` is a list to everyone, and
+columns to this library (see ``ChunkColumns``). Fields that torch does not have come last and have defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast._values.lazy import LazyList
+
+__all__ = [
+    "BytesStorageMetadata",
+    "ChunkColumns",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "chunk_columns",
+]
+
+STATE_DICT_TYPE = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ChunkStorageMetadata:
+    """A box of a tensor as stored: where it starts and how long it is in each dimension."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkColumns:
+    """The chunks of one tensor as columns: ``lo`` and ``length`` are int64 of shape (chunks, dimensions)."""
+
+    lo: np.ndarray
+    length: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    def item(self, row: int) -> ChunkStorageMetadata:
+        """The chunk of ``row`` as an object."""
+        return ChunkStorageMetadata(torch.Size(self.lo[row].tolist()), torch.Size(self.length[row].tolist()))
+
+
+def chunk_columns(chunks: Sequence[ChunkStorageMetadata], dimensions: int) -> ChunkColumns:
+    """``chunks`` as columns, without a copy while nobody has touched them."""
+    if isinstance(chunks, LazyList) and isinstance(chunks.columns, ChunkColumns):
+        return chunks.columns
+    shape = (len(chunks), dimensions)
+    lo = np.array([tuple(chunk.offsets) for chunk in chunks], dtype=np.int64).reshape(shape)
+    length = np.array([tuple(chunk.sizes) for chunk in chunks], dtype=np.int64).reshape(shape)
+    return ChunkColumns(lo=lo, length=length)
+
+
+@dataclass
+class TensorProperties:
+    """What a tensor is besides its size and contents."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = field(default=torch.strided)
+    requires_grad: bool = False
+    memory_format: torch.memory_format = field(default=torch.contiguous_format)
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of ``tensor``."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=torch.contiguous_format,
+            pin_memory=tensor.is_pinned(),
+        )
+
+
+@dataclass
+class TensorStorageMetadata:
+    """A stored tensor: properties, global size, and the chunks that tile it.
+
+    ``alias_of`` names the key whose bytes this one shares; ``kind`` says how a value kept as a tensor is handed back
+    ("numpy"); ``quantizer`` is what a quantised dtype needs besides its bytes.
+    """
+
+    properties: TensorProperties
+    size: torch.Size
+    chunks: Sequence[ChunkStorageMetadata]
+    alias_of: str | None = None
+    kind: str | None = None
+    quantizer: dict[str, Any] | None = None
+
+
+@dataclass
+class BytesStorageMetadata:
+    """A stored value that is not a tensor."""
+
+
+STORAGE_TYPES = TensorStorageMetadata | BytesStorageMetadata
+
+
+@dataclass
+class StorageMeta:
+    """Which checkpoint, which try at saving or loading it."""
+
+    checkpoint_id: str | os.PathLike[str] | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Metadata:
+    """Everything a checkpoint says of itself.
+
+    ``planner_data`` of the default planner maps each key to its path in the state; ``user_metadata`` is what the
+    caller gave to be kept beside the state.
+    """
+
+    state_dict_metadata: dict[str, STORAGE_TYPES]
+    planner_data: Any = None
+    storage_data: Any = None
+    storage_meta: StorageMeta | None = None
+    version: str | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MetadataIndex:
+    """The name of a chunk: key and offset; ``index`` is a hint of its position, outside of equality."""
+
+    fqn: str
+    offset: torch.Size | None = None
+    index: int | None = field(hash=False, compare=False, default=None)
+
+    def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
+        set_field = object.__setattr__
+        set_field(self, "fqn", fqn)
+        set_field(self, "offset", None if offset is None else torch.Size(offset))
+        set_field(self, "index", index)

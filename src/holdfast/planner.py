@@ -1,0 +1,415 @@
+"""The planning protocol: items, plans, and the two planner classes, under torch's names.
+
+A plan's ``items`` is a list to everyone; while nobody has touched its elements this library works on the columns
+behind it (``write_columns``, ``read_columns``), and makes objects one at a time for the planner's hooks.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import math
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast._values.lazy import LazyList
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+
+__all__ = [
+    "BytesIOWriteData",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+]
+
+
+class WriteItemType(Enum):
+    """What a write item is: a whole tensor, a piece of one, or a value."""
+
+    TENSOR = auto()
+    SHARD = auto()
+    BYTE_IO = auto()
+
+
+class LoadItemType(Enum):
+    """What a read item is: (a piece of) a tensor, or a value."""
+
+    TENSOR = auto()
+    BYTE_IO = auto()
+
+
+@dataclass(frozen=True)
+class BytesIOWriteData:
+    """The size of a value that is already bytes."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorWriteData:
+    """What is written of a tensor: the box, the properties, the global size.
+
+    ``alias_of`` names the key whose memory this tensor shares whole; ``kind`` says how a value that is kept as a
+    tensor is handed back.
+    """
+
+    chunk: ChunkStorageMetadata
+    properties: TensorProperties
+    size: torch.Size
+    alias_of: str | None = None
+    kind: str | None = None
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """One thing that one rank writes."""
+
+    index: MetadataIndex
+    type: WriteItemType
+    bytes_io_data: BytesIOWriteData | None = None
+    tensor_data: TensorWriteData | None = None
+
+    def tensor_storage_size(self) -> int | None:
+        """Bytes of the whole tensor (not of the piece), or None for a value."""
+        if self.tensor_data is None:
+            return None
+        return math.prod(self.tensor_data.size) * self.tensor_data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ReadItem:
+    """One box to be read: from a stored chunk (offsets within it) into a target piece (offsets within it)."""
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest_offsets: torch.Size
+    storage_index: MetadataIndex
+    storage_offsets: torch.Size
+    lengths: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """What all items of one key share; None stands for a value."""
+
+    properties: TensorProperties
+    size: torch.Size
+    alias_of: str | None = None
+    kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WriteColumns:
+    """Write items as columns: ``key`` picks from ``keys`` and ``heads``; ``lo`` and ``length`` are (items, most
+    dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none.
+    """
+
+    keys: list[str]
+    heads: list[TensorHead | None]
+    key: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+    hint: np.ndarray
+    is_shard: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def item(self, row: int) -> WriteItem:
+        """The item of ``row`` as an object that nobody else holds."""
+        which = self.key[row]
+        key, head = self.keys[which], self.heads[which]
+        if head is None:
+            return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        dimensions = len(head.size)
+        offsets = torch.Size(self.lo[row, :dimensions].tolist())
+        lengths = torch.Size(self.length[row, :dimensions].tolist())
+        hint = int(self.hint[row])
+        source = head.properties
+        properties = TensorProperties(
+            source.dtype, source.layout, source.requires_grad, source.memory_format, source.pin_memory
+        )
+        return WriteItem(
+            MetadataIndex(key, offsets, None if hint < 0 else hint),
+            WriteItemType.SHARD if self.is_shard[row] else WriteItemType.TENSOR,
+            None,
+            TensorWriteData(ChunkStorageMetadata(offsets, lengths), properties, head.size, head.alias_of, head.kind),
+        )
+
+
+def _head_of(data: TensorWriteData) -> TensorHead:
+    return TensorHead(data.properties, torch.Size(data.size), data.alias_of, data.kind)
+
+
+def padded(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
+    """``rows`` of different lengths as one int64 array, the short ones filled up with ``fill``."""
+    width = max(map(len, rows), default=0)
+    if all(len(row) == width for row in rows):
+        return np.array(rows, dtype=np.int64).reshape(len(rows), width)
+    tails: list[tuple[int, ...]] = [(fill,) * count for count in range(width + 1)]
+    return np.array([(*row, *tails[width - len(row)]) for row in rows], dtype=np.int64).reshape(len(rows), width)
+
+
+def write_columns(items: Sequence[WriteItem]) -> WriteColumns:
+    """``items`` as columns, without a copy while nobody has touched them."""
+    if isinstance(items, LazyList) and isinstance(items.columns, WriteColumns):
+        return items.columns
+    ids: dict[str, int] = {}
+    heads: list[TensorHead | None] = []
+    for item in items:
+        if ids.setdefault(item.index.fqn, len(heads)) == len(heads):
+            data = item.tensor_data
+            heads.append(None if data is None else _head_of(data))
+    chunks = [None if item.tensor_data is None else item.tensor_data.chunk for item in items]
+    hints = [item.index.index for item in items]
+    return WriteColumns(
+        keys=list(ids),
+        heads=heads,
+        key=np.array([ids[item.index.fqn] for item in items], dtype=np.int64),
+        lo=padded([() if chunk is None else tuple(chunk.offsets) for chunk in chunks], fill=0),
+        length=padded([() if chunk is None else tuple(chunk.sizes) for chunk in chunks], fill=1),
+        hint=np.array([-1 if hint is None else hint for hint in hints], dtype=np.int64),
+        is_shard=np.array([item.type is WriteItemType.SHARD for item in items], dtype=bool),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadColumns:
+    """Read items as columns.
+
+    ``key`` picks from ``keys`` (target key), ``storage_keys`` and ``dimensions`` (-1: a value). ``hint`` is the chunk's
+    position among its tensor's chunks and ``chunk_lo`` its offset; ``target_lo`` is the offset of the target's piece.
+    The box itself: ``dest_lo`` within the piece, ``storage_lo`` within the chunk, ``length``.
+    """
+
+    keys: list[str]
+    storage_keys: list[str]
+    dimensions: list[int]
+    key: np.ndarray
+    hint: np.ndarray
+    chunk_lo: np.ndarray
+    target_lo: np.ndarray
+    dest_lo: np.ndarray
+    storage_lo: np.ndarray
+    length: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def item(self, row: int) -> ReadItem:
+        """The item of ``row`` as an object."""
+        which = self.key[row]
+        dimensions = self.dimensions[which]
+        if dimensions < 0:
+            none = torch.Size((0,))
+            target, stored = MetadataIndex(self.keys[which]), MetadataIndex(self.storage_keys[which])
+            return ReadItem(LoadItemType.BYTE_IO, target, none, stored, none, none)
+
+        def size(column: np.ndarray) -> torch.Size:
+            return torch.Size(column[row, :dimensions].tolist())
+
+        return ReadItem(
+            LoadItemType.TENSOR,
+            MetadataIndex(self.keys[which], size(self.target_lo)),
+            size(self.dest_lo),
+            MetadataIndex(self.storage_keys[which], size(self.chunk_lo), int(self.hint[row])),
+            size(self.storage_lo),
+            size(self.length),
+        )
+
+
+def read_columns(items: Sequence[ReadItem]) -> ReadColumns:
+    """``items`` as columns, without a copy while nobody has touched them."""
+    if isinstance(items, LazyList) and isinstance(items.columns, ReadColumns):
+        return items.columns
+    ids: dict[tuple[str, str, int], int] = {}
+    key = []
+    for item in items:
+        dimensions = len(item.lengths) if item.type is LoadItemType.TENSOR else -1
+        key.append(ids.setdefault((item.dest_index.fqn, item.storage_index.fqn, dimensions), len(ids)))
+    tensors = [item.type is LoadItemType.TENSOR for item in items]
+
+    def column(pick: Callable[[ReadItem], Sequence[int] | None], fill: int) -> np.ndarray:
+        return padded(
+            [
+                (pick(item) or (0,) * len(item.lengths)) if is_tensor else ()
+                for item, is_tensor in zip(items, tensors, strict=True)
+            ],
+            fill=fill,
+        )
+
+    return ReadColumns(
+        keys=[target for target, _, _ in ids],
+        storage_keys=[stored for _, stored, _ in ids],
+        dimensions=[dimensions for _, _, dimensions in ids],
+        key=np.array(key, dtype=np.int64),
+        hint=np.array([-1 if (i := item.storage_index.index) is None else i for item in items], dtype=np.int64),
+        chunk_lo=column(lambda item: item.storage_index.offset, 0),
+        target_lo=column(lambda item: item.dest_index.offset, 0),
+        dest_lo=column(lambda item: item.dest_offsets, 0),
+        storage_lo=column(lambda item: item.storage_offsets, 0),
+        length=column(lambda item: item.lengths, 1),
+    )
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes; ``usable=False`` says that the plan of the save before still holds."""
+
+    items: MutableSequence[WriteItem]
+    storage_data: Any = None
+    planner_data: Any = None
+    usable: bool = True
+
+
+@dataclass
+class LoadPlan:
+    """What one rank reads."""
+
+    items: MutableSequence[ReadItem]
+    storage_data: Any = None
+    planner_data: Any = None
+
+
+class ValueBuffer(io.BytesIO):
+    """A BytesIO that carries a value, and makes its bytes only when somebody reads them.
+
+    The default planners hand values to storage in this form: native storage takes ``value``, any other storage reads
+    the bytes, which are those ``torch.save`` would write.
+    """
+
+    def __init__(self, value: object, serialize: Callable[[object], bytes]) -> None:
+        super().__init__()
+        self.value = value
+        self._serialize: Callable[[object], bytes] | None = serialize
+
+    def _fill(self) -> None:
+        if self._serialize is not None:
+            serialize, self._serialize = self._serialize, None
+            super().write(serialize(self.value))
+            super().seek(0)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As BytesIO.read, on the serialized value."""
+        self._fill()
+        return super().read(size)
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        """As BytesIO.read1, on the serialized value."""
+        self._fill()
+        return super().read1(size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        """As BytesIO.readinto, on the serialized value."""
+        self._fill()
+        return super().readinto(buffer)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """As BytesIO.readline, on the serialized value."""
+        self._fill()
+        return super().readline(size)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """As BytesIO.seek, on the serialized value."""
+        self._fill()
+        return super().seek(offset, whence)
+
+    def getvalue(self) -> bytes:
+        """The serialized value."""
+        self._fill()
+        return super().getvalue()
+
+    def getbuffer(self) -> memoryview:
+        """The serialized value, without a copy."""
+        self._fill()
+        return super().getbuffer()
+
+
+class SavePlanner(abc.ABC):
+    """Decides what a save writes. Subclass ``DefaultSavePlanner`` rather than this.
+
+    The calls, in order: set_up_planner and create_local_plan on every rank, create_global_plan on the coordinator,
+    finish_plan on every rank, then resolve_data for each item, from any thread, any number of times.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state that is about to be saved."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> SavePlan:
+        """What this rank has to write."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plan of each rank, and the metadata of the whole."""
+
+    @abc.abstractmethod
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The final plan of this rank, from what the coordinator decided."""
+
+    @abc.abstractmethod
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of ``write_item``: idempotent and safe to call from several threads."""
+
+
+class LoadPlanner(abc.ABC):
+    """Decides what a load reads, and where to. Subclass ``DefaultLoadPlanner`` rather than this.
+
+    The calls, in order: set_up_planner and create_local_plan on every rank, create_global_plan on the coordinator,
+    finish_plan on every rank, then for each item either load_bytes, or resolve_tensor and commit_tensor.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the target, and the metadata of the checkpoint."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank wants to read."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The plan of each rank."""
+
+    @abc.abstractmethod
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The final plan of this rank, from what the coordinator decided."""
+
+    @abc.abstractmethod
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value; ``value`` is a ``ValueBuffer`` where the storage kept it typed."""
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """The buffer that a storage may fill instead of calling load_bytes."""
+        raise NotImplementedError("LoadPlanner.resolve_bytes is not implemented")
+
+    @abc.abstractmethod
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The tensor, of the item's lengths, that is to be filled."""
+
+    @abc.abstractmethod
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take note that ``tensor``, from resolve_tensor, has been filled."""

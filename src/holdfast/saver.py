@@ -1,0 +1,89 @@
+"""save: the state of every rank, durable under one name, or an error and nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableSequence
+from typing import Any
+
+from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._native.writer import NativeWriter
+from holdfast._state.exposure import expose
+from holdfast.default_planner import DefaultSavePlanner
+from holdfast.metadata import Metadata
+from holdfast.planner import SavePlan, SavePlanner
+from holdfast.storage import StorageWriter, WriteResult
+
+__all__ = ["save"]
+
+
+def save(
+    state_dict: Mapping[Any, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    overwrite: bool = True,
+    allow_pickle: bool = False,
+    user_metadata: Mapping[str, Any] | None = None,
+) -> Metadata:
+    """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
+
+    Args:
+        state_dict: nested dicts, lists and tuples of tensors, numpy arrays and plain values. Stateful objects (modules,
+            optimizers) stand for their state_dict. Nothing is copied but what is written.
+        checkpoint_id: the directory of the checkpoint; made when it does not exist.
+        storage_writer: where to write instead of native files at ``checkpoint_id``.
+        planner: what to write instead of the whole state.
+        overwrite: replace a checkpoint of that name, atomically; False makes that AlreadyPublishedError.
+        allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
+        user_metadata: plain values to keep in the manifest beside the state.
+
+    Returns:
+        The metadata of the checkpoint.
+
+    Raises:
+        InvalidStateError: the state has something that cannot be stored; it names the key, and nothing was written.
+        AlreadyPublishedError: see ``overwrite``.
+        StorageError: the file system refused; nothing of this save is visible, what was there before still is.
+    """
+    if storage_writer is None:
+        if checkpoint_id is None:
+            raise ValueError("save needs a checkpoint_id or a storage_writer")
+        storage_writer = NativeWriter(
+            checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+        )
+    elif not overwrite or allow_pickle or user_metadata is not None:
+        raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
+    elif checkpoint_id is not None:
+        storage_writer.reset(checkpoint_id)
+    return _save(expose(state_dict), storage_writer, planner or DefaultSavePlanner(), SoloRanks())
+
+
+def _save(state: dict[Any, Any], writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> Metadata:
+    metadata: Metadata | None = None
+
+    def plan_locally() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_globally(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> MutableSequence[WriteResult]:
+        return writer.write_data(planner.finish_plan(plan), planner).wait()
+
+    def publish(results: list[MutableSequence[WriteResult]]) -> Metadata:
+        assert metadata is not None
+        writer.finish(metadata, results)
+        return metadata
+
+    try:
+        plan = ranks.scatter("planning the save", plan_locally, plan_globally)
+        return ranks.share("writing the checkpoint", write, publish)
+    except BaseException:
+        writer.abandon()
+        raise

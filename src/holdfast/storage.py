@@ -1,0 +1,107 @@
+"""The storage protocol: how items reach a medium and come back, under torch's names and call order.
+
+A writer sees, on every rank: reset (when an id is given), set_up_storage_writer, prepare_local_plan, [coordinator:
+prepare_global_plan], write_data, [coordinator: finish]; and ``abandon`` on every rank when the save failed.
+A reader sees: reset, read_metadata, set_up_storage_reader, prepare_local_plan, [coordinator: prepare_global_plan],
+read_data.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.futures import Future
+
+from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
+from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+
+__all__ = ["StorageReader", "StorageWriter", "WriteResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """Where one item went: its name, its size, and what the storage needs to find it."""
+
+    index: MetadataIndex
+    size_in_bytes: int
+    storage_data: Any
+
+
+class StorageWriter(abc.ABC):
+    """Writes the items of a plan to a medium and publishes the whole."""
+
+    @abc.abstractmethod
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new save, to ``checkpoint_id`` when it is given."""
+
+    @abc.abstractmethod
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Get ready; ``rank`` and ``use_collectives`` come as keywords."""
+
+    @abc.abstractmethod
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The local plan, with what the storage wants to add to it."""
+
+    @abc.abstractmethod
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """All plans, with what the storage wants to tell each rank in ``storage_data``."""
+
+    @abc.abstractmethod
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
+        """Write every item of ``plan``; the data comes from ``planner.resolve_data``, as late as possible."""
+
+    @abc.abstractmethod
+    def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
+        """Publish: after this returns the checkpoint is there and durable, before it nothing is visible."""
+
+    @classmethod
+    @abc.abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this storage can keep a checkpoint under such an id."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What planners may want to know of the storage."""
+        return None
+
+    def abandon(self) -> None:  # noqa: B027 - most storages have nothing to forget
+        """Forget a save that failed and remove what it left; never raises for what is gone already."""
+
+
+class StorageReader(abc.ABC):
+    """Reads the items of a plan from a medium."""
+
+    bytes_read: int = 0
+    """Bytes taken from the medium since the last reset, where the storage counts them."""
+
+    @abc.abstractmethod
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new load, from ``checkpoint_id`` when it is given."""
+
+    @abc.abstractmethod
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint says of itself."""
+
+    @abc.abstractmethod
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Get ready to read the checkpoint that ``metadata`` describes."""
+
+    @abc.abstractmethod
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The local plan, with what the storage wants to add to it."""
+
+    @abc.abstractmethod
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """All plans, with what the storage wants to tell each rank in ``storage_data``."""
+
+    @abc.abstractmethod
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of ``plan`` into what ``planner`` gives for it."""
+
+    @classmethod
+    @abc.abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this storage can hold a checkpoint under such an id."""

@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from holdfast._native.header import HEADER_ALIGNMENT, HeaderEntry, encode_header
+from holdfast._native.index import INDEX_METADATA, ChunkIndex, check_index, decode_index, encode_index, file_digest
+from holdfast._native.manifest import FileEntry, TensorEntry
+from holdfast._values.digest import BLOCK_BYTES, block_counts, digest, to_hex
+from holdfast.errors import CorruptError, InternalError
+
+COLUMNS = ("tensor", "file", "offset", "bytes", "lo", "length", "digests")
+HEADER = 4096
+
+# Two files; "w" split over both, "b" with a rank below the table's, a scalar, an empty tensor, an alias.
+TENSORS = (
+    TensorEntry(key="w", dtype="float32", shape=(4, 6)),
+    TensorEntry(key="tied", dtype="float32", shape=(4, 6), alias_of="w"),
+    TensorEntry(key="b", dtype="uint8", shape=(5,)),
+    TensorEntry(key="step", dtype="int64", shape=()),
+    TensorEntry(key="none", dtype="float64", shape=(0, 3)),
+)
+FILES = (
+    FileEntry(name="data-a-0-0.safetensors", bytes=HEADER + 48 + 5, header=HEADER, digest="0" * 16),
+    FileEntry(name="data-a-1-0.safetensors", bytes=HEADER + 48 + 8, header=HEADER, digest="0" * 16),
+)
+# tensor, file, offset, bytes, lo, length
+ROWS: list[tuple[int, int, int, int, tuple[int, int], tuple[int, int]]] = [
+    (0, 0, HEADER, 48, (0, 0), (2, 6)),
+    (0, 1, HEADER, 48, (2, 0), (2, 6)),
+    (2, 0, HEADER + 48, 5, (0, 0), (5, 1)),
+    (3, 1, HEADER + 48, 8, (0, 0), (1, 1)),
+    (4, 1, HEADER + 48, 0, (0, 0), (0, 3)),
+]
+
+
+def table(rows: list[tuple[int, int, int, int, tuple[int, int], tuple[int, int]]]) -> ChunkIndex:
+    columns = [np.array([row[i] for row in rows], dtype=np.int64) for i in range(4)]
+    boxes = [np.array([row[i] for row in rows], dtype=np.int64).reshape(len(rows), 2) for i in (4, 5)]
+    blocks = int(block_counts(columns[3]).sum()) if (columns[3] >= 0).all() else 0
+    digests = np.arange(1, blocks + 1, dtype=np.uint64) << np.uint64(60)
+    tensor, file, offset, nbytes = columns
+    return ChunkIndex(
+        tensor=tensor, file=file, offset=offset, bytes=nbytes, lo=boxes[0], length=boxes[1], digests=digests
+    )
+
+
+def same(left: ChunkIndex, right: ChunkIndex) -> bool:
+    return all(
+        getattr(left, name).dtype == getattr(right, name).dtype
+        and np.array_equal(getattr(left, name), getattr(right, name))
+        for name in COLUMNS
+    )
+
+
+def check(index: ChunkIndex, files: tuple[FileEntry, ...] = FILES, tensors: tuple[TensorEntry, ...] = TENSORS) -> None:
+    check_index(index, files=files, tensors=tensors, path="index-a.safetensors")
+
+
+def test_the_example_is_good_and_survives() -> None:
+    index = table(ROWS)
+    check(index)
+    decoded = decode_index(encode_index(index), path="i")
+    assert same(decoded, index)
+    check(decoded)
+    assert len(decoded) == 5
+
+
+@pytest.mark.parametrize("dimensions", [0, 1, 3, 64])
+@pytest.mark.parametrize("largest", [0, 1, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**62])
+def test_tables_survive_at_every_width(dimensions: int, largest: int) -> None:
+    for rows in (0, 1, 3):
+        sizes = np.array([1, BLOCK_BYTES + 1, 0], dtype=np.int64)[:rows]
+        index = ChunkIndex(
+            tensor=np.full(rows, min(largest, 255), dtype=np.int64),
+            file=np.full(rows, min(largest, 65535), dtype=np.int64),
+            offset=np.full(rows, largest, dtype=np.int64),
+            bytes=sizes,
+            lo=np.full((rows, dimensions), largest, dtype=np.int64),
+            length=np.full((rows, dimensions), largest // 2, dtype=np.int64),
+            digests=np.full(int(block_counts(sizes).sum()), 2**64 - 1, dtype=np.uint64),
+        )
+        data = encode_index(index)
+        decoded = decode_index(data, path="i")
+        assert same(decoded, index)
+        assert encode_index(decoded) == data
+        assert same(decode_index(memoryview(bytearray(data)), path="i"), index)
+
+
+def test_columns_are_narrow_aligned_and_wide_ones_are_shared_not_copied() -> None:
+    index = table(ROWS)
+    data = encode_index(index)
+    header = json.loads(data[8:HEADER_ALIGNMENT])
+    assert header.pop("__metadata__") == INDEX_METADATA
+    widths = {"U8": 1, "U16": 2, "U32": 4, "U64": 8}
+    assert {name: column["dtype"] for name, column in header.items()} == {
+        "digests": "U64",
+        "offset": "U16",
+        "tensor": "U8",
+        "file": "U8",
+        "bytes": "U8",
+        "lo": "U8",
+        "length": "U8",
+    }
+    assert all(column["data_offsets"][0] % widths[column["dtype"]] == 0 for column in header.values())
+    decoded = decode_index(data, path="i")
+    assert np.shares_memory(decoded.digests, np.frombuffer(data, dtype=np.uint8))
+
+
+def test_the_safetensors_library_reads_the_columns(tmp_path: Path) -> None:
+    index = table(ROWS)
+    (tmp_path / "index.safetensors").write_bytes(encode_index(index))
+    columns = load_file(tmp_path / "index.safetensors")
+    assert sorted(columns) == sorted(COLUMNS)
+    for name in COLUMNS:
+        assert np.array_equal(columns[name], getattr(index, name))
+
+
+def test_first_block_delimits_the_digests_of_each_chunk() -> None:
+    rows = [(i, 0, 0, nbytes, (0, 0), (1, 1)) for i, nbytes in enumerate([1, 0, BLOCK_BYTES, BLOCK_BYTES + 1])]
+    index = table(rows)
+    assert index.first_block().tolist() == [0, 1, 1, 2, 4]
+    assert index.first_block().dtype == np.int64
+    assert table([]).first_block().tolist() == [0]
+
+
+def test_the_digest_of_a_file_covers_header_and_blocks_in_order() -> None:
+    blocks = np.array([1, 2**64 - 1], dtype=np.uint64)
+    expected = digest(b"header" + (1).to_bytes(8, "little") + b"\xff" * 8)
+    assert file_digest(b"header", blocks) == to_hex(expected)
+    assert file_digest(b"header", blocks[::-1]) != file_digest(b"header", blocks)
+
+
+def test_negative_numbers_are_not_written() -> None:
+    index = table(ROWS)
+    with pytest.raises(InternalError):
+        encode_index(dataclasses.replace(index, lo=index.lo - 1))
+
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+
+def raw_index(**changes: tuple[str, tuple[int, ...], list[int]]) -> bytes:
+    """An index file of one row in one dimension with some columns as given: safetensors dtype, shape, numbers."""
+    columns: dict[str, tuple[str, tuple[int, ...], list[int]]] = {
+        "digests": ("U64", (1,), [2**63]),
+        "offset": ("U16", (1,), [4096]),
+        "bytes": ("U8", (1,), [5]),
+        "tensor": ("U8", (1,), [0]),
+        "file": ("U8", (1,), [0]),
+        "lo": ("U8", (1, 1), [0]),
+        "length": ("U8", (1, 1), [5]),
+    }
+    columns.update(changes)
+    widths = {"U8": 1, "U16": 2, "U32": 4, "U64": 8, "I64": 8, "F64": 8}
+    entries, data = [], b""
+    for name, (dtype, shape, numbers) in sorted(columns.items(), key=lambda item: -widths[item[1][0]]):
+        raw = b"".join(number.to_bytes(widths[dtype], "little") for number in numbers)
+        entries.append(HeaderEntry(name=name, dtype=dtype, shape=shape, begin=len(data), end=len(data) + len(raw)))
+        data += raw
+    return encode_header(entries, metadata=INDEX_METADATA) + data
+
+
+def without_metadata() -> bytes:
+    data = raw_index()
+    entries = json.loads(data[8:HEADER_ALIGNMENT])
+    listed = [
+        HeaderEntry(
+            name=name,
+            dtype=column["dtype"],
+            shape=tuple(column["shape"]),
+            begin=column["data_offsets"][0],
+            end=column["data_offsets"][1],
+        )
+        for name, column in entries.items()
+        if name != "__metadata__"
+    ]
+    return encode_header(listed) + data[HEADER_ALIGNMENT:]
+
+
+DAMAGED: dict[str, Callable[[], bytes]] = {
+    "empty": lambda: b"",
+    "only a header": lambda: raw_index()[:HEADER_ALIGNMENT],
+    "a byte short": lambda: raw_index()[:-1],
+    "a byte long": lambda: raw_index() + b"\x00",
+    "zero bytes": lambda: bytes(5000),
+    "no metadata": without_metadata,
+    "a larger header": lambda: encode_header([], reserve=8192, metadata=INDEX_METADATA),
+    "no columns": lambda: encode_header([], metadata=INDEX_METADATA),
+    "another column": lambda: raw_index(extra=("U8", (1,), [1])),
+    "signed column": lambda: raw_index(offset=("I64", (1,), [4096])),
+    "floating column": lambda: raw_index(offset=("F64", (1,), [4096])),
+    "column wider than needed": lambda: raw_index(tensor=("U16", (1,), [0])),
+    "offset over 2**62": lambda: raw_index(offset=("U64", (1,), [2**62 + 1])),
+    "offset of 2**64-1": lambda: raw_index(offset=("U64", (1,), [2**64 - 1])),
+    "bytes over 2**62": lambda: raw_index(bytes=("U64", (1,), [2**63])),
+    "lo over 2**62": lambda: raw_index(lo=("U64", (1, 1), [2**63 - 1])),
+    "fewer rows in a column": lambda: raw_index(file=("U8", (0,), [])),
+    "more rows in a column": lambda: raw_index(tensor=("U8", (2,), [0, 1])),
+    "more boxes than rows": lambda: raw_index(lo=("U8", (2, 1), [0, 1]), length=("U8", (2, 1), [1, 1])),
+    "lo and length of different ranks": lambda: raw_index(length=("U8", (1, 2), [5, 1])),
+    "lo of one dimension": lambda: raw_index(lo=("U8", (1,), [0])),
+    "tensor of two dimensions": lambda: raw_index(tensor=("U8", (1, 1), [0])),
+    "tensor of no dimension": lambda: raw_index(tensor=("U8", (), [0])),
+    "digests of two dimensions": lambda: raw_index(digests=("U64", (1, 1), [2**63])),
+    "65 dimensions": lambda: raw_index(lo=("U8", (1, 65), [0] * 65), length=("U8", (1, 65), [1] * 65)),
+    "no digests": lambda: raw_index(digests=("U8", (0,), [])),
+    "too many digests": lambda: raw_index(digests=("U64", (2,), [2**63, 2**63])),
+    "too few digests for huge chunks": lambda: raw_index(bytes=("U64", (1,), [2**62])),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_or_hostile_files_are_refused(case: str) -> None:
+    with pytest.raises(CorruptError) as caught:
+        decode_index(DAMAGED[case](), path="index-a.safetensors")
+    assert caught.value.path == "index-a.safetensors"
+    assert "index-a.safetensors" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cases_differ_from_a_good_file_by_what_they_say() -> None:
+    assert decode_index(raw_index(), path="i").bytes.tolist() == [5]
+
+
+def test_columns_in_another_order_are_refused() -> None:
+    data = raw_index()
+    header = json.loads(data[8:HEADER_ALIGNMENT])
+    # "file" and "tensor" both hold one zero byte, so that only their order in the header changes.
+    swapped = {"tensor": "file", "file": "tensor"}
+    entries = [
+        HeaderEntry(
+            name=swapped.get(name, name),
+            dtype=column["dtype"],
+            shape=tuple(column["shape"]),
+            begin=column["data_offsets"][0],
+            end=column["data_offsets"][1],
+        )
+        for name, column in header.items()
+        if name != "__metadata__"
+    ]
+    with pytest.raises(CorruptError, match="order"):
+        decode_index(encode_header(entries, metadata=INDEX_METADATA) + data[HEADER_ALIGNMENT:], path="i")
+
+
+def test_digest_counts_that_overflow_are_refused() -> None:
+    # 2**22 chunks of 2**42 blocks each make 2**64 blocks, which is none in 64 bits.
+    rows = 1 << 22
+    zeros, ones = np.zeros(rows, dtype=np.int64), np.ones((rows, 1), dtype=np.int64)
+    index = ChunkIndex(
+        tensor=zeros,
+        file=zeros,
+        offset=zeros,
+        bytes=np.full(rows, 2**62, dtype=np.int64),
+        lo=ones,
+        length=ones,
+        digests=np.zeros(0, dtype=np.uint64),
+    )
+    with pytest.raises(CorruptError, match="one per block"):
+        decode_index(encode_index(index), path="i")
+
+
+def test_every_bit_flip_of_the_header_and_every_truncation_is_refused_or_another_table() -> None:
+    data = encode_index(table(ROWS))
+    used = len(data[:HEADER_ALIGNMENT].rstrip(b" "))
+    for bit in range(8 * used):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError):
+            decode_index(bytes(flipped), path="i")
+    for length in [*range(0, HEADER_ALIGNMENT, 97), *range(HEADER_ALIGNMENT, len(data))]:
+        with pytest.raises(CorruptError):
+            decode_index(data[:length], path="i")
+
+
+def test_every_bit_flip_of_the_columns_is_refused_or_only_a_digest() -> None:
+    # Without the empty chunk, which may be at several places of its file.
+    good = table(ROWS[:4])
+    data = encode_index(good)
+    harmless = 0
+    for bit in range(8 * HEADER_ALIGNMENT, 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            index = decode_index(bytes(flipped), path="i")
+            check(index)
+        except CorruptError:
+            continue
+        harmless += 1
+        assert same(dataclasses.replace(index, digests=good.digests), good)
+    # Those of which the column stays 64 bits wide, that is all.
+    assert harmless == 64 * 4
+
+
+# --- tables that make no sense --------------------------------------------------------------------------------------
+
+
+def changed(row: int, **fields: int | tuple[int, int]) -> ChunkIndex:
+    names = ("tensor", "file", "offset", "bytes", "lo", "length")
+    rows = [dict(zip(names, each, strict=True)) for each in ROWS]
+    rows[row].update(fields)
+    return table([tuple(each[name] for name in names) for each in rows])  # type: ignore[misc]
+
+
+SENSELESS: dict[str, tuple[Callable[[], ChunkIndex], str | None]] = {
+    "tensor number too large": (lambda: changed(4, tensor=5), None),
+    "tensor number negative": (lambda: changed(0, tensor=-1), None),
+    "file number too large": (lambda: changed(1, file=2), None),
+    "file number negative": (lambda: changed(1, file=-1), None),
+    "rows by tensor out of order": (lambda: table([*ROWS[:2], ROWS[3], ROWS[2], ROWS[4]]), "b"),
+    "rows by box out of order": (lambda: table([ROWS[1], ROWS[0], *ROWS[2:]]), "w"),
+    "rows of an alias": (lambda: changed(1, tensor=1), "tied"),
+    "box missing": (lambda: table([ROWS[0], *ROWS[2:]]), "w"),
+    "all of a tensor missing": (lambda: table([*ROWS[:2], *ROWS[3:]]), "b"),
+    "no rows at all": (lambda: table([]), "w"),
+    "box too small": (lambda: changed(1, length=(1, 6), bytes=24), "w"),
+    "box out of bounds": (lambda: changed(1, length=(3, 6), bytes=72), "w"),
+    "box at 2**62": (lambda: changed(1, lo=(2**62, 0)), "w"),
+    "box of 2**62 by 2**62": (lambda: changed(1, length=(2**62, 2**62)), "w"),
+    "boxes overlap": (lambda: changed(1, lo=(1, 0)), "w"),
+    "the same box twice": (lambda: changed(1, lo=(0, 0)), "w"),
+    "padding with a length of 2": (lambda: changed(2, length=(5, 2), bytes=10), "b"),
+    "padding with a length of 0": (lambda: changed(3, length=(0, 1), bytes=0), "step"),
+    "padding with an offset": (lambda: changed(3, lo=(1, 0)), "step"),
+    "bytes too few": (lambda: changed(0, bytes=47), "w"),
+    "bytes too many": (lambda: changed(2, bytes=6), "b"),
+    "bytes of an empty box": (lambda: changed(4, bytes=8), "none"),
+    "begins in the header": (lambda: changed(0, offset=HEADER - 1), "w"),
+    "begins at 0": (lambda: changed(0, offset=0), "w"),
+    "hole before a chunk": (lambda: changed(2, offset=HEADER + 49), "b"),
+    "chunks overlap in the file": (lambda: changed(2, offset=HEADER + 47), "b"),
+    "two chunks at one place": (lambda: changed(2, offset=HEADER), None),
+    "beyond the end of the file": (lambda: changed(2, offset=2**62), "b"),
+    "empty chunk within another": (lambda: changed(4, offset=HEADER + 7), None),
+    "empty chunk beyond the end": (lambda: changed(4, offset=HEADER + 60), "none"),
+    "empty chunk before the data": (lambda: changed(4, offset=HEADER - 8), "none"),
+    "in the wrong file": (lambda: changed(2, file=1), None),
+}
+
+
+@pytest.mark.parametrize("case", SENSELESS)
+def test_senseless_tables_are_refused_and_the_key_named(case: str) -> None:
+    make, key = SENSELESS[case]
+    with pytest.raises(CorruptError) as caught:
+        check(make())
+    assert caught.value.path == "index-a.safetensors"
+    assert "\n" not in str(caught.value)
+    if key is not None:
+        assert caught.value.key == key
+        assert repr(key) in str(caught.value)
+
+
+def test_files_must_be_filled_to_their_end() -> None:
+    for sizes in [(HEADER + 54, HEADER + 56), (HEADER + 53, HEADER + 57), (HEADER + 52, HEADER + 56)]:
+        files = tuple(
+            FileEntry(name=file.name, bytes=size, header=file.header, digest=file.digest)
+            for file, size in zip(FILES, sizes, strict=True)
+        )
+        with pytest.raises(CorruptError):
+            check(table(ROWS), files=files)
+
+
+def test_files_without_chunks_hold_only_a_header() -> None:
+    empty = FileEntry(name="data-a-2-0.safetensors", bytes=HEADER, header=HEADER, digest="0" * 16)
+    check(table(ROWS), files=(*FILES, empty))
+    padded = FileEntry(name="data-a-2-0.safetensors", bytes=HEADER + 1, header=HEADER, digest="0" * 16)
+    with pytest.raises(CorruptError, match="data-a-2-0"):
+        check(table(ROWS), files=(*FILES, padded))
+
+
+def test_a_table_of_too_few_dimensions_is_refused() -> None:
+    index = table(ROWS)
+    with pytest.raises(CorruptError) as caught:
+        check(dataclasses.replace(index, lo=index.lo[:, :1], length=index.length[:, :1]))
+    assert caught.value.key == "w"
+
+
+def test_nothing_at_all_is_a_good_table() -> None:
+    index = table([])
+    check(dataclasses.replace(index, lo=index.lo[:, :0], length=index.length[:, :0]), files=(), tensors=())
+
+
+def test_scalars_need_no_dimensions() -> None:
+    tensors = (TensorEntry(key="a", dtype="int64", shape=()), TensorEntry(key="b", dtype="int64", shape=()))
+    file = FileEntry(name="data-a-0-0.safetensors", bytes=HEADER + 16, header=HEADER, digest="0" * 16)
+    rows = [(i, 0, HEADER + 8 * i, 8, (0, 0), (0, 0)) for i in range(2)]
+    index = table(rows)
+    index = dataclasses.replace(index, lo=index.lo[:, :0], length=index.length[:, :0])
+    check(decode_index(encode_index(index), path="i"), files=(file,), tensors=tensors)
+    one = table(rows[:1])
+    one = dataclasses.replace(one, lo=one.lo[:, :0], length=one.length[:, :0])
+    with pytest.raises(CorruptError):
+        check(one, files=(file,), tensors=tensors)

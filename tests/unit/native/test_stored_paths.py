@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from holdfast._native.paths import MAX_EMPTY_POSITIONS, PathElement, check_paths
+from holdfast._values.limits import MAX_PATH_DEPTH
+
+NAN = {"float": "nan"}
+
+
+def fault(*paths: list[PathElement] | None) -> str | None:
+    found = check_paths([(f"key{number}", path) for number, path in enumerate(paths)])
+    return None if found is None else found.problem
+
+
+def key(json: object) -> PathElement:
+    return {"key": json}
+
+
+def at(index: object) -> PathElement:
+    return {"list": index}
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        [],
+        [None, None],
+        [["a", "b"], ["a", "c"], ["b"]],
+        [["a", at(0)], ["a", at(1), {"tuple": 0}], ["a", at(1), {"tuple": 1}]],
+        [["a", key(1)], ["a", "1"], ["a", key(None)], ["a", key({"tuple": [1, "1"]})]],
+        [["a", key(1), "x"], ["a", key(1), "y"]],
+        [["a", key(NAN), "x"], ["a", key(NAN), "y"]],
+        [["a", key({"int": "0x20000000000000"})], ["a", key(2**53 - 1)]],
+        [["a", at(7)]],
+        [["a", at(MAX_EMPTY_POSITIONS)]],
+        [["x"] * MAX_PATH_DEPTH],
+        [[""]],
+    ],
+    ids=range(12),
+)
+def test_good_trees_pass(paths: list[list[PathElement] | None]) -> None:
+    assert fault(*paths) is None
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        [[]],
+        [["key0"]],
+        [["x"] * (MAX_PATH_DEPTH + 1)],
+        [["a"], ["a"]],
+        [["a", "b"], ["a", "b"]],
+        [["a"], ["a", "b"]],
+        [["a", "b"], ["a"]],
+        [["a", "b", "c", "d"], ["a", "b"]],
+        [None, ["key0"]],
+        [["key1"], None],
+        [None, ["key0", at(0)]],
+        [["a", at(0)], ["a", "0"]],
+        [["a", at(0)], ["a", {"tuple": 1}]],
+        [["a", key(0)], ["a", at(0)]],
+        [[at(0)]],
+        [[{"tuple": 0}]],
+        [["a", at(0)], ["a", at(0)]],
+        [["a", at(-1)]],
+        [["a", at(True)]],
+        [["a", at(0.0)]],
+        [["a", at("0")]],
+        [["a", at(None)]],
+        [["a", at(2**62)]],
+        [["a", at(10**4000)]],
+        [["a", at(MAX_EMPTY_POSITIONS + 1)]],
+        [["a", at(MAX_EMPTY_POSITIONS)], ["b", {"tuple": 1}]],
+        [["a", key("b")]],
+        [["a", key([])]],
+        [["a", key({"dict": []})]],
+        [["a", key({"tuple": [[]]})]],
+        [["a", key({"bad": 1})]],
+        [["a", key({"int": "0x1"})]],
+        [["a", key(2**53)]],
+        [["a", key(1)], ["a", key(True)]],
+        [["a", key(1), "x"], ["a", key(1.0), "y"]],
+        [["a", key(0.0), "x"], ["a", key(-0.0), "y"]],
+        [["a", "b"], ["a", key({"numpy": ["str", "b"]})]],
+        [["a", key({"tuple": [1]}), "x"], ["a", key({"torch.Size": [1]}), "y"]],
+        [["a", key(NAN)], ["a", key(NAN)]],
+        [["a", {}]],
+        [["a", {"list": 0, "tuple": 0}]],
+        [["a", {"dict": "x"}]],
+        [["a", {"attribute": "x"}]],
+    ],
+    ids=range(43),
+)
+def test_what_makes_no_tree_is_refused(paths: list[list[PathElement] | None]) -> None:
+    assert fault(*paths) is not None
+
+
+def test_the_leaf_at_fault_is_named() -> None:
+    found = check_paths([("a", None), ("b", ["c", "d"]), ("e", ["c"]), ("f", ["c", "d"])])
+    assert found is not None
+    assert found.key == "e"
+
+
+def test_many_leaves_of_one_container_and_of_many_take_no_time() -> None:
+    # Anything quadratic in either direction would take minutes.
+    one: list[tuple[str, list[PathElement]]] = [(str(i), ["a", {"list": i}]) for i in range(100_000)]
+    many: list[tuple[str, list[PathElement]]] = [(str(i), [str(i), *["x"] * 200]) for i in range(1000)]
+    assert check_paths(one) is None
+    assert check_paths(many) is None
+    assert check_paths([*one, ("last", ["a", {"list": 0}])]) is not None

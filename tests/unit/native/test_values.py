@@ -1,0 +1,471 @@
+from __future__ import annotations
+
+import enum
+import math
+import sys
+from collections import OrderedDict, defaultdict
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from holdfast._native.values import decode_value, decode_value_bytes, encode_value, encode_value_bytes
+from holdfast._values.dtypes import DTYPES
+from holdfast._values.limits import MAX_VALUE_DEPTH
+from holdfast.errors import CheckpointError, CorruptError, InvalidStateError, UnsupportedVersionError
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+def through_json(value: object) -> object:
+    """The value after a round trip, whose JSON is checked to be stable."""
+    json = encode_value(value, key="k")
+    text = msgspec.json.encode(json)
+    decoded = decode_value(msgspec.json.decode(text), key="k")
+    assert msgspec.json.encode(encode_value(decoded, key="k")) == text
+    return decoded
+
+
+def same(left: object, right: object) -> bool:
+    """Whether both are the same value of the same type, nan and -0.0 included."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return same(list(left.items()), list(right.items()))
+    if isinstance(left, (float, np.floating)):
+        return repr(left) == repr(right)
+    if isinstance(left, (complex, np.complexfloating)):
+        return repr(left) == repr(right)
+    return bool(left == right)
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**53 - 1,
+    -(2**53) + 1,
+    2**53,
+    -(2**53),
+    2**63,
+    2**64,
+    10**5000,
+    -(10**5000),
+    0.0,
+    -0.0,
+    1.0,
+    0.1,
+    1e16,
+    1e22,
+    -1e-7,
+    5e-324,
+    sys.float_info.max,
+    math.inf,
+    -math.inf,
+    math.nan,
+    "",
+    "text",
+    'ü\U0001f40e\x00\n"\\',
+    b"",
+    b"\x00\xff" * 5,
+    [],
+    [[]],
+    [1, [2.0, ["x"]]],
+    (),
+    (1,),
+    ((), [()]),
+    {},
+    {"b": 1, "a": 2},
+    {1: "int", "1": "str", (1, 2): "tuple", None: 0, b"x": 1, 1.5: 2, frozenset({1}): 3},
+    {math.nan: 1},
+    {True: 1},
+    {"dict": {"tuple": {"int": "0x1"}}},
+    set(),
+    {3, 1, 2, 11},
+    {"a", 1, (2, "b"), None},
+    frozenset(),
+    frozenset({frozenset({1}), frozenset()}),
+    1j,
+    complex(math.nan, -math.inf),
+    complex(-0.0, -0.0),
+    torch.Size([]),
+    torch.Size([2, 0, 2**62]),
+    torch.Size([-1]),
+    torch.device("cpu"),
+    torch.device("cuda:0"),
+    torch.device("cuda"),
+    torch.device("meta"),
+    {torch.float32: torch.device("cpu")},
+    np.bool_(True),
+    np.str_("nul at the end\x00"),
+    np.bytes_(b"nul at the end\x00"),
+    np.float16(0.1),
+    np.float32(0.1),
+    np.float64(0.1),
+    np.float64(-0.0),
+    np.float32(math.nan),
+    np.float16(math.inf),
+    np.complex64(0.1 + 1j),
+    np.complex128(complex(math.nan, -0.0)),
+    {np.int64(3): np.float32(1)},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values_survive_with_their_types(value: object) -> None:
+    assert same(through_json(value), value)
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_every_dtype_survives(name: str) -> None:
+    dtype = getattr(torch, name)
+    assert through_json(dtype) is dtype
+
+
+@pytest.mark.parametrize("name", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
+def test_numpy_integers_survive_at_their_limits(name: str) -> None:
+    kind = np.dtype(name).type
+    for number in (np.iinfo(kind).min, 0, np.iinfo(kind).max):
+        assert same(through_json(kind(number)), kind(number))
+
+
+@pytest.mark.parametrize(
+    ("value", "json"),
+    [
+        (2**53, b'{"int":"0x20000000000000"}'),
+        (-(2**53), b'{"int":"-0x20000000000000"}'),
+        (2**53 - 1, b"9007199254740991"),
+        (1.0, b"1.0"),
+        (math.nan, b'{"float":"nan"}'),
+        (-math.inf, b'{"float":"-inf"}'),
+        ([1, None], b"[1,null]"),
+        ((1, True), b'{"tuple":[1,true]}'),
+        ({"b": 1, 2: []}, b'{"dict":[["b",1],[2,[]]]}'),
+        ({2, 10, 1}, b'{"set":[1,10,2]}'),
+        (frozenset({"b", "a"}), b'{"frozenset":["a","b"]}'),
+        (b"\xff\xfe", b'{"bytes":"//4="}'),
+        (1 - math.inf * 1j, b'{"complex":[{"float":"nan"},{"float":"-inf"}]}'),
+        (torch.bfloat16, b'{"torch.dtype":"bfloat16"}'),
+        (torch.device("cuda", 1), b'{"torch.device":"cuda:1"}'),
+        (torch.Size([2, 3]), b'{"torch.Size":[2,3]}'),
+        (np.float32(0.5), b'{"numpy":["float32",0.5]}'),
+        (np.uint64(2**63), b'{"numpy":["uint64",{"int":"0x8000000000000000"}]}'),
+        (np.bytes_(b"a"), b'{"numpy":["bytes",{"bytes":"YQ=="}]}'),
+    ],
+    ids=str,
+)
+def test_the_written_form(value: object, json: bytes) -> None:
+    assert encode_value_bytes(value, key="k") == json
+
+
+def test_dicts_keep_their_order() -> None:
+    decoded = through_json({"z": 1, "a": 2, 0: 3})
+    assert isinstance(decoded, dict)
+    assert list(decoded) == ["z", "a", 0]
+
+
+def test_nans_in_a_set_and_as_keys_stay_apart() -> None:
+    decoded = through_json({float("nan"), float("nan")})
+    assert isinstance(decoded, set)
+    assert len(decoded) == 2
+    keys = through_json({float("nan"): 1, float("nan"): 2})
+    assert isinstance(keys, dict)
+    assert list(keys.values()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        int,
+        Colour.RED,
+        Text("x"),
+        OrderedDict(a=1),
+        defaultdict(int),
+        bytearray(b"x"),
+        memoryview(b"x"),
+        range(3),
+        slice(1),
+        Ellipsis,
+        torch.zeros(2),
+        torch.nn.Parameter(torch.zeros(2)),
+        np.zeros(2),
+        np.datetime64("2020-01-01"),
+        np.timedelta64(1, "s"),
+        np.longdouble(1),
+        np.clongdouble(1),
+        np.void(b"x"),
+        lambda: None,
+        torch.strided,
+        "\ud800",
+        np.str_("\ud800"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_types_are_refused_with_key_and_place(value: object) -> None:
+    with pytest.raises(InvalidStateError) as caught:
+        encode_value({"outer": [1, value]}, key="optimizer.extra")
+    assert caught.value.key == "optimizer.extra"
+    assert "'optimizer.extra' at ['outer'][1]" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_refused_type_is_named() -> None:
+    with pytest.raises(InvalidStateError, match=r"collections\.OrderedDict"):
+        encode_value(OrderedDict(), key="k")
+
+
+def test_refusals_show_odd_keys_without_printing_them() -> None:
+    class Silent:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with pytest.raises(InvalidStateError, match=r"\[Silent\]"):
+        encode_value({Silent(): 1}, key="k")
+    with pytest.raises(InvalidStateError, match=r"\[int\]"):
+        encode_value({10**5000: object()}, key="k")
+
+
+def nested(depth: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_nesting_is_bounded_the_same_both_ways() -> None:
+    assert through_json(nested(MAX_VALUE_DEPTH)) == nested(MAX_VALUE_DEPTH)
+    with pytest.raises(InvalidStateError, match="nests deeper"):
+        encode_value(nested(MAX_VALUE_DEPTH + 1), key="k")
+    with pytest.raises(CorruptError, match="nests deeper"):
+        decode_value(nested(MAX_VALUE_DEPTH + 1), key="k")
+
+
+@pytest.mark.parametrize("leaf", [1j, np.complex64(1), np.float32(2), torch.Size([2**62]), 2**70, b"x", math.nan])
+def test_leaves_survive_at_the_greatest_depth(leaf: object) -> None:
+    value = leaf
+    for _ in range(MAX_VALUE_DEPTH):
+        value = (value,)
+    assert through_json(value) == value or leaf != leaf
+
+
+def test_values_that_contain_themselves_are_refused() -> None:
+    circle: list[object] = []
+    circle.append(circle)
+    loop: dict[str, object] = {}
+    loop["loop"] = (loop,)
+    for value in (circle, loop):
+        with pytest.raises(InvalidStateError, match="nests deeper"):
+            encode_value(value, key="k")
+
+
+def repeated(tag: str, depth: int = 10_000) -> object:
+    json: object = 1
+    for _ in range(depth):
+        json = {tag: ["float32", json]} if tag == "numpy" else {tag: [json, json]}
+    return json
+
+
+HOSTILE: list[object] = [
+    {},
+    {"tuple": [], "list": []},
+    {"list": []},
+    {"eval": "1"},
+    {"": 1},
+    {"int": "0x1"},
+    {"int": "0x1fffffffffffff"},
+    {"int": "-0x1fffffffffffff"},
+    {"int": "0x0020000000000000"},
+    {"int": "0x2000000000000A"},
+    {"int": "9007199254740993"},
+    {"int": 2**53},
+    {"int": "0x"},
+    {"int": "0x20000000000000\n"},
+    {"int": "+0x20000000000000"},
+    {"int": "0x2_0000000000000"},
+    2**53,
+    -(2**53),
+    math.inf,
+    math.nan,
+    {"float": "1.0"},
+    {"float": "NaN"},
+    {"float": "infinity"},
+    {"float": 1.0},
+    {"float": None},
+    {"tuple": 1},
+    {"tuple": None},
+    {"tuple": {"tuple": []}},
+    {"dict": {}},
+    {"dict": {"a": 1}},
+    {"dict": [1]},
+    {"dict": [["a"]]},
+    {"dict": [["a", 1, 2]]},
+    {"dict": ["ab"]},
+    {"dict": [["a", 1], ["a", 2]]},
+    {"dict": [[1, 1], [True, 2]]},
+    {"dict": [[1, 1], [1.0, 2]]},
+    {"dict": [[0.0, 1], [-0.0, 2]]},
+    {"dict": [["a", 1], [{"numpy": ["str", "a"]}, 2]]},
+    {"dict": [[[], 1]]},
+    {"dict": [[{"dict": []}, 1]]},
+    {"dict": [[{"tuple": [[]]}, 1]]},
+    {"set": 1},
+    {"set": [2, 1]},
+    {"set": [1, 1]},
+    {"set": [1, True]},
+    {"set": [1, 10, 2, 11]},
+    {"set": [[]]},
+    {"set": [{"set": []}]},
+    {"frozenset": ["b", "a"]},
+    {"frozenset": {"a": 1}},
+    {"bytes": "YQ"},
+    {"bytes": "YQ=="[:3]},
+    {"bytes": "YR=="},
+    {"bytes": "Y Q=="},
+    {"bytes": "YQ==\n"},
+    {"bytes": "ü"},
+    {"bytes": [1]},
+    {"bytes": "_-8="},
+    {"complex": [1.0]},
+    {"complex": [1, 2]},
+    {"complex": [1.0, 2.0, 3.0]},
+    {"complex": "1j"},
+    {"complex": [{"tuple": []}, 1.0]},
+    {"complex": {"float": "nan"}},
+    {"torch.dtype": "half"},
+    {"torch.dtype": "Tensor"},
+    {"torch.dtype": "torch.float32"},
+    {"torch.dtype": "__class__"},
+    {"torch.dtype": 3},
+    {"torch.device": "cuda:00"},
+    {"torch.device": "cuda:300"},
+    {"torch.device": "cuda:-1"},
+    {"torch.device": "CUDA"},
+    {"torch.device": ""},
+    {"torch.device": "cuda:0\n"},
+    {"torch.device": 0},
+    {"torch.Size": 3},
+    {"torch.Size": [1.0]},
+    {"torch.Size": [True]},
+    {"torch.Size": [{"int": "0x8000000000000000"}]},
+    {"torch.Size": [[1]]},
+    {"torch.Size": {"int": "0x20000000000000"}},
+    {"numpy": "float32"},
+    {"numpy": ["float32"]},
+    {"numpy": ["float32", 0.1]},
+    {"numpy": ["float32", 1e300]},
+    {"numpy": ["float16", 65537.0]},
+    {"numpy": ["float32", 1]},
+    {"numpy": ["int8", 128]},
+    {"numpy": ["uint8", -1]},
+    {"numpy": ["int8", 1.0]},
+    {"numpy": ["int8", True]},
+    {"numpy": ["bool", 1]},
+    {"numpy": ["longdouble", 1.0]},
+    {"numpy": ["object", None]},
+    {"numpy": ["datetime64", "2020"]},
+    {"numpy": ["str", 1]},
+    {"numpy": ["bytes", "x"]},
+    {"numpy": ["bytes", {"bytes": "YR=="}]},
+    {"numpy": ["complex64", {"complex": [1e300, 0.0]}]},
+    {"numpy": ["complex64", {"tuple": [1.0, 1.0]}]},
+    {"numpy": [["int8"], 1]},
+    {"numpy": [{}, 1]},
+    "\ud800",
+    {"tuple": ["\udfff"]},
+    {"complex": [{"float": "nan"}, {"complex": [1.0, 1.0]}]},
+    repeated("complex"),
+    repeated("numpy"),
+    repeated("torch.Size"),
+    repeated("tuple"),
+    repeated("frozenset"),
+    repeated("dict"),
+    nested(10_000),
+    (1, 2),
+    b"x",
+    {1: 2},
+    {None: 2},
+    object(),
+]
+
+
+@pytest.mark.parametrize("json", HOSTILE, ids=range(len(HOSTILE)))
+def test_damaged_or_hostile_json_is_refused_with_the_key(json: object) -> None:
+    with pytest.raises(CorruptError) as caught:
+        decode_value(json, key="extra")
+    assert caught.value.key == "extra"
+    assert "'extra'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_type_that_torch_lacks_asks_for_another_torch() -> None:
+    with pytest.raises(UnsupportedVersionError, match="'zpu:1'"):
+        decode_value({"torch.device": "zpu:1"}, key="k")
+
+
+def test_a_device_index_that_torch_wraps_around_is_refused() -> None:
+    odd = torch.device("cuda:200")
+    if "-" not in str(odd):
+        pytest.skip("this torch has more than 127 devices")
+    with pytest.raises(InvalidStateError):
+        encode_value(odd, key="k")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b" 1",
+        b"1 ",
+        b"1e0",
+        b"NaN",
+        b"[1, 2]",
+        b'{"dict":[],"dict":[]}',
+        b'"\\u0061"',
+        b'"\xff"',
+        b'"\xed\xa0\x80"',
+        b"[" * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b"1" * 5000,
+        b"1e999",
+        b"0.10",
+        b"1\x00",
+    ],
+    ids=range(16),
+)
+def test_text_that_is_not_canonical_json_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        decode_value_bytes(data, key="k")
+
+
+def test_text_is_read_from_any_buffer() -> None:
+    data = encode_value_bytes({"a": (1, 2.5)}, key="k")
+    for buffer in (data, bytearray(data), memoryview(data)):
+        assert decode_value_bytes(buffer, key="k") == {"a": (1, 2.5)}
+
+
+def test_every_bit_flip_of_text_gives_a_value_or_a_library_error() -> None:
+    data = encode_value_bytes({"a": [1, -2.5, {3}, b"xy", 2**60, torch.float32, np.int8(3)], (1,): None}, key="k")
+    refused = 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            value = decode_value_bytes(flipped, key="k")
+        except CheckpointError:
+            refused += 1
+        else:
+            assert encode_value_bytes(value, key="k") == flipped
+    assert refused > 4 * len(data)
