@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from holdfast.metadata import (
 from holdfast.planner import (
     LoadPlan,
     LoadPlanner,
+    ReadColumns,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -107,8 +108,20 @@ class DefaultSavePlanner(SavePlanner):
             return ValueBuffer(value, serialize_object)
         if isinstance(object, np.ndarray):
             return as_tensor(write_item.index.fqn, object)
-        tensor: torch.Tensor = object.detach()
+        tensor: torch.Tensor = object.detach() if object.requires_grad else object
         return tensor
+
+
+@final
+class WholeSavePlanner(DefaultSavePlanner):
+    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
+
+    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
+        """The leaf itself."""
+        leaf = self.state_dict[columns.keys[columns.rows[row][0]]]
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach() if leaf.requires_grad else leaf
+        return super().resolve_row(columns, row)
 
 
 def _columns_of_state(leaves: STATE_DICT_TYPE) -> WriteColumns:
@@ -142,7 +155,15 @@ def _head_of(key: str, tensor: torch.Tensor, firsts: dict[tuple[object, ...], st
     size = tensor.shape
     alias_of = None
     if tensor.numel():
-        memory = (tensor.data_ptr(), tensor.device, tensor.dtype, size, tensor.stride(), tensor.is_conj())
+        memory = (
+            tensor.data_ptr(),
+            tensor.device,
+            tensor.dtype,
+            size,
+            tensor.stride(),
+            tensor.is_complex() and tensor.is_conj(),
+            tensor.is_neg(),
+        )
         first = firsts.setdefault(memory, key)
         alias_of = None if first == key else first
     return TensorHead(_properties(tensor), size, alias_of)
@@ -174,7 +195,7 @@ def metadata_of_plans(plans: list[SavePlan]) -> Metadata:
             entries[key] = BytesStorageMetadata()
             continue
         rows, dimensions = slice(bounds[number], bounds[number + 1]), len(head.size)
-        chunks = ChunkColumns(lo=lo[rows, :dimensions], length=length[rows, :dimensions])
+        chunks = ChunkColumns(lo[rows, :dimensions], length[rows, :dimensions])
         entries[key] = TensorStorageMetadata(head.properties, head.size, LazyList(chunks), head.alias_of, head.kind)
     return Metadata(entries)
 
@@ -286,17 +307,19 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def _difference(self, key: str, leaf: Any, stored: object) -> Difference | None:
         """How target and checkpoint disagree on ``key``; None when it can be loaded."""
+        if type(stored) is TensorStorageMetadata and isinstance(leaf, torch.Tensor):
+            return self._tensor_difference(key, leaf, stored)
         if stored is None:
             if isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf:
                 return None  # an empty container asks for nothing
             return Difference(key=key, kind="missing", stored="nothing", wanted=_kind_of(leaf))
-        if isinstance(leaf, np.ndarray):
-            leaf = as_tensor(key, leaf)
-        is_tensor = isinstance(leaf, torch.Tensor)
-        if is_tensor != isinstance(stored, TensorStorageMetadata):
+        if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
+            return self._tensor_difference(key, torch.from_numpy(leaf), stored)
+        if isinstance(leaf, (torch.Tensor, np.ndarray)) or isinstance(stored, TensorStorageMetadata):
             return Difference(key=key, kind="kind", stored=_kind_of(stored), wanted=_kind_of(leaf))
-        if not isinstance(stored, TensorStorageMetadata):
-            return None
+        return None
+
+    def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
         if not has_own_elements(leaf):
             raise InvalidStateError(
                 f"{key!r} in the target has elements that share memory (an expanded tensor?); give it its own", key=key
@@ -347,7 +370,7 @@ class DefaultLoadPlanner(LoadPlanner):
         leaf = self.state_dict[index.fqn]
         if isinstance(leaf, np.ndarray):
             return torch.from_numpy(leaf)
-        tensor: torch.Tensor = leaf.detach()
+        tensor: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
         return tensor
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
@@ -359,6 +382,22 @@ class DefaultLoadPlanner(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: the tensor is the target's own."""
+
+
+@final
+class WholeLoadPlanner(DefaultLoadPlanner):
+    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
+
+    def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
+        """The leaf itself, where all of it is wanted."""
+        which, length = columns.boxes[row]
+        leaf = self.state_dict[columns.keys[which]]
+        if isinstance(leaf, torch.Tensor) and leaf.shape == length:
+            return leaf.detach() if leaf.requires_grad else leaf
+        return super().resolve_row(columns, row)
+
+    def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
         """Nothing: the tensor is the target's own."""
 
 

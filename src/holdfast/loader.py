@@ -12,11 +12,12 @@ import torch
 
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.reader import NativeReader
+from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
 from holdfast._state.paths import unflatten
-from holdfast.default_planner import DefaultLoadPlanner, empty_state
+from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, empty_state
 from holdfast.errors import CorruptError, Difference, InvalidStateError
-from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.metadata import TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
 from holdfast.storage import StorageReader
 
@@ -102,7 +103,7 @@ def load(
     elif checkpoint_id is not None:
         storage_reader.reset(checkpoint_id)
     if planner is None:
-        planner = DefaultLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
+        planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
     elif not strict:
         raise ValueError("strict is an option of the planner; give it to it")
     target = expose(state_dict)
@@ -112,8 +113,8 @@ def load(
 
 
 def _load_everything(reader: NativeReader, allow_pickle: bool) -> dict[Any, Any]:
-    planner = _WholePlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
-    _load({}, reader, planner, SoloRanks())
+    planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
+    _load(None, reader, planner, SoloRanks())
     metadata = planner.metadata
     assert metadata is not None
     leaves = planner.original_state_dict
@@ -124,24 +125,17 @@ def _load_everything(reader: NativeReader, allow_pickle: bool) -> dict[Any, Any]
     return unflatten(leaves, metadata.planner_data)
 
 
-class _WholePlanner(DefaultLoadPlanner):
-    """Makes its own target out of what the checkpoint has."""
+def _load(target: dict[Any, Any] | None, reader: StorageReader, planner: LoadPlanner, ranks: Ranks) -> LoadReport:
+    """Load, and again from the start when the checkpoint was replaced by another one while it was read.
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take everything in ``metadata`` as the target."""
-        assert metadata is not None
-        super().set_up_planner(empty_state(metadata), metadata, is_coordinator)
-
-
-def _load(target: dict[Any, Any], reader: StorageReader, planner: LoadPlanner, ranks: Ranks) -> LoadReport:
-    """Load, and again from the start when the checkpoint was replaced by another one while it was read."""
+    Without a target, one is made of everything that the checkpoint has; the planner holds it.
+    """
     started = time.monotonic()
     try:
         while True:
             try:
-                return _load_once(target, reader, planner, ranks, started)
+                with collector_paused():
+                    return _load_once(target, reader, planner, ranks, started)
             except CorruptError as error:
                 if isinstance(reader, NativeReader) and reader.was_replaced():
                     continue
@@ -153,12 +147,12 @@ def _load(target: dict[Any, Any], reader: StorageReader, planner: LoadPlanner, r
 
 
 def _load_once(
-    target: dict[Any, Any], reader: StorageReader, planner: LoadPlanner, ranks: Ranks, started: float
+    target: dict[Any, Any] | None, reader: StorageReader, planner: LoadPlanner, ranks: Ranks, started: float
 ) -> LoadReport:
     metadata = reader.read_metadata()
 
     def plan_locally() -> LoadPlan:
-        planner.set_up_planner(target, metadata, ranks.is_coordinator)
+        planner.set_up_planner(empty_state(metadata) if target is None else target, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator)
         return reader.prepare_local_plan(planner.create_local_plan())
 

@@ -39,12 +39,14 @@ class ChunkStorageMetadata:
     sizes: torch.Size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkColumns:
     """The chunks of one tensor as columns: ``lo`` and ``length`` are int64 of shape (chunks, dimensions)."""
 
-    lo: np.ndarray
-    length: np.ndarray
+    __slots__ = ("length", "lo")
+
+    def __init__(self, lo: np.ndarray, length: np.ndarray) -> None:
+        self.lo = lo
+        self.length = length
 
     def __len__(self) -> int:
         return len(self.lo)
@@ -61,7 +63,7 @@ def chunk_columns(chunks: Sequence[ChunkStorageMetadata], dimensions: int) -> Ch
     shape = (len(chunks), dimensions)
     lo = np.array([tuple(chunk.offsets) for chunk in chunks], dtype=np.int64).reshape(shape)
     length = np.array([tuple(chunk.sizes) for chunk in chunks], dtype=np.int64).reshape(shape)
-    return ChunkColumns(lo=lo, length=length)
+    return ChunkColumns(lo, length)
 
 
 @dataclass
@@ -147,5 +149,5 @@ class MetadataIndex:
     def __init__(self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None) -> None:
         set_field = object.__setattr__
         set_field(self, "fqn", fqn)
-        set_field(self, "offset", None if offset is None else torch.Size(offset))
+        set_field(self, "offset", offset if offset is None or type(offset) is torch.Size else torch.Size(offset))
         set_field(self, "index", index)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ class TensorHead:
     kind: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WriteColumns:
     """Write items as columns: ``key`` picks from ``keys`` and ``heads``; ``lo`` and ``length`` are (items, most
     dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none.
@@ -133,23 +134,27 @@ class WriteColumns:
     def __len__(self) -> int:
         return len(self.key)
 
+    @cached_property
+    def rows(self) -> list[tuple[int, list[int], list[int], int, bool]]:
+        """Every row as Python numbers, made all at once: one by one they cost more than what is made of them."""
+        columns = (self.key, self.lo, self.length, self.hint, self.is_shard)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def item(self, row: int) -> WriteItem:
         """The item of ``row`` as an object that nobody else holds."""
-        which = self.key[row]
+        which, lo, length, hint, is_shard = self.rows[row]
         key, head = self.keys[which], self.heads[which]
         if head is None:
             return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
         dimensions = len(head.size)
-        offsets = torch.Size(self.lo[row, :dimensions].tolist())
-        lengths = torch.Size(self.length[row, :dimensions].tolist())
-        hint = int(self.hint[row])
+        offsets, lengths = torch.Size(lo[:dimensions]), torch.Size(length[:dimensions])
         source = head.properties
         properties = TensorProperties(
             source.dtype, source.layout, source.requires_grad, source.memory_format, source.pin_memory
         )
         return WriteItem(
             MetadataIndex(key, offsets, None if hint < 0 else hint),
-            WriteItemType.SHARD if self.is_shard[row] else WriteItemType.TENSOR,
+            WriteItemType.SHARD if is_shard else WriteItemType.TENSOR,
             None,
             TensorWriteData(ChunkStorageMetadata(offsets, lengths), properties, head.size, head.alias_of, head.kind),
         )
@@ -191,7 +196,7 @@ def write_columns(items: Sequence[WriteItem]) -> WriteColumns:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ReadColumns:
     """Read items as columns.
 
@@ -214,25 +219,37 @@ class ReadColumns:
     def __len__(self) -> int:
         return len(self.key)
 
+    @cached_property
+    def boxes(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The key and the lengths of every row (none for a value) as Python numbers, made all at once."""
+        keys, dimensions = self.key.tolist(), self.dimensions
+        lengths = self.length.tolist()
+        return [
+            (which, tuple(length[: max(0, dimensions[which])])) for which, length in zip(keys, lengths, strict=True)
+        ]
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, list[int], list[int], list[int], list[int]]]:
+        columns = (self.hint, self.chunk_lo, self.target_lo, self.dest_lo, self.storage_lo)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def item(self, row: int) -> ReadItem:
         """The item of ``row`` as an object."""
-        which = self.key[row]
+        which, lengths = self.boxes[row]
+        hint, *offsets = self._rows[row]
         dimensions = self.dimensions[which]
         if dimensions < 0:
             none = torch.Size((0,))
             target, stored = MetadataIndex(self.keys[which]), MetadataIndex(self.storage_keys[which])
             return ReadItem(LoadItemType.BYTE_IO, target, none, stored, none, none)
-
-        def size(column: np.ndarray) -> torch.Size:
-            return torch.Size(column[row, :dimensions].tolist())
-
+        chunk_lo, target_lo, dest_lo, storage_lo = (torch.Size(low[:dimensions]) for low in offsets)
         return ReadItem(
             LoadItemType.TENSOR,
-            MetadataIndex(self.keys[which], size(self.target_lo)),
-            size(self.dest_lo),
-            MetadataIndex(self.storage_keys[which], size(self.chunk_lo), int(self.hint[row])),
-            size(self.storage_lo),
-            size(self.length),
+            MetadataIndex(self.keys[which], target_lo),
+            dest_lo,
+            MetadataIndex(self.storage_keys[which], chunk_lo, hint),
+            storage_lo,
+            torch.Size(lengths),
         )
 
 
@@ -372,6 +389,10 @@ class SavePlanner(abc.ABC):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of ``write_item``: idempotent and safe to call from several threads."""
 
+    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
+        """The data of a row: how storage of this library asks. It makes the item only for planners that look at it."""
+        return self.resolve_data(columns.item(row))
+
 
 class LoadPlanner(abc.ABC):
     """Decides what a load reads, and where to. Subclass ``DefaultLoadPlanner`` rather than this.
@@ -413,3 +434,11 @@ class LoadPlanner(abc.ABC):
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Take note that ``tensor``, from resolve_tensor, has been filled."""
+
+    def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
+        """The tensor for a row: how storage of this library asks. It makes the item only for planners that look."""
+        return self.resolve_tensor(columns.item(row))
+
+    def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
+        """Take note that ``tensor``, from resolve_row, has been filled."""
+        self.commit_tensor(columns.item(row), tensor)

@@ -6,10 +6,12 @@ import numpy as np
 
 from holdfast._plan.overlap import overlap
 from holdfast._values.box import Box, whole
+from holdfast._values.limits import MAX_DIMENSIONS
 from holdfast.metadata import TensorStorageMetadata, chunk_columns
 from holdfast.planner import ReadColumns, padded
 
 _Sizes = tuple[int, ...]
+_ZEROS: list[_Sizes] = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
 class ReadRows:
@@ -33,15 +35,16 @@ class ReadRows:
 
     def add_tensor(self, key: str, stored: TensorStorageMetadata, box: Box | None = None) -> None:
         """Want ``box`` of the tensor ``key`` (all of it by default), for a target piece that is just that box."""
-        box = whole(stored.size) if box is None else box
-        dimensions = box.ndim
+        size = tuple(stored.size)
+        dimensions = len(size)
         chunks = chunk_columns(stored.chunks, dimensions)
         self._add_key(key, dimensions)
-        zeros = (0,) * dimensions
-        if len(chunks) == 1 and tuple(chunks.length[0].tolist()) == tuple(stored.size):
-            if box.volume:
-                self._add(0, zeros, box.offsets, zeros, box.offsets, box.lengths)
+        if len(chunks) == 1 and tuple(chunks.length[0].tolist()) == size:
+            offsets, lengths = (_ZEROS[dimensions], size) if box is None else (box.offsets, box.lengths)
+            if 0 not in lengths:
+                self._add(0, _ZEROS[dimensions], offsets, _ZEROS[dimensions], offsets, lengths)
             return
+        box = whole(size) if box is None else box
         low = np.array(box.offsets, dtype=np.int64)
         found = overlap(chunks.lo, chunks.length, low, np.array(box.lengths, dtype=np.int64))
         chunk_lo = chunks.lo[found.rows]
@@ -72,15 +75,21 @@ class ReadRows:
 
     def columns(self) -> ReadColumns:
         """All that was wanted so far."""
+        chunk_lo = padded(self._chunk_lo, fill=0)
+
+        def column(rows: list[_Sizes]) -> np.ndarray:
+            # Where every target is a whole tensor of one chunk, as most are, all offsets are the same zeros.
+            return chunk_lo if rows == self._chunk_lo else padded(rows, fill=0)
+
         return ReadColumns(
             keys=self._keys,
             storage_keys=self._keys,
             dimensions=self._dimensions,
             key=np.array(self._key, dtype=np.int64),
             hint=np.array(self._hint, dtype=np.int64),
-            chunk_lo=padded(self._chunk_lo, fill=0),
-            target_lo=padded(self._target_lo, fill=0),
-            dest_lo=padded(self._dest_lo, fill=0),
-            storage_lo=padded(self._storage_lo, fill=0),
+            chunk_lo=chunk_lo,
+            target_lo=column(self._target_lo),
+            dest_lo=column(self._dest_lo),
+            storage_lo=column(self._storage_lo),
             length=padded(self._length, fill=1),
         )

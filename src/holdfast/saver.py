@@ -8,8 +8,9 @@ from typing import Any
 
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.writer import NativeWriter
+from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
-from holdfast.default_planner import DefaultSavePlanner
+from holdfast.default_planner import WholeSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
@@ -57,7 +58,7 @@ def save(
         raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
     elif checkpoint_id is not None:
         storage_writer.reset(checkpoint_id)
-    return _save(expose(state_dict), storage_writer, planner or DefaultSavePlanner(), SoloRanks())
+    return _save(expose(state_dict), storage_writer, planner or WholeSavePlanner(), SoloRanks())
 
 
 def _save(state: dict[Any, Any], writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> Metadata:
@@ -82,8 +83,9 @@ def _save(state: dict[Any, Any], writer: StorageWriter, planner: SavePlanner, ra
         return metadata
 
     try:
-        plan = ranks.scatter("planning the save", plan_locally, plan_globally)
-        return ranks.share("writing the checkpoint", write, publish)
+        with collector_paused():
+            plan = ranks.scatter("planning the save", plan_locally, plan_globally)
+            return ranks.share("writing the checkpoint", write, publish)
     except BaseException:
         writer.abandon()
         raise

@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -79,6 +81,10 @@ class Catalog:
         number = self.storing_id(key)
         return range(int(self.row_bounds[number]), int(self.row_bounds[number + 1]))
 
+    def quantizer(self, entry: TensorEntry) -> dict[str, Any]:
+        """What the integers of a quantised tensor stand for."""
+        return {} if entry.quantizer is None else msgspec.to_builtins(entry.quantizer)
+
     def file_path(self, file: int) -> str:
         """The path of data file number ``file``."""
         return os.path.join(self.directory, self.manifest.files[file].name)
@@ -92,28 +98,26 @@ class Catalog:
     def metadata(self) -> Metadata:
         """The checkpoint in the words of the protocol; chunks are views of the index."""
         entries: dict[str, STORAGE_TYPES] = {}
-        bounds = self.row_bounds.tolist()
+        bounds, all_lo, all_length = self.row_bounds.tolist(), self.index.lo, self.index.length
+        values = deque(self.manifest.values)
         for number, entry in enumerate(self.manifest.tensors):
+            while values and values[0].position == len(entries):
+                entries[values.popleft().key] = BytesStorageMetadata()
             if entry.kind in BYTE_KINDS:
                 entries[entry.key] = BytesStorageMetadata()
                 continue
             storing = number if entry.alias_of is None else self.tensor_ids[entry.alias_of]
             rows, dimensions = slice(bounds[storing], bounds[storing + 1]), len(entry.shape)
-            chunks = ChunkColumns(lo=self.index.lo[rows, :dimensions], length=self.index.length[rows, :dimensions])
+            chunks = ChunkColumns(all_lo[rows, :dimensions], all_length[rows, :dimensions])
             entries[entry.key] = TensorStorageMetadata(
-                TensorProperties(torch_dtype(entry.dtype), requires_grad=entry.requires_grad),
+                TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
                 torch.Size(entry.shape),
                 LazyList(chunks),
                 entry.alias_of,
                 entry.kind,
-                None
-                if entry.quantizer is None
-                else {
-                    name: value for name, value in msgspec.structs.asdict(entry.quantizer).items() if value is not None
-                },
+                None if entry.quantizer is None else self.quantizer(entry),
             )
-        for value in self.manifest.values:
-            entries[value.key] = BytesStorageMetadata()
+        entries.update({value.key: BytesStorageMetadata() for value in values})
         user_metadata = decode_value(self.manifest.metadata, key="user_metadata")
         return Metadata(
             entries,

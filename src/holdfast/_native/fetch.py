@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,11 +75,11 @@ class Fetch:
         self._files = files
         self._open_target = open_target
         self._close_target = close_target
+        self._wanted = wanted
         self._segments = _segments(catalog, wanted, verify=verify)
         self._targets: dict[int, Target] = {}
         self._pending = np.bincount(self._segments.box, minlength=len(wanted.row)).tolist()
         self._lock = threading.Lock()
-        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def run(self) -> None:
         """Read, verify and deliver everything; CorruptError at the first block that is not what was written."""
@@ -94,72 +95,66 @@ class Fetch:
         finally:
             ring.close()
 
-    def _jobs(self, groups: list[int], ring: SlabRing) -> Iterator[Callable[[], None]]:
-        segments = self._segments
+    def _jobs(self, groups: list[int], ring: SlabRing) -> Iterator[_Job]:
+        segments, targets = self._segments, self._targets
         for first, stop in itertools.pairwise(groups):
-            boxes = segments.box[first:stop].tolist()
+            rows = slice(first, stop)
+            boxes = segments.box[rows].tolist()
             for number in boxes:
-                if number not in self._targets:
-                    self._targets[number] = self._open_target(number)
-            parts = [
-                _Part(self._targets[number], number, *fields)
-                for number, *fields in zip(
-                    boxes,
-                    segments.start[first:stop].tolist(),
-                    segments.nbytes[first:stop].tolist(),
-                    segments.offset[first:stop].tolist(),
-                    segments.digest[first:stop].tolist(),
-                    strict=True,
-                )
-            ]
-            yield _Runner(self, int(segments.file[first]), parts, ring)
-
-    def check(self, part: _Part, data: memoryview, file: int) -> None:
-        """CorruptError unless ``data`` is the block that was written."""
-        if part.digest >= 0 and digest(data) != int(self._catalog.index.digests[part.digest]):
-            path, span = self._catalog.file_path(file), (part.offset, part.offset + part.nbytes)
-            row = int(np.searchsorted(self._catalog.index.first_block(), part.digest, side="right")) - 1
-            key = self._catalog.manifest.tensors[int(self._catalog.index.tensor[row])].key
-            raise CorruptError(
-                f"{path!r} is damaged in bytes {span[0]} to {span[1]}, which hold part of {key!r}; "
-                "use another checkpoint",
-                path=path,
-                key=key,
-                span=span,
+                if number not in targets:
+                    targets[number] = self._open_target(number)
+            parts = zip(
+                [targets[number] for number in boxes],
+                segments.start[rows].tolist(),
+                segments.nbytes[rows].tolist(),
+                segments.offset[rows].tolist(),
+                self._expected(segments.digest[rows]),
+                strict=True,
             )
+            yield _Job(self, int(segments.file[first]), boxes, list(parts), ring)
+
+    def _expected(self, digests: np.ndarray) -> list[int]:
+        """The digests themselves, or -1 where nothing is verified."""
+        if len(digests) and digests[0] < 0:
+            return [-1] * len(digests)
+        expected: list[int] = self._catalog.index.digests[digests].tolist()
+        return expected
+
+    def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
+        """The error that names the file, the key and the bytes."""
+        path = self._catalog.file_path(file)
+        row = int(self._wanted.row[box])
+        key = self._catalog.manifest.tensors[int(self._catalog.index.tensor[row])].key
+        return CorruptError(
+            f"{path!r} is damaged in bytes {offset} to {offset + nbytes}, which hold part of {key!r}; "
+            "use another checkpoint",
+            path=path,
+            key=key,
+            span=(offset, offset + nbytes),
+        )
 
     def file(self, number: int) -> tuple[InputFile, bool]:
         """Data file ``number``, and whether it is in the page cache."""
         return self._files.get(number)
 
-    def done(self, parts: list[_Part]) -> None:
-        """Take note that ``parts`` are in their targets; close the targets that are complete."""
+    def done(self, boxes: list[int]) -> None:
+        """Take note that one segment of each of ``boxes`` is in its target; close the targets that are complete."""
+        pending = self._pending
         with self._lock:
-            for part in parts:
-                self._pending[part.box] -= 1
-                if self._pending[part.box] == 0:
-                    self._close_target(part.box, self._targets.pop(part.box))
+            for number in boxes:
+                pending[number] -= 1
+                if pending[number] == 0:
+                    self._close_target(number, self._targets.pop(number))
 
 
 @dataclass(slots=True)
-class _Part:
-    """A segment on its way to ``target``."""
-
-    target: Target
-    box: int
-    start: int
-    nbytes: int
-    offset: int
-    digest: int
-
-
-@dataclass(slots=True)
-class _Runner:
-    """One job: neighbouring segments of one file."""
+class _Job:
+    """Neighbouring segments of one file: target, first byte in the chunk, bytes, offset in the file, digest (or -1)."""
 
     fetch: Fetch
     file_number: int
-    parts: list[_Part]
+    boxes: list[int]
+    parts: list[tuple[Target, int, int, int, int]]
     ring: SlabRing
 
     def __call__(self) -> None:
@@ -167,51 +162,65 @@ class _Runner:
         if not is_cached or not self._read_straight(file):
             with self.ring.lend() as slab:
                 self._read_through(file, slab, is_cached)
-        self.fetch.done(self.parts)
+        self.fetch.done(self.boxes)
 
     def _read_straight(self, file: InputFile) -> bool:
         """Read each segment right into its target; False, with nothing done, where that is not possible or worth it."""
         views = []
-        offset = -1
-        for part in self.parts:
-            view = part.target.memory(part.start, part.start + part.nbytes)
-            if view is None or part.nbytes < _STRAIGHT_BYTES or part.offset <= offset:
+        reached = -1
+        for target, start, nbytes, offset, _ in self.parts:
+            view = target.memory(start, start + nbytes) if nbytes >= _STRAIGHT_BYTES and offset > reached else None
+            if view is None:
                 return False
             views.append(view)
-            offset = part.offset
-        for part, view in zip(self.parts, views, strict=True):
-            file.read_into(view, part.offset)
-            self.fetch.check(part, view, self.file_number)
+            reached = offset
+        for place, view in enumerate(views):
+            _, _, nbytes, offset, expected = self.parts[place]
+            file.read_into(view, offset)
+            if expected >= 0 and digest(view) != expected:
+                raise self.fetch.damaged(self.file_number, self.boxes[place], offset, nbytes)
         return True
 
     def _read_through(self, file: InputFile, slab: Slab, is_cached: bool) -> None:
-        base = self.parts[0].offset
-        end = max(part.offset + part.nbytes for part in self.parts)
+        base = self.parts[0][3]
+        end = max(offset + nbytes for _, _, nbytes, offset, _ in self.parts)
         if is_cached or end - base < ALIGNMENT:
             file.read_into(slab.view[: end - base], base)
         else:
             base -= base % ALIGNMENT
             file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
-        checked = -1
-        for part in self.parts:
-            at = part.offset - base
-            if part.digest != checked:
-                self.fetch.check(part, slab.view[at : at + part.nbytes], self.file_number)
-                checked = part.digest
-        device = next((part.target.tensor.device for part in self.parts if part.target.tensor.is_cuda), None)
-        if device is None:
-            self._copy_in(slab, base)
-            return
-        # A stream of the job's own: copies of several jobs overlap, and the slab is free when the stream is done.
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.default_stream(device))
-        with torch.cuda.stream(stream):
-            self._copy_in(slab, base)
-        stream.synchronize()
+        with _copying({target.tensor.device for target, _, _, _, _ in self.parts if target.tensor.is_cuda}):
+            self._deliver(slab, base)
 
-    def _copy_in(self, slab: Slab, base: int) -> None:
-        for part in self.parts:
-            part.target.copy_in(part.start, part.start + part.nbytes, slab, part.offset - base)
+    def _deliver(self, slab: Slab, base: int) -> None:
+        """Verify each segment and copy it to its target while it is hot."""
+        view = slab.view
+        for place, (target, start, nbytes, offset, expected) in enumerate(self.parts):
+            at = offset - base
+            if expected >= 0 and digest(view[at : at + nbytes]) != expected:
+                raise self.fetch.damaged(self.file_number, self.boxes[place], offset, nbytes)
+            target.copy_in(start, start + nbytes, slab, at)
+
+
+@contextmanager
+def _copying(devices: set[torch.device]) -> Iterator[None]:
+    """Copies to ``devices`` within the block run on streams of their own, and are done when it ends.
+
+    So copies of several jobs overlap, and a slab is free as soon as its job is.
+    """
+    if not devices:
+        yield
+        return
+    with ExitStack() as stack:
+        streams = [torch.cuda.Stream(device) for device in devices]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.default_stream(stream.device))
+            stack.enter_context(torch.cuda.stream(stream))
+        try:
+            yield
+        finally:
+            for stream in streams:
+                stream.synchronize()
 
 
 def _segments(catalog: Catalog, wanted: Wanted, *, verify: bool) -> _Segments:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,14 +31,13 @@ RESERVED_NAME = "__metadata__"
 _ITEM_SIZES = {dtype.safetensors: dtype.itemsize for dtype in DTYPES.values() if dtype.safetensors is not None}
 _LONGEST_DTYPE = max(len(name) for name in _ITEM_SIZES)
 _LONGEST_NUMBER = len(str(MAX_FILE_BYTES))
-_ENTRY_PUNCTUATION = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
+_ENTRY_ROOM = len(',:{"dtype":"","shape":[],"data_offsets":[,]}') + _LONGEST_DTYPE + 3 * _LONGEST_NUMBER
 
 _NUMBER = r"(?:0|[1-9][0-9]{0,18})"
 _RANGES = re.compile(rf"(?:{_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)?\]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a safetensors file; ``begin`` and ``end`` count from the start of the data."""
 
     name: str
@@ -98,8 +97,8 @@ def stored_shape(dtype: Dtype, shape: Sequence[int]) -> tuple[int, ...]:
 
 def header_entry_bytes(name: str, shape: Sequence[int]) -> int:
     """An upper bound of what one entry adds to the JSON, whatever its dtype and wherever its data will be."""
-    dimensions = sum(len(str(size)) + 1 for size in shape) + _LONGEST_NUMBER
-    return len(_quote(name)) + _ENTRY_PUNCTUATION + _LONGEST_DTYPE + dimensions + 2 * _LONGEST_NUMBER
+    # The text of a tuple has more characters than the numbers and commas that are written of it.
+    return len(_quote(name)) + len(str(tuple(shape))) + _ENTRY_ROOM
 
 
 def encode_header(

@@ -111,10 +111,11 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ValueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A value that is not a tensor, as typed JSON."""
+    """A value that is not a tensor, as typed JSON; ``position`` is its place among all leaves, tensors included."""
 
     key: str
     value: object
+    position: int
     path: tuple[PathElement, ...] | None = None
 
 
@@ -259,8 +260,12 @@ def _check(manifest: Manifest) -> None:
         for entry in manifest.tensors:
             if entry.kind == "pickle":
                 raise _Fault("is a pickle, which the manifest does not say that it requires", entry.key)
+    last = -1
     for value in manifest.values:
         decode_value(value.value, key=value.key)
+        if not last < value.position < len(manifest.tensors) + len(manifest.values):
+            raise _Fault("has no possible position among the leaves", value.key)
+        last = value.position
     decode_value(manifest.metadata, key="metadata")
     fault = check_paths((leaf.key, leaf.path) for leaf in leaves)
     if fault is not None:

@@ -57,8 +57,8 @@ def merge_reports(
         index=IndexEntry(name=f"index-{attempt}.safetensors", bytes=len(data), digest=to_hex(digest(data))),
         tensors=entries,
         values=tuple(
-            ValueEntry(key=key, value=values[key], path=encode_path(key, paths.get(key)))
-            for key in metadata.state_dict_metadata
+            ValueEntry(key=key, value=values[key], position=position, path=encode_path(key, paths.get(key)))
+            for position, key in enumerate(metadata.state_dict_metadata)
             if key in values
         ),
         metadata=user_metadata,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._native.header import HeaderEntry, encode_header, header_entry_bytes
+from holdfast._native.header import HeaderEntry, encode_header
 from holdfast._native.report import WrittenFile
 from holdfast._state.raw import Source
 from holdfast._values.digest import BLOCK_BYTES, digest
@@ -24,14 +25,17 @@ from holdfast._values.digest import BLOCK_BYTES, digest
 HEADER_FRAME_BYTES = 16  # the length in front, the braces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Bytes to be stored under a name; ``dtype`` and ``shape`` as the safetensors header says them."""
+class Chunk(NamedTuple):
+    """Bytes to be stored under a name; ``dtype`` and ``shape`` as the safetensors header says them.
+
+    ``header_bytes`` bounds what the header needs for it.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     source: Source
+    header_bytes: int
 
 
 @dataclass(slots=True)
@@ -60,14 +64,14 @@ class DataFile:
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether the header has room for ``chunk``; an empty file takes any."""
-        return not self.entries or self._header_used + _entry_bytes(chunk) <= self.header_bytes
+        return not self.entries or self._header_used + chunk.header_bytes <= self.header_bytes
 
     def enter(self, chunk: Chunk) -> None:
         """Give ``chunk`` the bytes from ``end`` on."""
         begin = self.end - self.header_bytes
         end = begin + chunk.source.nbytes
-        self.entries.append(HeaderEntry(name=chunk.name, dtype=chunk.dtype, shape=chunk.shape, begin=begin, end=end))
-        self._header_used += _entry_bytes(chunk)
+        self.entries.append(HeaderEntry(chunk.name, chunk.dtype, chunk.shape, begin, end))
+        self._header_used += chunk.header_bytes
         self.end += chunk.source.nbytes
 
     def complete(self, digests: list[int]) -> WrittenFile:
@@ -85,13 +89,11 @@ class DataFile:
         return WrittenFile(name=self.name, bytes=self.end, header=self.header_bytes, digest=covered)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Where a chunk went: ``offset`` from the start of file number ``file``; its digests from ``first_digest`` on."""
+class Placed(NamedTuple):
+    """Where a chunk went: ``offset`` from the start of file number ``file``."""
 
     file: int
     offset: int
-    first_digest: int
 
 
 class Packer:
@@ -162,7 +164,7 @@ class Packer:
     def _blocks(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Enter ``chunk`` in the current file and return the byte ranges of its blocks."""
         file, nbytes = self.files[-1], chunk.source.nbytes
-        self.placed.append(Placed(file=len(self.files) - 1, offset=file.end, first_digest=len(self.digests)))
+        self.placed.append(Placed(len(self.files) - 1, file.end))
         file.enter(chunk)
         return [(start, min(start + BLOCK_BYTES, nbytes)) for start in range(0, nbytes, BLOCK_BYTES)]
 
@@ -178,10 +180,6 @@ class Packer:
                 job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
 
         return run
-
-
-def _entry_bytes(chunk: Chunk) -> int:
-    return header_entry_bytes(chunk.name, chunk.shape)
 
 
 def _fill(job: _Job, slab: Slab, digests: list[int]) -> None:

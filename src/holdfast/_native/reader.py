@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
+from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._state.raw import Target
 from holdfast._state.tensors import empty_quantized, torch_dtype
@@ -20,7 +21,7 @@ from holdfast._values.box import Box
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ReadItem, ValueBuffer, read_columns
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ValueBuffer, read_columns
 from holdfast.storage import StorageReader
 
 
@@ -132,8 +133,8 @@ class _Delivery:
         self._cast = cast
         self._allow_pickle = allow_pickle
         self._items: list[int] = []
-        self._row: list[int] = []
-        self._open: dict[int, tuple[ReadItem, torch.Tensor]] = {}
+        self._chunks: list[tuple[int, tuple[int, ...], bool]] = []
+        self._open: dict[int, torch.Tensor] = {}
 
     def wanted(self) -> Wanted:
         """The boxes to be fetched; values that need no fetching are delivered on the way."""
@@ -154,8 +155,12 @@ class _Delivery:
             rows = np.concatenate([rows, chunks])
             lo = np.concatenate([lo, np.zeros((len(chunks), width), np.int64)])
             length = np.concatenate([length, catalog.index.length[chunks]])
-        self._row = rows.tolist()
         self._check_boxes(rows, lo, length)
+        chunk_length = catalog.index.length[rows]
+        is_whole = (length == chunk_length).all(axis=1)
+        self._chunks = list(
+            zip(catalog.index.tensor[rows].tolist(), map(tuple, chunk_length.tolist()), is_whole.tolist(), strict=True)
+        )
         return Wanted(row=rows, lo=lo, length=length)
 
     def _index_rows(self, items: np.ndarray) -> np.ndarray:
@@ -211,33 +216,35 @@ class _Delivery:
 
     def open_target(self, number: int) -> Target:
         """Where box ``number`` goes: what the planner gives, or a buffer for a value."""
-        item, row = self._items[number], self._row[number]
-        read_item = self._columns.item(item)
-        entry = self._catalog.manifest.tensors[int(self._catalog.index.tensor[row])]
-        shape = tuple(self._catalog.index.length[row, : len(entry.shape)].tolist())
-        dtype = torch_dtype(entry.dtype)
-        if self._columns.dimensions[self._columns.key[item]] < 0:
-            tensor = torch.empty(shape, dtype=torch.uint8)
-            self._open[number] = read_item, tensor
-            return Target(tensor, dtype=dtype, shape=shape, wanted=Box((0,), shape))
-        tensor = self._planner.resolve_tensor(read_item)
-        self._check_tensor(read_item, tensor, dtype)
-        self._open[number] = read_item, tensor
+        columns, item = self._columns, self._items[number]
+        tensor_id, shape, is_whole = self._chunks[number]
+        entry = self._catalog.manifest.tensors[tensor_id]
+        dimensions, dtype = len(entry.shape), torch_dtype(entry.dtype)
+        shape = shape[:dimensions]
+        if entry.kind in BYTE_KINDS:
+            self._open[number] = tensor = torch.empty(shape, dtype=dtype)
+            return Target(tensor, dtype=dtype, shape=shape, wanted=None)
+        tensor = self._planner.resolve_row(columns, item)
+        self._check_tensor(item, tensor, dtype)
+        self._open[number] = tensor
         if tensor.is_quantized:
-            stored = self._catalog.metadata().state_dict_metadata[read_item.storage_index.fqn]
-            tensor = empty_quantized(tensor.shape, dtype, getattr(stored, "quantizer", None) or {})
-        wanted = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
-        return Target(tensor.detach(), dtype=dtype, shape=shape, wanted=wanted)
+            tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
+        wanted = None
+        if not is_whole:
+            wanted = Box(tuple(columns.storage_lo[item, :dimensions].tolist()), columns.boxes[item][1])
+        return Target(tensor, dtype=dtype, shape=shape, wanted=wanted)
 
-    def _check_tensor(self, read_item: ReadItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        key = read_item.dest_index.fqn
-        if tuple(tensor.shape) != tuple(read_item.lengths):
+    def _check_tensor(self, item: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        which, lengths = self._columns.boxes[item]
+        if dtype == tensor.dtype and lengths == tensor.shape:
+            return
+        key = self._columns.keys[which]
+        if lengths != tensor.shape:
             raise InternalError(
-                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(read_item.lengths)} "
-                f"of {key!r}"
+                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
             )
         names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
-        if dtype != tensor.dtype and not (self._cast and all(DTYPES[name].is_floating for name in names)):
+        if not (self._cast and all(DTYPES[name].is_floating for name in names)):
             raise MismatchError.of(
                 [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
                 advice="Fix the target, or pass cast=True to convert between floating types.",
@@ -245,14 +252,15 @@ class _Delivery:
 
     def close_target(self, number: int, target: Target) -> None:
         """Give the planner what has arrived."""
-        read_item, tensor = self._open.pop(number)
-        if self._columns.dimensions[self._columns.key[self._items[number]]] < 0:
+        tensor, item = self._open.pop(number), self._items[number]
+        if self._catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
+            read_item = self._columns.item(item)
             self._planner.load_bytes(read_item, self._buffer_of(read_item.storage_index.fqn, tensor))
             return
         if tensor.is_quantized:
             # A quantised tensor takes over the quantizer of what is copied into it.
             tensor.copy_(target.tensor)
-        self._planner.commit_tensor(read_item, tensor)
+        self._planner.commit_row(self._columns, item, tensor)
 
     def _buffer_of(self, key: str, tensor: torch.Tensor) -> io.BytesIO:
         entry = self._catalog.entry(key)

@@ -8,7 +8,7 @@ import os
 import platform
 import secrets
 from collections.abc import Iterator, Mapping, MutableSequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from holdfast._plan.packing import pack_order
 from holdfast._state.raw import MemorySource, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values import dtypes
-from holdfast._values.box import Box
+from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
 from holdfast._version import __version__
@@ -153,6 +153,17 @@ class NativeWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
+class _Planned(NamedTuple):
+    """A chunk as planned: its row in the plan, its name and how much of the header that takes."""
+
+    row: int
+    key: str
+    head: TensorHead
+    box: Box
+    name: str
+    header_bytes: int
+
+
 class _WriterWork:
     """One ``write_data``: the plan, and what became of it."""
 
@@ -166,7 +177,8 @@ class _WriterWork:
         self._blobs: dict[str, tuple[str, bytes]] = {}
         self._aliases: dict[str, WrittenTensor] = {}
         self._written: dict[str, WrittenTensor] = {}
-        self._rows: list[tuple[str, tuple[int, ...], tuple[int, ...], int]] = []
+        self._rows: list[tuple[str, Box, int]] = []
+        self._planned: list[_Planned] = []
         self._header_bytes: list[int] = []
         self._planned_bytes: list[int] = []
         self.packer = Packer(self._open_file, pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
@@ -176,16 +188,13 @@ class _WriterWork:
         for row, key in enumerate(self._columns.key.tolist()):
             if self._columns.heads[key] is None:
                 self._take_value(row)
-        order = self._order()
-        blobs = [(key, len(data)) for key, (_, data) in self._blobs.items()]
-        self._header_bytes += [header_entry_bytes(key, (nbytes, nbytes)) for key, nbytes in blobs]
-        self._planned_bytes += [nbytes for _, nbytes in blobs]
-        return self._report(self.packer.write(self._chunks(order)))
+        self._plan_chunks()
+        return self._report(self.packer.write(self._chunks()))
 
     def _take_value(self, row: int) -> None:
         """Encode the value of ``row``, before anything is written: for the manifest, or as bytes like a tensor's."""
-        item = self._columns.item(row)
-        key, buffer = item.index.fqn, self._planner.resolve_data(item)
+        key = self._columns.keys[self._columns.key[row]]
+        buffer = self._planner.resolve_row(self._columns, row)
         if not isinstance(buffer, io.BytesIO):
             raise InvalidStateError(f"the planner gave a {type(buffer).__name__} for the value of {key!r}", key=key)
         if not isinstance(buffer, ValueBuffer):
@@ -208,8 +217,8 @@ class _WriterWork:
             else:
                 self._values[key] = json
 
-    def _order(self) -> list[int]:
-        """The rows to write, in file order: pages first, then by element size, so that every chunk is aligned."""
+    def _plan_chunks(self) -> None:
+        """Plan the chunks in file order: pages first, then by element size, so that every chunk is aligned."""
         columns, rows = self._columns, []
         known = set(columns.keys)
         for row, which in enumerate(columns.key.tolist()):
@@ -220,24 +229,24 @@ class _WriterWork:
                 self._aliases[key] = _written(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
             else:
                 rows.append(row)
-        which = columns.key[rows]
-        itemsize = np.array([head.properties.dtype.itemsize if head else 1 for head in columns.heads])[which]
+        itemsizes = np.array([1 if head is None else head.properties.dtype.itemsize for head in columns.heads])
+        itemsize = itemsizes[columns.key[rows]]
         nbytes = columns.length[rows].prod(axis=1, dtype=np.int64) * itemsize
         by_size = np.argsort(-itemsize, kind="stable")
         order = by_size[pack_order(nbytes[by_size], ALIGNMENT)]
-        chosen: list[int] = np.array(rows, dtype=np.int64)[order].tolist()
-        self._planned_bytes = nbytes[order].tolist()
-        self._header_bytes = [self._planned_header_bytes(row) for row in chosen]
-        return chosen
+        self._planned = [self._planned_chunk(row) for row in np.array(rows, dtype=np.int64)[order].tolist()]
+        self._planned_bytes = nbytes[order].tolist() + [len(data) for _, data in self._blobs.values()]
+        self._header_bytes = [planned.header_bytes for planned in self._planned]
+        self._header_bytes += [header_entry_bytes(key, (len(data),)) for key, (_, data) in self._blobs.items()]
 
-    def _planned_header_bytes(self, row: int) -> int:
-        columns = self._columns
-        which = columns.key[row]
-        head = columns.heads[which]
+    def _planned_chunk(self, row: int) -> _Planned:
+        which, lo, length, _, _ = self._columns.rows[row]
+        key, head = self._columns.keys[which], self._columns.heads[which]
         assert head is not None
         dimensions = len(head.size)
-        box = Box(tuple(columns.lo[row, :dimensions].tolist()), tuple(columns.length[row, :dimensions].tolist()))
-        return header_entry_bytes(chunk_name(columns.keys[which], box, head.size), (*box.lengths, 16))
+        box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
+        name = chunk_name(key, box, head.size)
+        return _Planned(row, key, head, box, name, header_entry_bytes(name, box.lengths))
 
     def _open_file(self, number: int) -> DataFile:
         """The next data file, with room for as many of the chunks still to come as one header should hold."""
@@ -252,47 +261,46 @@ class _WriterWork:
             expected_bytes=sum(self._planned_bytes[start : start + count]),
         )
 
-    def _chunks(self, order: list[int]) -> Iterator[Chunk]:
-        for row in order:
-            yield self._chunk_of(row)
+    def _chunks(self) -> Iterator[Chunk]:
+        for planned in self._planned:
+            yield self._chunk_of(planned)
         for key, (kind, data) in self._blobs.items():
-            self._written[key] = WrittenTensor(dtype="uint8", shape=(len(data),), kind=kind)
-            self._rows.append((key, (0,), (len(data),), len(data)))
+            shape = (len(data),)
+            self._enter(key, Box((0,), shape), len(data), WrittenTensor(dtype="uint8", shape=shape, kind=kind))
             owner = np.frombuffer(data, dtype=np.uint8)
             source = MemorySource(owner, owner.ctypes.data, len(data))
-            name = chunk_name(key, Box((0,), (len(data),)), (len(data),))
-            yield Chunk(name=name, dtype="U8", shape=(len(data),), source=source)
+            yield Chunk(chunk_name(key, Box((0,), shape), shape), "U8", shape, source, header_entry_bytes(key, shape))
 
-    def _chunk_of(self, row: int) -> Chunk:
-        """The data of ``row``; where the planner changed dtype or size, what it gave is what counts."""
-        item = self._columns.item(row)
-        data, key = item.tensor_data, item.index.fqn
-        tensor = self._planner.resolve_data(item)
-        if data is None or not isinstance(tensor, torch.Tensor):
+    def _chunk_of(self, planned: _Planned) -> Chunk:
+        """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
+        _, key, head, box, name, header_bytes = planned
+        tensor = self._planner.resolve_row(self._columns, planned.row)
+        if not isinstance(tensor, torch.Tensor):
             raise InvalidStateError(f"the planner gave a {type(tensor).__name__} for the tensor {key!r}", key=key)
-        offsets, lengths, size = tuple(data.chunk.offsets), tuple(tensor.shape), tuple(data.size)
-        if lengths != tuple(data.chunk.sizes):
-            if size != tuple(data.chunk.sizes):
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
+            check_savable(key, tensor)
+        size = head.size
+        if tensor.shape != box.lengths:
+            if size != box.lengths:
                 raise InvalidStateError(
-                    f"the planner gave a piece of shape {lengths} for a box of {tuple(data.chunk.sizes)} of {key!r}; "
-                    "only whole tensors may change their shape while being saved",
+                    f"the planner gave a piece of shape {list(tensor.shape)} for a box of {list(box.lengths)} of "
+                    f"{key!r}; only whole tensors may change their shape while being saved",
                     key=key,
                 )
-            size = lengths
-        check_savable(key, tensor)
-        head = TensorHead(data.properties, torch.Size(size), None, data.kind)
-        written = _written(head, tensor.dtype, size, quantizer=quantizer_of(tensor))
-        if self._written.setdefault(key, written) != written:
-            raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
+            size, box = tensor.shape, whole(tensor.shape)
+            name = chunk_name(key, box, size)
+            header_bytes = header_entry_bytes(name, box.lengths)
         source = source_of(tensor)
-        self._rows.append((key, offsets, lengths, source.nbytes))
+        written = _written(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
+        self._enter(key, box, source.nbytes, written)
         dtype = dtypes.DTYPES[written.dtype]
-        return Chunk(
-            name=chunk_name(key, Box(offsets, lengths), size),
-            dtype=stored_dtype_name(dtype),
-            shape=stored_shape(dtype, lengths),
-            source=source,
-        )
+        return Chunk(name, stored_dtype_name(dtype), stored_shape(dtype, box.lengths), source, header_bytes)
+
+    def _enter(self, key: str, box: Box, nbytes: int, written: WrittenTensor) -> None:
+        known = self._written.setdefault(key, written)
+        if known is not written and known != written:
+            raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
+        self._rows.append((key, box, nbytes))
 
     def _report(self, files: list[WrittenFile]) -> WriteReport:
         ids = {key: number for number, key in enumerate(self._written)}
@@ -301,12 +309,12 @@ class _WriterWork:
             files=files,
             keys=list(self._written),
             tensors=list(self._written.values()),
-            key=np.array([ids[key] for key, _, _, _ in self._rows], dtype=np.int64),
+            key=np.array([ids[key] for key, _, _ in self._rows], dtype=np.int64),
             file=np.array([place.file for place in placed], dtype=np.int64),
             offset=np.array([place.offset for place in placed], dtype=np.int64),
-            nbytes=np.array([nbytes for _, _, _, nbytes in self._rows], dtype=np.int64),
-            lo=padded([lo for _, lo, _, _ in self._rows], fill=0),
-            length=padded([length for _, _, length, _ in self._rows], fill=1),
+            nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),
+            lo=padded([box.offsets for _, box, _ in self._rows], fill=0),
+            length=padded([box.lengths for _, box, _ in self._rows], fill=1),
             digests=np.array(self.packer.digests, dtype=np.uint64),
             aliases=self._aliases,
             values=self._values,

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import torch
+
 from holdfast._state.paths import is_one_value
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
-from holdfast.stateful import Stateful
+from holdfast.stateful import is_stateful
 
 
 def expose(state: Any) -> dict[Any, Any]:
@@ -21,22 +23,25 @@ def expose(state: Any) -> dict[Any, Any]:
         raise InvalidStateError(
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
-    exposed: dict[Any, Any] = _exposed(state, depth=0)
+    exposed: dict[Any, Any] = _exposed(state, ())
     return exposed
 
 
-def _exposed(value: Any, depth: int) -> Any:
-    if depth > MAX_PATH_DEPTH:
-        return value  # the flattening names the place
+def _exposed(value: Any, trail: tuple[object, ...]) -> Any:
+    if len(trail) > MAX_PATH_DEPTH:
+        key = ".".join(map(str, trail))
+        raise InvalidStateError(
+            f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
+        )
     if isinstance(value, Mapping):
-        return {key: _exposed(entry, depth + 1) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)) and not is_one_value(value):
-        entries = [_exposed(entry, depth + 1) for entry in value]
+        return {key: _exposed(entry, (*trail, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
+        entries = [_exposed(entry, (*trail, position)) for position, entry in enumerate(value)]
         if isinstance(value, list):
             return entries
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-    if isinstance(value, Stateful) and not isinstance(value, type):
-        return _exposed(value.state_dict(), depth + 1)
+    if is_stateful(value):
+        return _exposed(value.state_dict(), trail)
     return value
 
 
@@ -59,7 +64,25 @@ def _handed_back(original: Any, loaded: Any) -> Any:
     if isinstance(original, tuple) and isinstance(loaded, tuple) and len(original) == len(loaded):
         entries = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
         return type(original)(*entries) if hasattr(original, "_fields") else tuple(entries)
-    if isinstance(original, Stateful) and not isinstance(original, type):
-        original.load_state_dict(loaded)
+    if is_stateful(original):
+        _load_into(original, loaded)
         return original
     return loaded
+
+
+def _load_into(original: Any, loaded: Any) -> None:
+    """Give ``original`` its state; a module with meta tensors gets the loaded ones themselves, tied as it had them."""
+    if not isinstance(original, torch.nn.Module):
+        original.load_state_dict(loaded)
+        return
+    parameters = dict(original.named_parameters(remove_duplicate=False))
+    if not any(tensor.is_meta for tensor in (*parameters.values(), *original.buffers())):
+        original.load_state_dict(loaded)
+        return
+    original.load_state_dict(loaded, assign=True)
+    firsts: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first = firsts.setdefault(id(parameter), name)
+        if first != name:
+            owner, _, attribute = name.rpartition(".")
+            setattr(original.get_submodule(owner), attribute, original.get_parameter(first))

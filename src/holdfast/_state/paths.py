@@ -16,7 +16,7 @@ import torch
 from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor, inner_parts, is_composed
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
-from holdfast.stateful import Stateful
+from holdfast.stateful import is_stateful
 
 
 class TypedKey(str):
@@ -30,6 +30,9 @@ class TypedKey(str):
         element = super().__new__(cls, str(value))
         element.value = value
         return element
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
     def __reduce__(self) -> tuple[type[TypedKey], tuple[Hashable]]:
         return TypedKey, (self.value,)
@@ -76,6 +79,7 @@ def _walk(path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
         else:
             yield path, value
     elif isinstance(value, Mapping) and (value or not path):
+        _check_dict_keys(path, value)
         for key, entry in value.items():
             element = key if type(key) is str else TypedKey(key)
             yield from _walk((*path, element), entry, depth + 1)
@@ -84,7 +88,20 @@ def _walk(path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
         for index, entry in enumerate(value):
             yield from _walk((*path, position(index)), entry, depth + 1)
     else:
-        yield path, value
+        yield path, {} if isinstance(value, Mapping) else value
+
+
+def _check_dict_keys(path: Path, mapping: Mapping[Any, Any]) -> None:
+    """InvalidStateError when two keys of one dict, such as 1 and "1", have the same name."""
+    if all(type(key) is str for key in mapping):
+        return
+    names: dict[str, Any] = {}
+    for key in mapping:
+        if names.setdefault(str(key), key) is not key:
+            dotted = path_key((*path, str(key)))
+            raise InvalidStateError(
+                f"key {dotted!r} stands for {names[str(key)]!r} and {key!r}; rename one", key=dotted
+            )
 
 
 def _walk_composed(path: Path, tensor: torch.Tensor, depth: int) -> Iterator[tuple[Path, Any]]:
@@ -97,8 +114,9 @@ def _walk_composed(path: Path, tensor: torch.Tensor, depth: int) -> Iterator[tup
 def is_one_value(value: Any, depth: int = 0) -> bool:
     """Whether a list or tuple is kept as one value: nothing in it needs a key of its own."""
     if depth > MAX_PATH_DEPTH:
-        return True
-    if isinstance(value, (torch.Tensor, np.ndarray, Stateful)):
+        # Ends the search at once, where True would go through every way into a list that contains itself.
+        return False
+    if isinstance(value, (torch.Tensor, np.ndarray)) or is_stateful(value):
         return False
     if isinstance(value, list):
         return not any(isinstance(entry, Mapping) or not is_one_value(entry, depth + 1) for entry in value)

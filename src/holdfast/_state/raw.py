@@ -16,7 +16,17 @@ from typing import Protocol
 import torch
 
 from holdfast._state.tensors import word_dtype, words_of_quantized
-from holdfast._values.box import Box, flat_range_boxes
+from holdfast._values.box import Box, flat_range_boxes, whole
+
+_MOVE_SIGNATURE = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+_move_large = ctypes.CFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
+_move_small = ctypes.PYFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
+_LARGE_BYTES = 256 << 10
+
+
+def _move(target: int, source: int, nbytes: int) -> None:
+    """Copy memory; letting other threads run meanwhile costs more than a small copy takes, so only large ones do."""
+    (_move_large if nbytes >= _LARGE_BYTES else _move_small)(target, source, nbytes)
 
 
 class Buffer(Protocol):
@@ -50,7 +60,7 @@ class MemorySource:
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
-        ctypes.memmove(buffer.address + at, self._address + start, stop - start)
+        _move(buffer.address + at, self._address + start, stop - start)
 
 
 class ScatteredSource:
@@ -59,8 +69,7 @@ class ScatteredSource:
     __slots__ = ("_dtype", "_tensor", "nbytes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        lazy = tensor.is_conj() or tensor.is_neg()
-        self._tensor = tensor if lazy else _as_words(tensor)
+        self._tensor = tensor if _is_lazy(tensor) else _as_words(tensor)
         self._dtype = self._tensor.dtype
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
@@ -78,44 +87,49 @@ class ScatteredSource:
 
 def source_of(tensor: torch.Tensor) -> MemorySource | ScatteredSource:
     """The bytes of ``tensor``."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         if tensor.is_quantized:
             tensor = words_of_quantized(tensor)
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if tensor.is_contiguous() and not _is_lazy(tensor):
             return MemorySource(tensor, tensor.data_ptr(), tensor.numel() * tensor.dtype.itemsize)
-    return ScatteredSource(tensor)
+    return ScatteredSource(tensor.detach())
 
 
 class Target:
-    """A tensor to be filled with box ``wanted`` of a stored chunk of ``shape`` and ``dtype``.
+    """A tensor to be filled with box ``wanted`` of a stored chunk of ``shape`` and ``dtype``; None wants all of it.
 
     ``run`` is the byte range of the chunk that is wanted, when it is one range and the tensor takes it as one range.
     """
 
-    __slots__ = ("_address", "_flat", "_on_cpu", "_shape", "_wanted", "_words", "dtype", "run", "tensor")
+    __slots__ = ("_address", "_flat", "_on_cpu", "_shape", "_takes_words", "_wanted", "dtype", "run", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, *, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box) -> None:
+    def __init__(self, tensor: torch.Tensor, *, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box | None) -> None:
         self.tensor = tensor
         self.dtype = dtype
         self._shape = shape
         self._wanted = wanted
-        self._on_cpu = tensor.device.type == "cpu"
-        words = words_of_quantized(tensor) if tensor.is_quantized else tensor
-        self._words = _as_words(words) if tensor.dtype == dtype else words
+        self._on_cpu = tensor.is_cpu
         self.run: tuple[int, int] | None = None
         self._flat: memoryview | None = None
         self._address = 0
-        if tensor.dtype == dtype and words.is_contiguous():
-            self.run = _one_run(shape, wanted, dtype.itemsize)
-            self._address = words.data_ptr()
+        # Bits are kept as they are, unless they are to be cast or the target itself is a conjugate or negative view.
+        self._takes_words = tensor.dtype == dtype and not _is_lazy(tensor)
+        if self._takes_words and tensor.is_contiguous():
+            whole_bytes = tensor.numel() * dtype.itemsize
+            self.run = (0, whole_bytes) if wanted is None else _one_run(shape, wanted, dtype.itemsize)
+            self._address = tensor.data_ptr()
+
+    def _words(self) -> torch.Tensor:
+        """The tensor as words where bits are to be kept, as it is where they are to be converted."""
+        tensor = words_of_quantized(self.tensor) if self.tensor.is_quantized else self.tensor
+        return _as_words(tensor) if self._takes_words else tensor
 
     def memory(self, start: int, stop: int) -> memoryview | None:
         """The target's own memory for bytes [start, stop) of the chunk, where they all go there as they are."""
         if self.run is None or not self._on_cpu or start < self.run[0] or stop > self.run[1]:
             return None
         if self._flat is None:
-            self._flat = self._words.reshape(-1).view(torch.uint8).numpy().data
+            self._flat = self._words().reshape(-1).view(torch.uint8).numpy().data
         return self._flat[start - self.run[0] : stop - self.run[0]]
 
     def copy_in(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
@@ -123,33 +137,35 @@ class Target:
         if self.run is None:
             self._scatter(start, stop, buffer, at)
             return
-        low, high = max(start, self.run[0]), min(stop, self.run[1])
+        first, last = self.run
+        low, high = max(start, first), min(stop, last)
         if low >= high:
             return
         place = at + low - start
         if self._on_cpu:
-            ctypes.memmove(self._address + low - self.run[0], buffer.address + place, high - low)
+            _move(self._address + low - first, buffer.address + place, high - low)
         else:
-            flat = self._words.reshape(-1).view(torch.uint8)
-            flat[low - self.run[0] : high - self.run[0]].copy_(
-                buffer.tensor[place : place + high - low], non_blocking=True
-            )
+            flat = self._words().reshape(-1).view(torch.uint8)
+            source = buffer.tensor[place : place + high - low]
+            flat[low - first : high - first].copy_(source, non_blocking=self.tensor.is_cuda)
 
     def _scatter(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        itemsize = self.dtype.itemsize
-        dtype = self._words.dtype if self.tensor.dtype == self.dtype else self.dtype
+        itemsize, words = self.dtype.itemsize, self._words()
+        wanted = whole(self._shape) if self._wanted is None else self._wanted
+        on_cuda = self.tensor.is_cuda
+        dtype = words.dtype if self._takes_words else self.dtype
         for box, begin, end in _boxes(self._shape, start, stop, itemsize):
-            common = box.intersect(self._wanted)
+            common = box.intersect(wanted)
             if common is None:
                 continue
             place = at + begin - start
             span = buffer.tensor[place : place + end - begin]
             if not self._on_cpu:
-                span = span.to(self.tensor.device, non_blocking=True)
+                span = span.to(self.tensor.device, non_blocking=on_cuda)
             elif place % itemsize:
                 span = span.clone()
             piece = span.view(dtype).view(box.lengths)[common.relative_to(box).slices()]
-            self._words[common.relative_to(self._wanted).slices()].copy_(piece, non_blocking=True)
+            words[common.relative_to(wanted).slices()].copy_(piece, non_blocking=on_cuda)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int, itemsize: int) -> Iterator[tuple[Box, int, int]]:
@@ -159,6 +175,11 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, itemsize: int) -> Iter
         end = begin + box.volume * itemsize
         yield box, begin, end
         begin = end
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the conjugate or the negative of the values."""
+    return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ attribute, and the context, so that loading into a target with another context i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from holdfast.errors import InvalidStateError
 
 CONTEXT_KEY = "__context__"
 
-# Several elements share a byte, row by row in a way of torch's own: only the storage has bytes to keep.
-_PACKED = (torch.quint4x2, torch.quint2x4)
+# So many elements share a byte, row by row in a way of torch's own: only the storage has bytes to keep.
+_PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,9 @@ def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     """The inner tensors of ``tensor`` by attribute name, and its context."""
     if tensor.dtype in _PACKED:
         packed = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        *rows, columns = tensor.shape or (1,)
+        if len(packed) != math.prod(rows) * -(-columns // _PACKED[tensor.dtype]):
+            raise InvalidStateError(f"{key!r} is a view of a packed quantised tensor; store the whole of it", key=key)
         quantizer = quantizer_of(tensor)
         return {"packed": packed}, (tensor.dtype, tensor.shape, tuple(map(_hashable, (quantizer or {}).items())))
     flatten: Any = tensor.__tensor_flatten__  # type: ignore[attr-defined]

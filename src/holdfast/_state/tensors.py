@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,14 +49,54 @@ def check_savable(key: str, tensor: torch.Tensor) -> None:
         problem = "is a fake tensor and has no data"
     elif tensor.dtype not in DTYPE_NAMES:
         problem = f"has dtype {tensor.dtype}, which this version cannot store"
-    elif tensor.device.type == "meta":
-        problem = "has no data"
+    elif tensor.is_quantized and quantizer_of(tensor) is None:
+        problem = "is quantised but has no quantizer; make it by quantising a tensor"
+    elif not _has_memory(tensor):
+        problem = f"is a {type(tensor).__name__} without memory of its own; store what it wraps"
     if problem is not None:
         raise InvalidStateError(f"{key!r} {problem}", key=key)
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory that can be read: wrappers around other tensors have an address of 0, or none."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
+    """InvalidStateError, naming ``key``, unless data can be loaded into ``leaf`` in place."""
+    problem = None
+    if isinstance(leaf, np.ndarray):
+        if not leaf.flags.writeable:
+            problem = "is a read-only numpy array; give a writable one"
+        elif not leaf.dtype.isnative or any(stride < 0 for stride in leaf.strides):
+            problem = "is a numpy array of foreign byte order or with a negative stride; give a plain one"
+        else:
+            leaf = as_tensor(key, leaf)
+    if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            problem = f"has layout {leaf.layout}, which cannot be filled; give a dense tensor"
+        elif not has_own_elements(leaf):
+            problem = "has elements that share memory (an expanded tensor?); give it its own"
+        elif not _has_memory(leaf):
+            problem = f"is a {type(leaf).__name__} without memory of its own; give what it wraps"
+    if problem is not None:
+        raise InvalidStateError(f"{key!r} in the target {problem}", key=key)
+
+
+def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor; unlike torch.empty, without a warning about complex32."""
+    if dtype is not torch.complex32:
+        return torch.empty(tuple(size), dtype=dtype)
+    return torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(size))
+
+
 def as_tensor(key: str, array: np.ndarray) -> torch.Tensor:
     """``array`` as a tensor over the same memory where torch knows its dtype; InvalidStateError where not."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidStateError(f"{key!r} is a masked numpy array; store its data and its mask", key=key)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -69,6 +111,10 @@ def as_tensor(key: str, array: np.ndarray) -> torch.Tensor:
 
 def has_own_elements(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory, so that the tensor can be written to."""
+    if tensor.is_contiguous():
+        return True
+    if tensor.numel() == 0:
+        return True
     sizes_and_strides = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     )

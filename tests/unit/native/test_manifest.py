@@ -80,7 +80,7 @@ def small() -> Manifest:
     return example(
         requires=(),
         tensors=(TensorEntry(key="w", dtype="int8", shape=(3,)),),
-        values=(ValueEntry(key="v", value={"tuple": [1]}),),
+        values=(ValueEntry(key="v", value={"tuple": [1]}, position=0),),
         metadata=None,
     )
 
@@ -143,7 +143,7 @@ def test_the_written_form_is_compact_json_in_order_without_defaults() -> None:
     ]
     assert data.startswith(b'{"format":"holdfast","version":1,"requires":[],"attempt":"a-1_Z","writer":{"holdfast":')
     assert b'"tensors":[{"key":"w","dtype":"int8","shape":[3]}],"values":[{"key":"v","value":{"tuple":[1]}}]' in data
-    assert ("holdfast", 1, {"pickle"}) == (FORMAT, VERSION, FEATURES)
+    assert ("holdfast", 1, frozenset({"pickle"})) == (FORMAT, VERSION, FEATURES)
 
 
 def test_the_digest_is_over_the_file_with_the_digest_zeroed() -> None:
@@ -462,8 +462,8 @@ def test_a_manifest_beyond_the_limit_is_refused_before_it_is_looked_at(monkeypat
         {"tensors": (TensorEntry(key="k", dtype="int8", shape=(), path=("x",) * 300),)},
         {"tensors": (TensorEntry(key="k", dtype="int8", shape=(), path=({"key": "\ud800"},)),)},
         {"tensors": (TensorEntry(key="k", dtype="int8", shape=(), path=({"key": ["\ud800"]},)),)},
-        {"values": (ValueEntry(key="v", value={"bad": 1}),)},
-        {"values": (ValueEntry(key="v", value="\ud800"),)},
+        {"values": (ValueEntry(key="v", value={"bad": 1}, position=0),)},
+        {"values": (ValueEntry(key="v", value="\ud800", position=0),)},
         {"metadata": {"plain": "dict"}},
         {"metadata": math.nan},
         {"attempt": "../x"},

@@ -1,0 +1,347 @@
+"""Every byte of a published checkpoint against its digests, and all the damage there is, not just the first.
+
+Manifest and index are checked by reading them. Then each data file: it is there, has its size, its header is the one
+that was written and says what the index says, every block has its digest. Memory is bounded by the slabs and the table
+of one file at a time. Never changes a file, never decodes a value.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast._io import posix
+from holdfast._io.buffers import SLAB_BYTES, SlabRing
+from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
+from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
+from holdfast._native.index import file_digest
+from holdfast._native.publish import MANIFEST_NAME
+from holdfast._plan.ranges import coalesce
+from holdfast._values.box import Box
+from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
+from holdfast._values.dtypes import DTYPES
+from holdfast.errors import CorruptError, StorageError
+
+_Int64s = npt.NDArray[np.int64]
+_Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Bytes ``span[0]`` to ``span[1]`` of the data file named ``file`` are not those of ``key`` that were written.
+
+    Without a key it is the header, which other readers of safetensors need. Where the whole file is missing or has
+    another size, every key in it is damaged.
+    """
+
+    file: str
+    key: str | None
+    span: tuple[int, int]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked: all ``files`` of the checkpoint, their ``bytes``, and the ``keys`` they hold; what is damaged.
+
+    ``damage`` is in file order; keys that are tied to a damaged one are damaged too.
+    """
+
+    files: int
+    bytes: int
+    keys: int
+    seconds: float
+    damage: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is the one that was written."""
+        return not self.damage
+
+    @property
+    def damaged_keys(self) -> tuple[str, ...]:
+        """The keys whose data is damaged, each once."""
+        return tuple(dict.fromkeys(damage.key for damage in self.damage if damage.key is not None))
+
+    @property
+    def damaged_files(self) -> tuple[str, ...]:
+        """The names of the damaged data files, each once."""
+        return tuple(dict.fromkeys(damage.file for damage in self.damage))
+
+
+def verify_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progress | None = None) -> VerifyReport:
+    """What a look at every byte of the checkpoint at ``path`` found.
+
+    ``on_progress`` is told, one call at a time but from any thread, how many bytes of how many are done. Where a saver
+    replaces the checkpoint meanwhile, the new one is looked at from the start.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        CorruptError: manifest or index are damaged, so that nothing else can be said.
+        StorageError: the file system refused; this tells nothing about the bytes.
+    """
+    begin = time.perf_counter()
+    while True:
+        catalog = read_catalog(path)
+        manifest = catalog.manifest
+        status = posix.file_status(os.path.join(catalog.directory, MANIFEST_NAME))
+        read = manifest.index.bytes + (0 if status is None else status.st_size)
+        verification = _Verification(catalog, already_read=read, on_progress=on_progress)
+        damage = verification.run()
+        if damage and was_replaced(catalog.directory, manifest.attempt):
+            continue
+        return VerifyReport(
+            files=len(manifest.files) + 2,
+            bytes=verification.total_bytes,
+            keys=len(manifest.tensors) + len(manifest.values),
+            seconds=time.perf_counter() - begin,
+            damage=damage,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Blocks:
+    """The blocks of one file in file order: ``nbytes`` at ``offset``, of index row ``row``, with digest ``digest``."""
+
+    row: _Int64s
+    offset: _Int64s
+    nbytes: _Int64s
+    digest: npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _OpenFile:
+    """A data file while it is checked, closed when no job is ``pending`` any more; ``rows`` are its chunks."""
+
+    number: int
+    handle: DataFiles
+    file: InputFile
+    is_cached: bool
+    rows: _Int64s
+    blocks: _Blocks
+    pending: int
+
+
+class _Verification:
+    """One pass over all data files: jobs on threads, damage and progress collected under a lock."""
+
+    def __init__(self, catalog: Catalog, *, already_read: int, on_progress: _Progress | None) -> None:
+        self._catalog = catalog
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._open_files: set[_OpenFile] = set()
+        self._damage: list[tuple[int, int, Damage]] = []
+        self._done_bytes = already_read
+        self.total_bytes = already_read + sum(entry.bytes for entry in catalog.manifest.files)
+        index = catalog.index
+        self._first_block = index.first_block()
+        self._order = np.lexsort((index.bytes, index.offset, index.file))
+        self._bounds = np.searchsorted(index.file[self._order], np.arange(len(catalog.manifest.files) + 1)).tolist()
+
+    def run(self) -> tuple[Damage, ...]:
+        """All damage, in file order."""
+        self._advance(0)
+        workers = default_workers()
+        ring = SlabRing(workers)
+        try:
+            run_bounded(self._jobs(ring), workers=workers)
+        finally:
+            ring.close()
+            for opened in self._open_files:
+                opened.handle.close()
+        found = sorted(self._damage, key=lambda place: place[:2])
+        return _with_aliases(self._catalog, _joined(damage for _, _, damage in found))
+
+    def _jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
+        for number, entry in enumerate(self._catalog.manifest.files):
+            rows = self._order[self._bounds[number] : self._bounds[number + 1]]
+            handle = DataFiles(self._catalog)
+            try:
+                file, is_cached = handle.get(number)
+            except CorruptError as error:
+                self._lose_file(number, rows, _problem_of(error))
+                self._advance(entry.bytes)
+                continue
+            blocks = self._blocks(rows)
+            groups = coalesce(
+                np.zeros_like(blocks.offset), blocks.offset, blocks.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT
+            ).tolist()
+            opened = _OpenFile(
+                number=number,
+                handle=handle,
+                file=file,
+                is_cached=is_cached,
+                rows=rows,
+                blocks=blocks,
+                pending=len(groups),
+            )
+            self._open_files.add(opened)
+            yield partial(self._check_header, opened)
+            for first, stop in itertools.pairwise(groups):
+                yield partial(self._check_group, opened, first, stop, ring)
+
+    def _blocks(self, rows: _Int64s) -> _Blocks:
+        index = self._catalog.index
+        counts = block_counts(index.bytes[rows])
+        row = np.repeat(rows, counts)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        start = within * BLOCK_BYTES
+        return _Blocks(
+            row=row,
+            offset=index.offset[row] + start,
+            nbytes=np.minimum(index.bytes[row] - start, BLOCK_BYTES),
+            digest=index.digests[self._first_block[row] + within],
+        )
+
+    def _check_header(self, opened: _OpenFile) -> None:
+        entry = self._catalog.manifest.files[opened.number]
+        problem: str | None = None
+        try:
+            data = bytearray(entry.header)
+            opened.file.read_into(memoryview(data), 0)
+            header = bytes(data)
+            if file_digest(header, opened.blocks.digest) != entry.digest:
+                problem = "the header is not the one that was written"
+            elif not self._agrees(opened, decode_header(header, path=opened.file.path)):
+                problem = "the header does not say what the index says"
+        except (CorruptError, StorageError) as error:
+            problem = _problem_of(error)
+        if problem is not None:
+            self._note(opened.number, None, (0, entry.header), problem)
+        self._finish(opened, entry.header)
+
+    def _agrees(self, opened: _OpenFile, entries: list[HeaderEntry]) -> bool:
+        """Whether the header has exactly the chunks of the index; those of no bytes may come in any order."""
+        index, tensors = self._catalog.index, self._catalog.manifest.tensors
+        header_bytes = self._catalog.manifest.files[opened.number].header
+        expected: dict[str, HeaderEntry] = {}
+        rows = opened.rows
+        columns = (index.tensor[rows], index.offset[rows], index.bytes[rows], index.lo[rows], index.length[rows])
+        for tensor, offset, nbytes, lo, length in zip(*(column.tolist() for column in columns), strict=True):
+            entry = tensors[tensor]
+            dtype, dimensions = DTYPES[entry.dtype], len(entry.shape)
+            box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
+            name = chunk_name(entry.key, box, entry.shape)
+            expected[name] = HeaderEntry(
+                name=name,
+                dtype=stored_dtype_name(dtype),
+                shape=stored_shape(dtype, box.lengths),
+                begin=offset - header_bytes,
+                end=offset - header_bytes + nbytes,
+            )
+        return expected == {entry.name: entry for entry in entries}
+
+    def _check_group(self, opened: _OpenFile, first: int, stop: int, ring: SlabRing) -> None:
+        with ring.lend() as slab:
+            self._check_blocks(opened, first, stop, slab.view)
+        self._finish(opened, int(opened.blocks.nbytes[first:stop].sum()))
+
+    def _check_blocks(self, opened: _OpenFile, first: int, stop: int, memory: memoryview) -> None:
+        blocks = opened.blocks
+        offsets, sizes = blocks.offset[first:stop].tolist(), blocks.nbytes[first:stop].tolist()
+        spans = [(offset, offset + nbytes) for offset, nbytes in zip(offsets, sizes, strict=True)]
+        try:
+            base = _read(opened, spans[0][0], spans[-1][1], memory)
+        except (CorruptError, StorageError) as error:
+            problem = _problem_of(error)
+            if len(spans) == 1:
+                self._note(opened.number, int(blocks.row[first]), spans[0], problem)
+                return
+            # Block by block, so that one that cannot be read does not stand for its neighbours.
+            for number in range(first, stop):
+                self._check_blocks(opened, number, number + 1, memory)
+            return
+        for number, (low, high), written in zip(
+            range(first, stop), spans, blocks.digest[first:stop].tolist(), strict=True
+        ):
+            if digest(memory[low - base : high - base]) != written:
+                self._note(opened.number, int(blocks.row[number]), (low, high), "not the bytes that were written")
+
+    def _lose_file(self, number: int, rows: _Int64s, problem: str) -> None:
+        """Note that everything in file ``number`` is damaged."""
+        index = self._catalog.index
+        if not len(rows):
+            self._note(number, None, (0, self._catalog.manifest.files[number].bytes), problem)
+        for row in rows.tolist():
+            offset = int(index.offset[row])
+            self._note(number, row, (offset, offset + int(index.bytes[row])), problem)
+
+    def _note(self, number: int, row: int | None, span: tuple[int, int], problem: str) -> None:
+        manifest = self._catalog.manifest
+        key = None if row is None else manifest.tensors[int(self._catalog.index.tensor[row])].key
+        damage = Damage(file=manifest.files[number].name, key=key, span=span, problem=problem)
+        with self._lock:
+            self._damage.append((number, span[0], damage))
+
+    def _finish(self, opened: _OpenFile, nbytes: int) -> None:
+        """Take note that a job of ``opened`` is done; the last one closes it."""
+        with self._lock:
+            opened.pending -= 1
+            is_last = opened.pending == 0
+            if is_last:
+                self._open_files.discard(opened)
+        if is_last:
+            opened.handle.close()
+        self._advance(nbytes)
+
+    def _advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done_bytes += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done_bytes, self.total_bytes)
+
+
+def _read(opened: _OpenFile, begin: int, end: int, memory: memoryview) -> int:
+    """Read at least bytes ``begin`` to ``end`` to the start of ``memory``; returns the offset it starts with."""
+    if opened.is_cached or end - begin < ALIGNMENT:
+        opened.file.read_into(memory[: end - begin], begin)
+        return begin
+    base = begin - begin % ALIGNMENT
+    opened.file.read_direct_into(memory[: end - base + -(end - base) % ALIGNMENT], base)
+    return base
+
+
+def _problem_of(error: CorruptError | StorageError) -> str:
+    """The problem in a few words; a refusal that says nothing about the bytes, unlike a failing disk's, is raised."""
+    if isinstance(error, StorageError):
+        if error.errno != errno.EIO:
+            raise error
+        return "the disk fails to read it"
+    problem = error.message.removesuffix("; use another checkpoint")
+    return problem.removeprefix(f"{error.path!r} ")
+
+
+def _joined(damage: Iterable[Damage]) -> list[Damage]:
+    """``damage`` with spans of one key that touch each other made one."""
+    joined: list[Damage] = []
+    for one in damage:
+        last = joined[-1] if joined else None
+        if last is not None and last.span[1] == one.span[0] and replace(last, span=one.span) == one:
+            joined[-1] = replace(last, span=(last.span[0], one.span[1]))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _with_aliases(catalog: Catalog, damage: list[Damage]) -> tuple[Damage, ...]:
+    """``damage``, each followed by the same for the keys that are tied to its key."""
+    tied: dict[str, list[str]] = {}
+    for entry in catalog.manifest.tensors if damage else ():
+        if entry.alias_of is not None:
+            tied.setdefault(entry.alias_of, []).append(entry.key)
+    return tuple(
+        found
+        for one in damage
+        for found in (one, *(replace(one, key=key) for key in tied.get(one.key or "", ()) if one.key is not None))
+    )

@@ -1,0 +1,186 @@
+"""``holdfast show``: what a checkpoint holds, as a tree for people or as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text
+
+from holdfast._native.catalog import Catalog, read_catalog
+from holdfast._native.values import decode_value
+from holdfast.cli.leaves import Leaf, StoredChunk, StoredLeaf, Totals, ValueLeaf, chunks_of, leaves_of, totals_of
+from holdfast.cli.terminal import counted, one_line, output_console, shown_bytes, shown_name, shown_value
+from holdfast.cli.tree import Line, tree_lines
+
+EXAMPLES = """\b
+Examples:
+  holdfast show checkpoints/step-100
+  holdfast show checkpoints/step-100 'model.layers.0.*'
+  holdfast show checkpoints/step-100 '*.weight' --chunks
+  holdfast show --json checkpoints/step-100 | jq '.keys | keys'"""
+
+_WIDEST_LABEL = 40
+_WIDEST_SHAPE = 18
+_LONGEST_VALUE = 40
+
+_DIM = Style(dim=True)
+_CONTAINER = Style(bold=True, color="blue")
+_VALUE = Style(color="magenta")
+_DTYPE = Style(color="cyan")
+_BYTES = Style(color="green")
+_TIED = Style(color="yellow")
+
+
+def show(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATTERN",
+            help="Show only keys that match: * any text, ? any character, [ab] a or b.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    chunks: Annotated[bool, typer.Option("--chunks", help="Show where each chunk is stored.")] = False,
+) -> None:
+    """Show what a checkpoint holds.
+
+    A tree of its keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others read
+    "= key". Only the manifest and the index are read.
+    """
+    catalog = read_catalog(path)
+    leaves = leaves_of(catalog, pattern)
+    if as_json:
+        typer.echo(json.dumps(_as_json(path, catalog, leaves, with_chunks=chunks)))
+        return
+    console = output_console()
+    console.print(Text(shown_name(str(path)), "bold"), soft_wrap=True)
+    _print_tree(console, catalog, leaves, with_chunks=chunks)
+    _print_totals(console, catalog, pattern, shown=len(leaves))
+
+
+# --- for programs ---------------------------------------------------------------------------------------------------
+
+
+def _as_json(path: Path, catalog: Catalog, leaves: list[Leaf], *, with_chunks: bool) -> dict[str, object]:
+    return {
+        "path": str(path),
+        "keys": {leaf.key: _leaf_as_json(catalog, leaf, with_chunks=with_chunks) for leaf in leaves},
+        "totals": dataclasses.asdict(totals_of(catalog)),
+        "user_metadata": catalog.manifest.metadata,
+    }
+
+
+def _leaf_as_json(catalog: Catalog, leaf: Leaf, *, with_chunks: bool) -> dict[str, object]:
+    if isinstance(leaf, ValueLeaf):
+        return {"kind": "value", "value": leaf.value}
+    fields: dict[str, object] = {
+        "kind": leaf.kind,
+        "dtype": leaf.dtype,
+        "shape": list(leaf.shape),
+        "bytes": leaf.bytes,
+        "chunks": len(leaf.rows),
+        "alias_of": leaf.alias_of,
+    }
+    if with_chunks:
+        fields["stored"] = [dataclasses.asdict(chunk) for chunk in chunks_of(catalog, leaf)]
+    return fields
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Widths:
+    """How wide the columns are; a cell that is wider pushes the rest of its line."""
+
+    label: int
+    dtype: int
+    shape: int
+    chunks: int
+
+
+def _print_tree(console: Console, catalog: Catalog, leaves: list[Leaf], *, with_chunks: bool) -> None:
+    lines = list(tree_lines(leaves, ascii_only=not console.encoding.startswith("utf")))
+    widths = _widths(lines)
+    # Ready segments in one print, because laying out a Text per line takes a second for a large model.
+    segments: list[Segment] = []
+    for line in lines:
+        segments += _line_segments(line, widths)
+        segments.append(Segment.line())
+        if with_chunks and isinstance(line.leaf, StoredLeaf) and line.leaf.alias_of is None:
+            for chunk in chunks_of(catalog, line.leaf):
+                segments += [Segment(_chunk_line(line, chunk), _DIM), Segment.line()]
+    console.print(Segments(segments), soft_wrap=True, end="")
+
+
+def _widths(lines: list[Line]) -> _Widths:
+    stored = [line.leaf for line in lines if isinstance(line.leaf, StoredLeaf)]
+    return _Widths(
+        label=min(max((cell_len(line.guide) + cell_len(line.label) for line in lines), default=0), _WIDEST_LABEL),
+        dtype=max((len(_type_name(leaf)) for leaf in stored), default=0),
+        shape=min(max((len(str(list(leaf.shape))) for leaf in stored), default=0), _WIDEST_SHAPE),
+        chunks=max((len(counted(len(leaf.rows), "chunk")) for leaf in stored), default=0),
+    )
+
+
+def _type_name(leaf: StoredLeaf) -> str:
+    """The dtype, or the kind of what is only stored as numbers."""
+    return leaf.dtype if leaf.kind in ("tensor", "numpy") else leaf.kind
+
+
+def _line_segments(line: Line, widths: _Widths) -> list[Segment]:
+    leaf = line.leaf
+    padding = " " * (widths.label - cell_len(line.guide) - cell_len(line.label) + 2)
+    start = [Segment(line.guide, _DIM), Segment(line.label, _CONTAINER if leaf is None else None)]
+    if leaf is None and not line.bytes:
+        return start
+    if leaf is None:
+        gap = " " * (widths.dtype + widths.shape + 4)
+        return [*start, Segment(f"{padding}{gap}{shown_bytes(line.bytes):>10}", _DIM)]
+    start.append(Segment(padding))
+    if isinstance(leaf, ValueLeaf):
+        text = shown_value(decode_value(leaf.value, key=leaf.key), most=_LONGEST_VALUE)
+        return [*start, Segment(text, _VALUE)]
+    start.append(Segment(f"{_type_name(leaf):<{widths.dtype}}  ", _DTYPE))
+    start.append(Segment(f"{list(leaf.shape)!s:<{widths.shape}}  "))
+    if leaf.alias_of is not None:
+        return [*start, Segment(f"= {shown_name(leaf.alias_of)}", _TIED)]
+    chunks = counted(len(leaf.rows), "chunk")
+    return [*start, Segment(f"{shown_bytes(leaf.bytes):>10}", _BYTES), Segment(f"  {chunks:>{widths.chunks}}", _DIM)]
+
+
+def _chunk_line(line: Line, chunk: StoredChunk) -> str:
+    box = ", ".join(f"{low}:{low + length}" for low, length in zip(chunk.lo, chunk.length, strict=True))
+    return f"{line.under}  [{box}] {shown_bytes(chunk.bytes)}, {chunk.file} at {chunk.offset}"
+
+
+def _print_totals(console: Console, catalog: Catalog, pattern: str | None, *, shown: int) -> None:
+    totals = totals_of(catalog)
+    if pattern is not None:
+        keys = counted(totals.tensors + totals.values, "key")
+        console.print(Text(f"{shown:,} of {keys} shown: those that match {shown_name(pattern)}"), soft_wrap=True)
+    for text in _totals_lines(totals):
+        console.print(Text(text), soft_wrap=True)
+    user_metadata = decode_value(catalog.manifest.metadata, key="user_metadata")
+    if user_metadata:
+        console.print(Text(f"user metadata {shown_value(user_metadata, most=2 * _LONGEST_VALUE)}"), soft_wrap=True)
+
+
+def _totals_lines(totals: Totals) -> list[str]:
+    tied = f" ({totals.tied:,} tied)" if totals.tied else ""
+    held = f"{counted(totals.tensors, 'tensor')}{tied}, {counted(totals.values, 'value')}"
+    return [
+        f"{held}, {shown_bytes(totals.bytes)} on disk in {counted(totals.files, 'file')}",
+        f"written by holdfast {one_line(totals.holdfast)} / torch {one_line(totals.torch)}",
+        f"world size {totals.world_size}, attempt {totals.attempt}",
+    ]

@@ -1,0 +1,92 @@
+"""``holdfast verify``: every byte of a checkpoint against its digests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+from holdfast._native.verify import VerifyReport, verify_checkpoint
+from holdfast.cli.terminal import counted, error_console, output_console, shown_bytes, shown_name
+
+EXAMPLES = """\b
+Examples:
+  holdfast verify checkpoints/step-100
+  holdfast verify checkpoints/step-100 || echo "use an older one"
+  holdfast verify --json checkpoints/step-100 | jq .damaged_keys"""
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Check every byte of a checkpoint.
+
+    Sizes, coverage, headers and all digests are checked, in parallel. Exits with 0 when it is whole. Exits with 1 when
+    it is damaged or not there; the damaged keys and files are listed, and what is not listed can still be loaded.
+    """
+    with _progress_bar() as on_progress:
+        report = verify_checkpoint(path, on_progress=on_progress)
+    if as_json:
+        typer.echo(json.dumps(_as_json(path, report)))
+    else:
+        _print_report(output_console(), report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """What to tell about progress; None where nobody would see it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True) as progress:
+        task = progress.add_task("verifying", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:
+    return {
+        "path": str(path),
+        "ok": report.ok,
+        "files": report.files,
+        "bytes": report.bytes,
+        "keys": report.keys,
+        "seconds": report.seconds,
+        "damaged_keys": list(report.damaged_keys),
+        "damaged_files": list(report.damaged_files),
+        "damage": [
+            {"file": damage.file, "key": damage.key, "span": list(damage.span), "problem": damage.problem}
+            for damage in report.damage
+        ],
+    }
+
+
+def _print_report(console: Console, report: VerifyReport) -> None:
+    speed = report.bytes / max(report.seconds, 1e-9) / 1e9
+    effort = f"{shown_bytes(report.bytes)} in {report.seconds:.2f} s, {speed:.2f} GB/s"
+    if report.ok:
+        holding = f"{counted(report.keys, 'key')} in {counted(report.files, 'file')}"
+        console.print(Text.assemble(("whole", "bold green"), f": {holding}, {effort}"), soft_wrap=True)
+        return
+    lost = f"{len(report.damaged_keys):,} of {counted(report.keys, 'key')}"
+    places = f"{len(report.damaged_files):,} of {counted(report.files, 'file')}"
+    console.print(Text.assemble(("damaged", "bold red"), f": {lost}, {places}; {effort}"), soft_wrap=True)
+    file = None
+    for damage in report.damage:
+        if damage.file != file:
+            file = damage.file
+            console.print(Text(file), soft_wrap=True)
+        what = ("the header", "italic") if damage.key is None else (shown_name(damage.key), "bold")
+        where = f"  bytes {damage.span[0]} to {damage.span[1]}, {damage.problem}"
+        console.print(Text.assemble("  ", what, (where, "dim")), soft_wrap=True)
