@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from holdfast._native.reader import NativeReader
-from holdfast._values.box import Box
+from holdfast._state.tensors import empty_quantized, empty_tensor
+from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import InvalidStateError
@@ -63,6 +64,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, reader: NativeReader) -> None:
         self._reader = reader
+        self._bytes_read: int | None = None
         self.metadata: Metadata = reader.read_metadata()
 
     @property
@@ -73,7 +75,7 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def bytes_read(self) -> int:
         """Bytes of data that have been read so far."""
-        return self._reader.bytes_read
+        return self._reader.bytes_read if self._bytes_read is None else self._bytes_read
 
     def __getitem__(self, key: str) -> Any:
         stored = self.metadata.state_dict_metadata[key]
@@ -93,9 +95,14 @@ class Checkpoint(Mapping[str, Any]):
         return key in self.metadata.state_dict_metadata
 
     def _read(self, key: str, stored: TensorStorageMetadata, box: Box) -> torch.Tensor:
-        if stored.quantizer is not None:
-            raise InvalidStateError(f"{key!r} is quantised and cannot be read in parts; load it into a state", key=key)
-        tensor = torch.empty(box.lengths, dtype=stored.properties.dtype)
+        if stored.quantizer is None:
+            tensor = empty_tensor(box.lengths, stored.properties.dtype)
+        elif box == whole(stored.size):
+            tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
+        else:
+            raise InvalidStateError(
+                f"{key!r} is quantised and cannot be read in parts; read it whole, by [...]", key=key
+            )
         rows = ReadRows()
         rows.add_tensor(key, stored, box)
         self._fetch({key: tensor}, rows)
@@ -103,13 +110,16 @@ class Checkpoint(Mapping[str, Any]):
 
     def _fetch(self, target: dict[str, Any], rows: ReadRows) -> dict[str, Any]:
         """``target``, filled with what ``rows`` want."""
+        if self._bytes_read is not None:
+            raise ValueError("the checkpoint is closed; open it again to read from it")
         planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=self._reader.allow_pickle)
         planner.set_up_planner(target, self.metadata)
         self._reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
         return target
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what was read stays, and nothing more can be."""
+        self._bytes_read = self.bytes_read
         self._reader.close()
 
     def __enter__(self) -> Checkpoint:
@@ -151,7 +161,7 @@ def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[B
             offsets.append(start)
             lengths.append(max(0, stop - start))
             view.append(slice(None, None, step))
-        elif isinstance(part, (int, np.integer)):
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
             position = int(part) + size if part < 0 else int(part)
             if not 0 <= position < size:
                 raise IndexError(f"{key!r}: index {part} is out of range for a dimension of {size}")

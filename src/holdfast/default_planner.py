@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
 import torch
 
 from holdfast._plan.coverage import check_coverage
-from holdfast._state.paths import Path, flatten, set_element
+from holdfast._state.paths import Path, flatten, set_element, unflatten
 from holdfast._state.subclasses import ComposedTensor
-from holdfast._state.tensors import as_tensor, check_savable, empty_quantized, has_own_elements
+from holdfast._state.tensors import (
+    as_tensor,
+    check_fillable,
+    check_savable,
+    empty_quantized,
+    empty_tensor,
+    quantizer_of,
+)
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
-from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
+from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     BytesStorageMetadata,
@@ -176,6 +184,8 @@ def _properties(tensor: torch.Tensor) -> TensorProperties:
 def metadata_of_plans(plans: list[SavePlan]) -> Metadata:
     """What ``plans`` write together; InvalidStateError unless the boxes of each tensor tile it exactly."""
     tables = [write_columns(plan.items) for plan in plans]
+    for table in tables:
+        _check_values_once(table)
     heads: dict[str, TensorHead | None] = {}
     for table in tables:
         for key, head in zip(table.keys, table.heads, strict=True):
@@ -198,6 +208,15 @@ def metadata_of_plans(plans: list[SavePlan]) -> Metadata:
         chunks = ChunkColumns(lo[rows, :dimensions], length[rows, :dimensions])
         entries[key] = TensorStorageMetadata(head.properties, head.size, LazyList(chunks), head.alias_of, head.kind)
     return Metadata(entries)
+
+
+def _check_values_once(table: WriteColumns) -> None:
+    """InvalidStateError when a plan has a value twice; for tensors, the tiling shows it."""
+    counts = np.bincount(table.key, minlength=len(table.keys))
+    for which in np.flatnonzero(counts > 1).tolist():
+        if table.heads[which] is None:
+            key = table.keys[which]
+            raise InvalidStateError(f"the plan has the value of {key!r} {counts[which]} times; save it once", key=key)
 
 
 def _widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
@@ -252,13 +271,34 @@ class DefaultLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the target, flattened; meta tensors are materialised on the CPU."""
+        """Take the target, flattened; meta tensors are materialised on the CPU, empty containers asked to be filled."""
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
+        self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self.state_dict = {key: self._materialised(key, leaf) for key, leaf in state_dict.items()}
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        if self.flatten_state_dict and metadata is not None and isinstance(metadata.planner_data, dict):
+            self._fill_empty_containers(metadata)
+
+    def _fill_empty_containers(self, metadata: Metadata) -> None:
+        """Ask for all that is stored below an empty container of the target, such as the state of a new optimizer."""
+        empty = {self.mappings[key]: key for key, leaf in self.state_dict.items() if _is_empty_container(leaf)}
+        if not empty:
+            return
+        below: dict[Path, dict[str, Path]] = {}
+        for key, path in metadata.planner_data.items():
+            for length in range(1, len(path)):
+                if path[:length] in empty and key in metadata.state_dict_metadata:
+                    below.setdefault(path[:length], {})[key] = path
+        for prefix, paths in below.items():
+            leaves = empty_state(metadata, paths)
+            tails: dict[str, Path] = {key: ("", *path[len(prefix) :]) for key, path in paths.items()}
+            set_element(self.original_state_dict, prefix, unflatten(leaves, tails)[""])
+            del self.state_dict[empty[prefix]]
+            self.state_dict.update(leaves)
+            self.mappings.update(paths)
 
     def _materialised(self, key: str, leaf: Any) -> Any:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
@@ -268,9 +308,15 @@ class DefaultLoadPlanner(LoadPlanner):
             )
         if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
             return leaf
-        filled = torch.empty_like(leaf, device="cpu", memory_format=torch.contiguous_format)
+        # What shares its imaginary memory shares the real one too.
+        memory = (leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+        if memory not in self._materials:
+            self._materials[memory] = empty_tensor(leaf.shape, leaf.dtype)
+        filled = self._materials[memory].detach()
         if isinstance(leaf, torch.nn.Parameter):
             filled = torch.nn.Parameter(filled, requires_grad=leaf.requires_grad)
+        elif leaf.requires_grad:
+            filled.requires_grad_()
         self._set_in_target(key, filled)
         return filled
 
@@ -290,18 +336,17 @@ class DefaultLoadPlanner(LoadPlanner):
             stored = self.metadata.state_dict_metadata.get(key)
             difference = self._difference(key, leaf, stored)
             if difference is not None:
-                if difference.kind != "missing" or not self.allow_partial_load:
-                    self.differences.append(difference)
+                self.differences.append(difference)
             elif isinstance(stored, BytesStorageMetadata):
                 rows.add_value(key)
             elif isinstance(stored, TensorStorageMetadata):
                 rows.add_tensor(key, stored)
-        if self.strict and self.differences:
+        faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
+        if self.strict and faults:
+            can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
             raise MismatchError.of(
-                self.differences,
-                advice="Fix the target, or pass strict=False to load what fits"
-                + ("" if self.cast or all(d.kind != "dtype" for d in self.differences) else ", or cast=True")
-                + ".",
+                faults,
+                advice=f"Fix the target, or pass strict=False to load what fits{', or cast=True' if can_cast else ''}.",
             )
         return LoadPlan(LazyList(rows.columns()))
 
@@ -310,25 +355,23 @@ class DefaultLoadPlanner(LoadPlanner):
         if type(stored) is TensorStorageMetadata and isinstance(leaf, torch.Tensor):
             return self._tensor_difference(key, leaf, stored)
         if stored is None:
-            if isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf:
+            if _is_empty_container(leaf):
                 return None  # an empty container asks for nothing
             return Difference(key=key, kind="missing", stored="nothing", wanted=_kind_of(leaf))
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
+            check_fillable(key, leaf)
             return self._tensor_difference(key, torch.from_numpy(leaf), stored)
         if isinstance(leaf, (torch.Tensor, np.ndarray)) or isinstance(stored, TensorStorageMetadata):
             return Difference(key=key, kind="kind", stored=_kind_of(stored), wanted=_kind_of(leaf))
         return None
 
     def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
-        if not has_own_elements(leaf):
-            raise InvalidStateError(
-                f"{key!r} in the target has elements that share memory (an expanded tensor?); give it its own", key=key
-            )
+        check_fillable(key, leaf)
         if leaf.shape != stored.size:
             return Difference(key=key, kind="shape", stored=str(list(stored.size)), wanted=str(list(leaf.shape)))
         was, wanted = stored.properties.dtype, leaf.dtype
         if was == wanted:
-            return None
+            return _quantizer_difference(key, leaf, stored)
         difference = Difference(key=key, kind="dtype", stored=_name(was), wanted=_name(wanted))
         if not self.cast or not _can_cast(was, wanted):
             return difference
@@ -401,6 +444,18 @@ class WholeLoadPlanner(DefaultLoadPlanner):
         """Nothing: the tensor is the target's own."""
 
 
+def _is_empty_container(leaf: object) -> bool:
+    return isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf
+
+
+def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
+    """A target takes over the stored scales and zero points, but its scheme cannot be changed."""
+    if stored.quantizer is None:
+        return None
+    was, wanted = stored.quantizer["scheme"], (quantizer_of(leaf) or {}).get("scheme")
+    return None if was == wanted else Difference(key=key, kind="context", stored=was, wanted=str(wanted))
+
+
 def _kind_of(leaf: object) -> str:
     if isinstance(leaf, (torch.Tensor, np.ndarray, TensorStorageMetadata)):
         return "a tensor"
@@ -415,23 +470,30 @@ def _can_cast(was: torch.dtype, wanted: torch.dtype) -> bool:
     return all(_name(dtype) in DTYPES and DTYPES[_name(dtype)].is_floating for dtype in (was, wanted))
 
 
-def empty_state(metadata: Metadata) -> STATE_DICT_TYPE:
-    """A flat target on the CPU for everything in the checkpoint; tied keys share a tensor, values are None."""
+def empty_state(metadata: Metadata, keys: Iterable[str] | None = None) -> STATE_DICT_TYPE:
+    """A flat target on the CPU for ``keys`` of the checkpoint, or all; tied keys share a tensor, values are None."""
     leaves: STATE_DICT_TYPE = {}
+    chosen = list(metadata.state_dict_metadata if keys is None else keys)
+    stored_here = set(chosen)
     tied: list[tuple[str, str]] = []
-    for key, stored in metadata.state_dict_metadata.items():
+    for key in chosen:
+        stored = metadata.state_dict_metadata[key]
         if isinstance(stored, BytesStorageMetadata):
             leaves[key] = None
-        elif stored.alias_of is not None:
+        elif stored.alias_of in stored_here:
             leaves[key] = None
             tied.append((key, stored.alias_of))
         elif stored.quantizer is not None:
             leaves[key] = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
         else:
-            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+            tensor = empty_tensor(stored.size, stored.properties.dtype)
             leaves[key] = tensor.numpy() if stored.kind == "numpy" else tensor
     for key, first in tied:
-        if not isinstance(leaves.get(first), (torch.Tensor, np.ndarray)):
-            raise CorruptError(f"{key!r} is tied to {first!r}, which is not a tensor of the checkpoint", key=key)
-        leaves[key] = leaves[first]
+        alike = _requires_grad(metadata, key) == _requires_grad(metadata, first)
+        leaves[key] = leaves[first] if alike else leaves[first].detach()
     return leaves
+
+
+def _requires_grad(metadata: Metadata, key: str) -> bool:
+    stored = metadata.state_dict_metadata[key]
+    return isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad

@@ -159,11 +159,14 @@ def _load_once(
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
+    plan = ranks.scatter("planning the load", plan_locally, plan_globally)
+
     def read() -> None:
+        nonlocal plan
+        plan = planner.finish_plan(plan)
         with torch.no_grad():
             reader.read_data(plan, planner).wait()
 
-    plan = planner.finish_plan(ranks.scatter("planning the load", plan_locally, plan_globally))
     ranks.share("reading the checkpoint", read, lambda done: None)
     columns = read_columns(plan.items)
     loaded = set(columns.storage_keys)

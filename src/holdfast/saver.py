@@ -46,7 +46,8 @@ def save(
     Raises:
         InvalidStateError: the state has something that cannot be stored; it names the key, and nothing was written.
         AlreadyPublishedError: see ``overwrite``.
-        StorageError: the file system refused; nothing of this save is visible, what was there before still is.
+        StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
+            where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
     """
     if storage_writer is None:
         if checkpoint_id is None:

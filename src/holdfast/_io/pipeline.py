@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 
 def default_workers() -> int:
     """How many threads keep a disk busy on this machine."""
-    return max(4, min(8, os.cpu_count() or 4))
+    return max(4, min(12, os.cpu_count() or 4))
 
 
 def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int = 2) -> None:

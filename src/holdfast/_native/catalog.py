@@ -155,18 +155,18 @@ def _read_manifest(directory: str) -> Manifest:
     try:
         return read_manifest(directory)
     except StorageError as error:
-        if error.errno == errno.ENOTDIR:
+        if error.errno == errno.ENOTDIR and posix.exists(directory):
             raise NotACheckpointError(f"{directory!r} is a file; a checkpoint is a directory") from error
-        if error.errno != errno.ENOENT:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise _nothing_there(directory) from error
 
 
 def _nothing_there(directory: str) -> NotFoundError:
-    status = posix.file_status(directory)
-    if status is None:
+    try:
+        names = posix.list_names(directory)
+    except StorageError:
         return NotFoundError(f"there is no checkpoint at {directory!r}: no such directory")
-    names = posix.list_names(directory)
     unfinished = all(name.startswith(("data-", "index-", "manifest-")) for name in names)
     if unfinished:
         return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,12 +80,14 @@ class Fetch:
         self._targets: dict[int, Target] = {}
         self._pending = np.bincount(self._segments.box, minlength=len(wanted.row)).tolist()
         self._lock = threading.Lock()
+        self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+        self._devices: set[torch.device] = set()
 
     def run(self) -> None:
         """Read, verify and deliver everything; CorruptError at the first block that is not what was written."""
         for number, count in enumerate(self._pending):
             if count == 0:
-                self._close_target(number, self._open_target(number))
+                self._close_target(number, self._opened(number))
         segments, workers = self._segments, default_workers()
         groups = coalesce(segments.file, segments.offset, segments.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT)
         pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -102,7 +104,7 @@ class Fetch:
             boxes = segments.box[rows].tolist()
             for number in boxes:
                 if number not in targets:
-                    targets[number] = self._open_target(number)
+                    targets[number] = self._opened(number)
             parts = zip(
                 [targets[number] for number in boxes],
                 segments.start[rows].tolist(),
@@ -112,6 +114,17 @@ class Fetch:
                 strict=True,
             )
             yield _Job(self, int(segments.file[first]), boxes, list(parts), ring)
+
+    def _opened(self, number: int) -> Target:
+        # Planners expect one call at a time, and finished targets are handed to them by other threads.
+        with self._lock:
+            target = self._open_target(number)
+        device = target.tensor.device
+        if device.type == "cuda" and device not in self._devices:
+            # What the caller's stream still does to its tensors comes before what other streams copy into them.
+            torch.cuda.current_stream(device).synchronize()
+            self._devices.add(device)
+        return target
 
     def _expected(self, digests: np.ndarray) -> list[int]:
         """The digests themselves, or -1 where nothing is verified."""
@@ -132,6 +145,15 @@ class Fetch:
             key=key,
             span=(offset, offset + nbytes),
         )
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """This thread's stream for copies to ``device``, so that those of several jobs overlap; None for no GPU."""
+        if device.type != "cuda":
+            return None
+        key = threading.get_ident(), device
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        return self._streams[key]
 
     def file(self, number: int) -> tuple[InputFile, bool]:
         """Data file ``number``, and whether it is in the page cache."""
@@ -189,38 +211,31 @@ class _Job:
         else:
             base -= base % ALIGNMENT
             file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
-        with _copying({target.tensor.device for target, _, _, _, _ in self.parts if target.tensor.is_cuda}):
+        streams = [self.fetch.stream(device) for device in {part[0].tensor.device for part in self.parts}]
+        with ExitStack() as stack:
+            for stream in filter(None, streams):
+                stack.callback(stream.synchronize)
+                stack.enter_context(torch.cuda.stream(stream))
             self._deliver(slab, base)
 
     def _deliver(self, slab: Slab, base: int) -> None:
-        """Verify each segment and copy it to its target while it is hot."""
+        """Verify each segment and copy it to its target while it is hot; to a device, neighbours go in one copy."""
         view = slab.view
+        waiting: tuple[Target, int, int, int] | None = None
         for place, (target, start, nbytes, offset, expected) in enumerate(self.parts):
             at = offset - base
             if expected >= 0 and digest(view[at : at + nbytes]) != expected:
                 raise self.fetch.damaged(self.file_number, self.boxes[place], offset, nbytes)
-            target.copy_in(start, start + nbytes, slab, at)
-
-
-@contextmanager
-def _copying(devices: set[torch.device]) -> Iterator[None]:
-    """Copies to ``devices`` within the block run on streams of their own, and are done when it ends.
-
-    So copies of several jobs overlap, and a slab is free as soon as its job is.
-    """
-    if not devices:
-        yield
-        return
-    with ExitStack() as stack:
-        streams = [torch.cuda.Stream(device) for device in devices]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.default_stream(stream.device))
-            stack.enter_context(torch.cuda.stream(stream))
-        try:
-            yield
-        finally:
-            for stream in streams:
-                stream.synchronize()
+            if target.on_cpu:
+                target.copy_in(start, start + nbytes, slab, at)
+            elif waiting is not None and waiting[0] is target and waiting[2] == start:
+                waiting = target, waiting[1], start + nbytes, waiting[3]
+            else:
+                if waiting is not None:
+                    waiting[0].copy_in(*waiting[1:3], slab, waiting[3])
+                waiting = target, start, start + nbytes, at
+        if waiting is not None:
+            waiting[0].copy_in(*waiting[1:3], slab, waiting[3])
 
 
 def _segments(catalog: Catalog, wanted: Wanted, *, verify: bool) -> _Segments:

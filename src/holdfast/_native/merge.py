@@ -127,7 +127,7 @@ def _index(reports: Sequence[WriteReport], ids: Mapping[str, int]) -> ChunkIndex
     )
     if (tensor < 0).any():
         raise InternalError("a rank wrote a key that the metadata does not have")
-    lo = joined([widened(report.lo, 0) for report in reports]).reshape(-1, width)
+    lo = joined([widened(report.lo, 0) for report in reports]).reshape(len(tensor), width)
     order = np.lexsort((*lo.T[::-1], tensor))
     starts = joined([report.first_block()[:-1] + first_digest[rank] for rank, report in enumerate(reports)])[order]
     nbytes = joined([report.nbytes for report in reports])[order]
@@ -140,6 +140,6 @@ def _index(reports: Sequence[WriteReport], ids: Mapping[str, int]) -> ChunkIndex
         offset=joined([report.offset for report in reports])[order],
         bytes=nbytes,
         lo=lo[order],
-        length=joined([widened(report.length, 1) for report in reports]).reshape(-1, width)[order],
+        length=joined([widened(report.length, 1) for report in reports]).reshape(len(tensor), width)[order],
         digests=joined([report.digests for report in reports])[gather].astype(np.uint64),
     )

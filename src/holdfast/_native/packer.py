@@ -2,12 +2,14 @@
 
 A job owns whole blocks and nothing is shared between jobs: it copies its blocks into a slab, hashes them there (so the
 digest is of the very bytes that are written, whatever happens to the tensor meanwhile), and writes whole pages. Where
-the first block starts inside a page, the job copies that page's earlier bytes once more; where the last one ends
-inside a page, the next job writes that page. The header goes last, into the room that was reserved for it.
+the last block ends inside a page, the next job writes that page, with the bytes that this one has hashed. The header
+goes last, into the room that was reserved for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from holdfast._native.header import HeaderEntry, encode_header
 from holdfast._native.report import WrittenFile
 from holdfast._state.raw import Source
 from holdfast._values.digest import BLOCK_BYTES, digest
+from holdfast.errors import InternalError, StorageError
 
 HEADER_FRAME_BYTES = 16  # the length in front, the braces
 
@@ -40,14 +43,17 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """Blocks [first byte, end) of one file; ``pieces`` also has the bytes before the first on its page."""
+    """Blocks of one file up to ``end``; ``before`` has the bytes ahead of the first, from the start of its page on."""
 
     file: OutputFile
     base: int
     end: int
-    pieces: list[tuple[Source, int, int, int]]
+    before: _Job | None = None
+    pieces: list[tuple[Source, int, int, int]] = field(default_factory=list)
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
     is_last: bool = False
+    tail: bytes = b""
+    is_filled: threading.Event = field(default_factory=threading.Event)
 
 
 class DataFile:
@@ -66,6 +72,11 @@ class DataFile:
         """Whether the header has room for ``chunk``; an empty file takes any."""
         return not self.entries or self._header_used + chunk.header_bytes <= self.header_bytes
 
+    def make_room(self, chunk: Chunk) -> None:
+        """Guarantee that the header of a file that has nothing yet has room for ``chunk``, planned like that or not."""
+        needed = HEADER_FRAME_BYTES + chunk.header_bytes
+        self.header_bytes = self.end = max(self.header_bytes, -(-needed // ALIGNMENT) * ALIGNMENT)
+
     def enter(self, chunk: Chunk) -> None:
         """Give ``chunk`` the bytes from ``end`` on."""
         begin = self.end - self.header_bytes
@@ -77,6 +88,8 @@ class DataFile:
     def complete(self, digests: list[int]) -> WrittenFile:
         """Write the header, make everything durable; ``digests`` are those of this file's blocks, in order."""
         header = encode_header(self.entries, reserve=self.header_bytes)
+        if len(header) != self.header_bytes:
+            raise InternalError(f"the header of {self.name} outgrew the room reserved for it; please report it")
         ring = SlabRing(1)
         with ring.lend() as slab:
             for start in range(0, len(header), SLAB_BYTES):
@@ -126,12 +139,16 @@ class Packer:
     def close(self) -> None:
         """Close the files, which ends the sign that their writer lives."""
         for file in self.files:
-            file.output.close()
+            # They are synced: whatever closing them tells, nothing is lost any more.
+            with contextlib.suppress(StorageError):
+                file.output.close()
 
     def abandon(self) -> None:
         """Close and remove the files."""
         for file in self.files:
-            file.output.abandon()
+            # What cannot be removed is invisible; the error that led here is the one to tell.
+            with contextlib.suppress(StorageError):
+                file.output.abandon()
 
     def _jobs(self, chunks: Iterable[Chunk]) -> Iterator[_Job]:
         job: _Job | None = None
@@ -140,7 +157,7 @@ class Packer:
                 if job is not None:
                     job.is_last = True
                     yield job
-                job = self._next_file()
+                job = self._next_file(chunk)
             assert job is not None
             for start, stop in self._blocks(chunk):
                 if job.end + stop - start - job.base > SLAB_BYTES:
@@ -155,11 +172,12 @@ class Packer:
             job.is_last = True
             yield job
 
-    def _next_file(self) -> _Job:
+    def _next_file(self, chunk: Chunk) -> _Job:
         file = self._open_file(len(self.files))
         file.first_digest = len(self.digests)
         self.files.append(file)
-        return _Job(file.output, file.header_bytes, file.header_bytes, [])
+        file.make_room(chunk)
+        return _Job(file.output, file.header_bytes, file.header_bytes)
 
     def _blocks(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Enter ``chunk`` in the current file and return the byte ranges of its blocks."""
@@ -170,14 +188,21 @@ class Packer:
 
     def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
         def run() -> None:
-            with ring.lend() as slab:
-                _fill(job, slab, self.digests)
-                filled = job.end - job.base
-                if job.is_last:
-                    padding = -filled % ALIGNMENT
-                    slab.view[filled : filled + padding] = bytes(padding)
-                    filled += padding
-                job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
+            try:
+                with ring.lend() as slab:
+                    _fill(job, slab, self.digests)
+                    filled = job.end - job.base
+                    job.tail = bytes(slab.view[filled - filled % ALIGNMENT : filled])
+                    job.is_filled.set()
+                    _take_over(job, slab)
+                    if job.is_last:
+                        padding = -filled % ALIGNMENT
+                        slab.view[filled : filled + padding] = bytes(padding)
+                        filled += padding
+                    job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
+            finally:
+                # Also after an error: the next job must not wait for ever.
+                job.is_filled.set()
 
         return run
 
@@ -190,15 +215,15 @@ def _fill(job: _Job, slab: Slab, digests: list[int]) -> None:
         digests[slot] = digest(view[low:high])
 
 
+def _take_over(job: _Job, slab: Slab) -> None:
+    """Copy what the job before left on the page where this one begins: the very bytes that it has hashed."""
+    if job.before is not None:
+        # Jobs start in order and fill their slab before they wait, so this ends.
+        job.before.is_filled.wait()
+        slab.view[: len(job.before.tail)] = job.before.tail
+        job.before = None
+
+
 def _following(job: _Job) -> _Job:
     """The job after ``job`` in its file: from the page that ``job`` leaves unfinished."""
-    base = job.end - job.end % ALIGNMENT
-    carried: list[tuple[Source, int, int, int]] = []
-    for source, start, stop, at in reversed(job.pieces):
-        begin, end = job.base + at, job.base + at + stop - start
-        if end <= base:
-            break
-        skipped = max(0, base - begin)
-        carried.append((source, start + skipped, stop, begin + skipped - base))
-    carried.reverse()
-    return _Job(job.file, base, job.end, carried)
+    return _Job(job.file, job.end - job.end % ALIGNMENT, job.end, job)

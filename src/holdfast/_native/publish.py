@@ -8,6 +8,7 @@ anyone be told. Files of the replaced checkpoint go last, so that at no instant 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
 from holdfast._io import posix
@@ -19,32 +20,48 @@ MANIFEST_NAME = "manifest.json"
 
 
 def publish(directory: str, manifest: bytes, *, attempt: str, index_name: str, index: bytes, overwrite: bool) -> None:
-    """Make the checkpoint visible and durable; on an error nothing of it is visible.
+    """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
-    AlreadyPublishedError when there is one and ``overwrite`` is not set: of several savers exactly one succeeds.
+    Where only its durability could not be confirmed, it stays, and so do the files of the one that it replaced: the
+    disk may come back with either. AlreadyPublishedError when there is one and ``overwrite`` is not set: of several
+    savers exactly one succeeds.
     """
     target = os.path.join(directory, MANIFEST_NAME)
     index_path = os.path.join(directory, index_name)
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
     replaced = _published_files(directory) if overwrite else []
+    written: list[str] = []
     try:
         posix.sync_directory(directory)
-        posix.write_new(index_path, index)
-        posix.write_new(staged, manifest)
+        for path, data in ((index_path, index), (staged, manifest)):
+            posix.write_new(path, data)
+            written.append(path)
         if overwrite:
             posix.replace(staged, target)
         else:
             posix.link_new(staged, target)
     except BaseException:
-        for path in (staged, index_path):
-            with contextlib.suppress(StorageError):
-                posix.remove(path)
+        # An interrupt may come right after the fact, and a network may lose the answer.
+        if not may_be_published(directory, attempt):
+            for path in written:
+                with contextlib.suppress(StorageError):
+                    posix.remove(path)
         raise
     posix.sync_directory(directory)
     for name in replaced:
         # What cannot be removed is invisible, and a later sweep's business.
         with contextlib.suppress(StorageError):
             posix.remove(os.path.join(directory, name))
+
+
+def may_be_published(directory: str, attempt: str) -> bool:
+    """Whether the checkpoint of ``attempt`` is visible, or one cannot tell: then nothing of it may be removed."""
+    try:
+        return read_manifest(directory).attempt == attempt
+    except StorageError as error:
+        return error.errno != errno.ENOENT
+    except CheckpointError:
+        return False
 
 
 def check_unpublished(directory: str) -> None:

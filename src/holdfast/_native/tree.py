@@ -12,6 +12,20 @@ from typing import cast
 from holdfast._native.paths import PathElement as StoredElement
 from holdfast._native.values import decode_value, encode_value
 from holdfast._state.paths import Path, PathElement, TupleIndex, TypedKey
+from holdfast._values.limits import MAX_KEY_BYTES
+from holdfast.errors import InvalidStateError
+
+
+def check_key(key: str) -> None:
+    """InvalidStateError when no manifest can hold ``key``."""
+    if key.isascii() and len(key) <= MAX_KEY_BYTES:
+        return
+    try:
+        is_short = len(key.encode()) <= MAX_KEY_BYTES
+    except UnicodeEncodeError:
+        raise InvalidStateError(f"the key {key[:200]!r} has lone surrogates; rename it", key=key) from None
+    if not is_short:
+        raise InvalidStateError(f"the key {key[:200]!r}... has more than {MAX_KEY_BYTES} bytes; shorten it", key=key)
 
 
 def encode_path(key: str, path: Path | None) -> tuple[StoredElement, ...] | None:

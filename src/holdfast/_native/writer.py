@@ -21,10 +21,12 @@ from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
-from holdfast._native.publish import check_unpublished, publish
+from holdfast._native.publish import check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, report_of
+from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import Json, encode_value
 from holdfast._plan.packing import pack_order
+from holdfast._state.paths import TypedKey
 from holdfast._state.raw import MemorySource, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values import dtypes
@@ -93,7 +95,14 @@ class NativeWriter(StorageWriter):
         posix.make_directories(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """``plan``, unchanged."""
+        """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
+        paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        for key in write_columns(plan.items).keys:
+            check_key(key)
+            path = paths.get(key, ())
+            for element in path:
+                if type(element) is TypedKey:
+                    encode_path(key, path)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -134,9 +143,13 @@ class NativeWriter(StorageWriter):
         self._close()
 
     def abandon(self) -> None:
-        """Remove the files of a save that failed."""
+        """Remove the files of a save that failed, unless it failed after it was published."""
         packer, self._packer = self._packer, None
-        if packer is not None:
+        if packer is None:
+            return
+        if may_be_published(self.path, self._attempt):
+            packer.close()
+        else:
             packer.abandon()
 
     def _close(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from holdfast._state.tensors import word_dtype, words_of_quantized
 from holdfast._values.box import Box, flat_range_boxes, whole
+from holdfast.errors import InvalidStateError
 
 _MOVE_SIGNATURE = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 _move_large = ctypes.CFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
@@ -66,15 +67,19 @@ class MemorySource:
 class ScatteredSource:
     """A tensor that is strided, has a lazy conjugation, or lives on a device."""
 
-    __slots__ = ("_dtype", "_tensor", "nbytes")
+    __slots__ = ("_dtype", "_ready", "_tensor", "nbytes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # Threads have streams of their own: what the caller's has queued for the tensor is to be done first.
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
         self._tensor = tensor if _is_lazy(tensor) else _as_words(tensor)
         self._dtype = self._tensor.dtype
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
+        if self._ready is not None:
+            torch.cuda.current_stream(self._tensor.device).wait_event(self._ready)
         for box, begin, end in _boxes(self._tensor.shape, start, stop, self._dtype.itemsize):
             piece = self._tensor[box.slices()]
             place = at + begin - start
@@ -101,14 +106,14 @@ class Target:
     ``run`` is the byte range of the chunk that is wanted, when it is one range and the tensor takes it as one range.
     """
 
-    __slots__ = ("_address", "_flat", "_on_cpu", "_shape", "_takes_words", "_wanted", "dtype", "run", "tensor")
+    __slots__ = ("_address", "_flat", "_shape", "_takes_words", "_wanted", "dtype", "on_cpu", "run", "tensor")
 
     def __init__(self, tensor: torch.Tensor, *, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box | None) -> None:
         self.tensor = tensor
         self.dtype = dtype
         self._shape = shape
         self._wanted = wanted
-        self._on_cpu = tensor.is_cpu
+        self.on_cpu = tensor.is_cpu
         self.run: tuple[int, int] | None = None
         self._flat: memoryview | None = None
         self._address = 0
@@ -118,6 +123,8 @@ class Target:
             whole_bytes = tensor.numel() * dtype.itemsize
             self.run = (0, whole_bytes) if wanted is None else _one_run(shape, wanted, dtype.itemsize)
             self._address = tensor.data_ptr()
+            if self._address == 0 and whole_bytes:
+                raise InvalidStateError(f"a {type(tensor).__name__} without memory of its own cannot be loaded into")
 
     def _words(self) -> torch.Tensor:
         """The tensor as words where bits are to be kept, as it is where they are to be converted."""
@@ -126,10 +133,10 @@ class Target:
 
     def memory(self, start: int, stop: int) -> memoryview | None:
         """The target's own memory for bytes [start, stop) of the chunk, where they all go there as they are."""
-        if self.run is None or not self._on_cpu or start < self.run[0] or stop > self.run[1]:
+        if self.run is None or not self.on_cpu or start < self.run[0] or stop > self.run[1]:
             return None
         if self._flat is None:
-            self._flat = self._words().reshape(-1).view(torch.uint8).numpy().data
+            self._flat = _flat_bytes(self._words()).numpy().data
         return self._flat[start - self.run[0] : stop - self.run[0]]
 
     def copy_in(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
@@ -142,10 +149,10 @@ class Target:
         if low >= high:
             return
         place = at + low - start
-        if self._on_cpu:
+        if self.on_cpu:
             _move(self._address + low - first, buffer.address + place, high - low)
         else:
-            flat = self._words().reshape(-1).view(torch.uint8)
+            flat = _flat_bytes(self._words())
             source = buffer.tensor[place : place + high - low]
             flat[low - first : high - first].copy_(source, non_blocking=self.tensor.is_cuda)
 
@@ -160,7 +167,7 @@ class Target:
                 continue
             place = at + begin - start
             span = buffer.tensor[place : place + end - begin]
-            if not self._on_cpu:
+            if not self.on_cpu:
                 span = span.to(self.tensor.device, non_blocking=on_cuda)
             elif place % itemsize:
                 span = span.clone()
@@ -184,6 +191,11 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(word_dtype(tensor.dtype.itemsize))
+
+
+def _flat_bytes(words: torch.Tensor) -> torch.Tensor:
+    """The bytes of contiguous words; a plain reshape would keep the odd stride of a tensor of one element."""
+    return words.as_strided((words.numel(),), (1,)).view(torch.uint8)
 
 
 def _typed(buffer: Buffer, start: int, stop: int, dtype: torch.dtype, box: Box) -> torch.Tensor:

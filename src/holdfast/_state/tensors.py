@@ -60,7 +60,7 @@ def check_savable(key: str, tensor: torch.Tensor) -> None:
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor has memory that can be read: wrappers around other tensors have an address of 0, or none."""
     try:
-        return tensor.numel() == 0 or tensor.data_ptr() != 0
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:
         return False
 

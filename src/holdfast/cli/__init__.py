@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -18,10 +17,10 @@ from rich.text import Text
 
 from holdfast._version import __version__
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
-from holdfast.cli.show import show
+from holdfast.cli.show import show_command
 from holdfast.cli.terminal import error_console, one_line
 from holdfast.cli.verify import EXAMPLES as VERIFY_EXAMPLES
-from holdfast.cli.verify import verify
+from holdfast.cli.verify import verify_command
 from holdfast.errors import CheckpointError
 
 __all__ = ["app", "main"]
@@ -80,12 +79,8 @@ def _escape_what_cannot_be_printed() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _add(command: Callable[..., None], examples: str) -> None:
-    app.command(epilog=examples)(command)
-
-
-_add(show, SHOW_EXAMPLES)
-_add(verify, VERIFY_EXAMPLES)
+app.command("show", epilog=SHOW_EXAMPLES)(show_command)
+app.command("verify", epilog=VERIFY_EXAMPLES)(verify_command)
 
 
 def main() -> None:

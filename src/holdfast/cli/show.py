@@ -39,7 +39,7 @@ _BYTES = Style(color="green")
 _TIED = Style(color="yellow")
 
 
-def show(
+def show_command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
     pattern: Annotated[
         str | None,

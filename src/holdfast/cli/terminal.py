@@ -38,7 +38,7 @@ def shown_value(value: object, *, most: int) -> str:
     try:
         text = one_line(repr(value))
     except ValueError:  # an integer of more digits than Python agrees to print
-        text = f"<a {type(value).__name__} too long to print>"
+        text = f"<{type(value).__name__} too long to print>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

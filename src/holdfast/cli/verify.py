@@ -24,7 +24,7 @@ Examples:
   holdfast verify --json checkpoints/step-100 | jq .damaged_keys"""
 
 
-def verify(
+def verify_command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:

@@ -348,7 +348,7 @@ def test_fewer_threads_than_wanted_do_the_work(monkeypatch: pytest.MonkeyPatch) 
     assert refused
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 4), (4, 4), (6, 6), (64, 8), (None, 4)])
+@pytest.mark.parametrize(("cores", "workers"), [(1, 4), (4, 4), (6, 6), (64, 12), (None, 4)])
 def test_default_workers_follow_the_machine(monkeypatch: pytest.MonkeyPatch, cores: int | None, workers: int) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert default_workers() == workers

@@ -1,4 +1,4 @@
-"""Paths that hold no checkpoint, or something else: each has its error class and one clear line, and nothing changes."""
+"""Paths that hold no checkpoint, or something else: each has its class of error and one line, and nothing changes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def test_paths_that_no_file_can_have(path: str, tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["ünïcödé 漢字", "with space", "quote's \"", "new\nline", "a.b@[0:1]", "-rf", "x" * 200])
+@pytest.mark.parametrize(
+    "name", ["ünïcödé 漢字", "with space", "quote's \"", "new\nline", "a.b@[0:1]", "-rf", "x" * 200]
+)
 def test_paths_of_any_sort_work(tmp_path: Path, name: str) -> None:
     holdfast.save(state(), tmp_path / "a" / "b" / name)
     assert holdfast.load(tmp_path / "a" / "b" / name)["step"] == 4

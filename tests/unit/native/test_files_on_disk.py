@@ -27,7 +27,7 @@ STRANGE_KEYS = [
     "with@[",
     "@[0:1]@[0:1]",
     "__metadata__",
-    'quotes " and \\ and \'',
+    "quotes \" and \\ and '",
     "ünïcödé 漢字 🙂",
     "line\nbreak\ttab\x00nul\x7f",
     "",
@@ -127,7 +127,7 @@ def test_strange_keys_together_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_the_index_opens_with_safetensors_and_says_where_everything_is(tmp_path: Path) -> None:
-    state = {"a": torch.rand(700, 1000), "b": torch.arange(9), "n": 4}
+    state: dict[str, Any] = {"a": torch.rand(700, 1000), "b": torch.arange(9), "n": 4}
     path = save(state, tmp_path / "checkpoint")
     (file,) = path.glob("index-*.safetensors")
     with safe_open(file, framework="np") as opened:

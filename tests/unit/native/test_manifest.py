@@ -64,11 +64,14 @@ def example(**changes: Any) -> Manifest:
             ),
         ),
         "values": (
-            ValueEntry(key="step", value=encode_value(3, key="step")),
+            ValueEntry(key="step", value=encode_value(3, key="step"), position=0),
             ValueEntry(
-                key="list.1.1", value=encode_value((1.5, math.nan), key=""), path=("list", {"list": 1}, {"tuple": 1})
+                key="list.1.1",
+                value=encode_value((1.5, math.nan), key=""),
+                position=4,
+                path=("list", {"list": 1}, {"tuple": 1}),
             ),
-            ValueEntry(key="empty", value=encode_value({}, key="")),
+            ValueEntry(key="empty", value=encode_value({}, key=""), position=6),
         ),
         "metadata": encode_value({"note": "ü", 1: b"x"}, key="metadata"),
     }
@@ -142,7 +145,10 @@ def test_the_written_form_is_compact_json_in_order_without_defaults() -> None:
         )
     ]
     assert data.startswith(b'{"format":"holdfast","version":1,"requires":[],"attempt":"a-1_Z","writer":{"holdfast":')
-    assert b'"tensors":[{"key":"w","dtype":"int8","shape":[3]}],"values":[{"key":"v","value":{"tuple":[1]}}]' in data
+    assert (
+        b'"tensors":[{"key":"w","dtype":"int8","shape":[3]}],"values":[{"key":"v","value":{"tuple":[1]},"position":0}]'
+        in data
+    )
     assert ("holdfast", 1, frozenset({"pickle"})) == (FORMAT, VERSION, FEATURES)
 
 
@@ -464,6 +470,10 @@ def test_a_manifest_beyond_the_limit_is_refused_before_it_is_looked_at(monkeypat
         {"tensors": (TensorEntry(key="k", dtype="int8", shape=(), path=({"key": ["\ud800"]},)),)},
         {"values": (ValueEntry(key="v", value={"bad": 1}, position=0),)},
         {"values": (ValueEntry(key="v", value="\ud800", position=0),)},
+        {"values": (ValueEntry(key="v", value=1, position=-1),)},
+        {"values": (ValueEntry(key="v", value=1, position=99),)},
+        {"values": (ValueEntry(key="v", value=1, position=1), ValueEntry(key="u", value=1, position=1))},
+        {"values": (ValueEntry(key="v", value=1, position=1), ValueEntry(key="u", value=1, position=0))},
         {"metadata": {"plain": "dict"}},
         {"metadata": math.nan},
         {"attempt": "../x"},
@@ -479,7 +489,7 @@ def test_a_manifest_beyond_the_limit_is_refused_before_it_is_looked_at(monkeypat
             )
         },
     ],
-    ids=range(13),
+    ids=range(17),
 )
 def test_nothing_is_written_that_could_not_be_read(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidStateError) as caught:

@@ -1,0 +1,70 @@
+"""What the project promises of its speed and memory, held against what was measured. Pure: numbers in, verdicts out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contestants import HOLDFAST, RAW, SAFETENSORS, TORCH_DCP
+from peak_memory import Peak
+from race import COLD, SAVE, WARM, Race
+
+LARGE, SMALL = "large", "small"
+PEAK_LIMIT = 256 * 2**20
+
+# state -> phase -> (holdfast's speed must be at least this many times that of ...)
+REQUIRED: dict[str, dict[str, dict[str, float]]] = {
+    LARGE: {
+        SAVE: {RAW: 0.85, TORCH_DCP: 3.0},
+        COLD: {RAW: 0.85, TORCH_DCP: 3.0},
+        WARM: {TORCH_DCP: 4.0, SAFETENSORS: 0.8},
+    },
+    SMALL: {
+        SAVE: {TORCH_DCP: 10.0, SAFETENSORS: 1.0},
+        COLD: {TORCH_DCP: 10.0, SAFETENSORS: 1.0},
+        WARM: {TORCH_DCP: 10.0, SAFETENSORS: 1.0},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One promise: what was measured, what is required, and whether that holds."""
+
+    what: str
+    measured: str
+    required: str
+    passed: bool
+
+
+def ratio(race: Race, phase: str, other: str) -> float | None:
+    """Holdfast's speed over that of ``other``; nothing when either did not take part."""
+    ours, theirs = race.speed(phase, HOLDFAST), race.speed(phase, other)
+    return ours / theirs if ours and theirs else None
+
+
+def race_verdicts(race: Race) -> list[Verdict]:
+    """A verdict for every promise about the race's state whose both sides took part."""
+    return [
+        Verdict(
+            what=f"{race.state}: {phase} against {other}",
+            measured=f"{measured:.2f}x",
+            required=f">= {least:g}x",
+            passed=measured >= least,
+        )
+        for phase, promises in REQUIRED.get(race.state, {}).items()
+        for other, least in promises.items()
+        if (measured := ratio(race, phase, other)) is not None
+    ]
+
+
+def peak_verdicts(peaks: list[Peak]) -> list[Verdict]:
+    """A verdict for every measured peak."""
+    return [
+        Verdict(
+            what=f"memory beyond the {'state' if peak.operation == SAVE else 'target'}: {peak.operation}, {peak.state}",
+            measured=f"{peak.beyond / 2**20:.0f} MiB",
+            required=f"<= {PEAK_LIMIT // 2**20} MiB",
+            passed=peak.beyond <= PEAK_LIMIT,
+        )
+        for peak in peaks
+    ]

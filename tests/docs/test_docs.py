@@ -1,0 +1,168 @@
+"""Every Python block of the documents runs, every link leads somewhere, and what they quote is what is written."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast._values.digest import digest, to_hex
+from holdfast._values.dtypes import DTYPES
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SKIP_MARK = re.compile(r"<!-- not run: .{10,} -->")
+"""A block is skipped only when the line before it says so, with a reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block: ``line`` is that of its first line in the document."""
+
+    language: str
+    text: str
+    line: int
+    is_skipped: bool
+
+
+def blocks_of(document: Path) -> list[Block]:
+    lines = document.read_text().splitlines()
+    blocks: list[Block] = []
+    opened: int | None = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if opened is None:
+            opened = number
+            continue
+        before = next((text for text in reversed(lines[:opened]) if text.strip()), "")
+        blocks.append(
+            Block(
+                language=lines[opened].removeprefix("```").strip(),
+                text="\n".join(lines[opened + 1 : number]) + "\n",
+                line=opened + 2,
+                is_skipped=SKIP_MARK.fullmatch(before.strip()) is not None,
+            )
+        )
+        opened = None
+    assert opened is None, f"{document} has a block that does not end"
+    return blocks
+
+
+def run_blocks(document: Path) -> int:
+    """How many Python blocks of ``document`` ran, in order, in one namespace."""
+    namespace: dict[str, Any] = {"__name__": "document"}
+    count = 0
+    for block in blocks_of(document):
+        if block.language == "python" and not block.is_skipped:
+            # Blank lines in front, so that a traceback has the line numbers of the document.
+            exec(compile("\n" * (block.line - 1) + block.text, str(document), "exec"), namespace)
+            count += 1
+    return count
+
+
+WITH_PYTHON = [document for document in DOCUMENTS if any(block.language == "python" for block in blocks_of(document))]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_python_block_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(document) > 0
+
+
+def test_the_documents_with_code_are_found() -> None:
+    names = {document.name for document in WITH_PYTHON}
+    assert {"README.md", "format.md", "saving-and-loading.md"} <= names
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    broken = [
+        target
+        for target in targets
+        if target and "://" not in target and not (document.parent / target).resolve().exists()
+    ]
+    assert broken == []
+
+
+def test_every_test_that_the_guarantees_name_exists() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"\]\(\.\./(tests/[^)]+\.py)\)(?: \(`(test_\w+)`\))?", text)
+    assert len(named) >= 10
+    missing = [
+        (file, name)
+        for file, name in named
+        if not (ROOT / file).exists() or (name and f"def {name}(" not in (ROOT / file).read_text())
+    ]
+    assert missing == []
+
+
+def json_blocks(document: Path) -> list[Any]:
+    return [json.loads(block.text) for block in blocks_of(document) if block.language == "json"]
+
+
+def header_of(path: Path) -> Any:
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def test_the_json_of_the_format_page_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(ROOT / "docs" / "format.md") == 1
+    data_header, index_header, documented = json_blocks(ROOT / "docs" / "format.md")
+    (data_file,) = Path("example").glob("data-*")
+    (index_file,) = Path("example").glob("index-*")
+
+    assert list(header_of(data_file).items()) == list(data_header.items())
+    assert list(header_of(index_file).items()) == list(index_header.items())
+
+    written = json.loads(Path("example/manifest.json").read_bytes())
+    # Versions are those of the day the page was written, and the digest covers them.
+    changed = {"writer": documented["writer"], "digest": "0" * 16}
+    canonical = json.dumps({**written, **changed}, separators=(",", ":"), ensure_ascii=False).encode()
+    assert {**written, **changed, "digest": to_hex(digest(canonical))} == documented
+    assert list(written) == list(documented)
+    assert list(written["writer"]) == list(documented["writer"])
+
+
+def test_the_format_page_has_every_dtype_with_its_name_and_size() -> None:
+    text = (ROOT / "docs" / "format.md").read_text()
+    table = text.partition("| dtype | safetensors |")[2].partition("\n\n")[0]
+    found: dict[str, tuple[str | None, int]] = {}
+    for row in table.splitlines()[2:]:
+        names, stored, sizes = ([part.strip() for part in cell.split(",")] for cell in row.strip("|").split("|"))
+        if " to " in names[0]:
+            names = [f"{prefix}{bits}" for prefix in ("int", "uint") for bits in range(1, 8)]
+        stored_names = stored if stored != [""] else [""] * len(names)
+        for name, stored_name, size in zip(
+            names, stored_names, sizes if len(sizes) > 1 else sizes * len(names), strict=True
+        ):
+            found[name] = stored_name or None, int(size)
+    assert found == {dtype.name: (dtype.safetensors, dtype.itemsize) for dtype in DTYPES.values()}
+
+
+@pytest.mark.parametrize("function", [holdfast.save, holdfast.load, holdfast.open], ids=["save", "load", "open"])
+def test_the_readme_explains_every_option(function: Any) -> None:
+    text = (ROOT / "README.md").read_text()
+    missing = [name for name in inspect.signature(function).parameters if f"`{name}" not in text]
+    assert missing == []
+
+
+def test_architecture_stays_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
+
+
+def test_architecture_names_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    package = ROOT / "src" / "holdfast"
+    modules = [path.relative_to(package) for path in package.rglob("*.py") if path.name != "__init__.py"]
+    missing = [str(module) for module in modules if f"`{module.name}`" not in text]
+    assert missing == []

@@ -1,0 +1,142 @@
+"""The command line as a whole: version, help, errors as lines, exit codes, and real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.cli import app
+from holdfast.errors import CorruptError
+
+SOURCE = str(Path(holdfast.__file__).parents[1])
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": SOURCE, **changes}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    holdfast.save({"weight": torch.ones(3), "ключ": 1}, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"holdfast {holdfast.__version__}\n")
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("command", [[], ["show"], ["verify"]], ids=["all", "show", "verify"])
+def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: str) -> None:
+    result = CliRunner().invoke(app, [*command, option], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    examples = [line.strip() for line in lines[[line.strip() for line in lines].index("Examples:") + 1 :]]
+    assert all(example.startswith("holdfast ") for example in examples)
+    assert len(examples) >= 2
+
+
+def test_every_command_is_listed_with_its_purpose() -> None:
+    output = CliRunner().invoke(app, ["--help"]).stdout
+    assert "show    Show what a checkpoint holds." in output
+    assert "verify  Check every byte of a checkpoint." in output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["show"], ["verify"], ["nothing"], ["show", "--nothing", "x"], ["verify", "a", "b"], ["--nothing"]]
+)
+def test_a_wrong_command_line_is_exit_code_2_and_help_on_stderr(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage: " in result.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+@pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["text", "json"])
+def test_errors_of_the_library_are_one_line_on_stderr(tmp_path: Path, command: str, json_option: list[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "readme").write_text("x")
+    (tmp_path / "[red]\n").mkdir()
+    for name, message in {
+        "missing": "no such directory",
+        "file": "is a file",
+        "other": "is not a checkpoint",
+        "[red]\n": "[red]\\n",
+    }.items():
+        result = CliRunner().invoke(app, [command, str(tmp_path / name), *json_option])
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert message in line
+
+
+def test_the_error_line_is_red_on_a_terminal_and_text_from_outside_is_not_markup(
+    monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    def refuse(path: Path) -> None:
+        raise CorruptError("[green]\x1b[2Jbad")
+
+    monkeypatch.setattr("holdfast.cli.show.read_catalog", refuse)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    result = CliRunner().invoke(app, ["show", str(path)], env={"FORCE_COLOR": "1", "TERM": "xterm"})
+    assert result.exit_code == 1
+    assert "\x1b[31m[green]\\x1b[2Jbad\x1b[0m" in result.stderr
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    def fail(path: Path) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("holdfast.cli.show.read_catalog", fail)
+    assert isinstance(CliRunner().invoke(app, ["show", str(path)]).exception, ZeroDivisionError)
+
+
+def test_a_real_process_prints_any_key_in_any_encoding_and_ends_with_the_exit_code(path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast"]
+    env = environment(PYTHONIOENCODING="ascii")
+    shown = subprocess.run([*command, "show", path], capture_output=True, text=True, env=env, check=True)
+    assert "|- weight" in shown.stdout
+    assert "\\u043a\\u043b\\u044e\\u0447" in shown.stdout
+    assert shown.stderr == ""
+    (file,) = path.glob("data-*")
+    os.truncate(file, 10)
+    verified = subprocess.run(
+        [*command, "verify", path, "--json"], capture_output=True, text=True, env=env, check=False
+    )
+    assert (verified.returncode, verified.stderr) == (1, "")
+    assert json.loads(verified.stdout)["damaged_keys"] == ["weight"]
+
+
+def test_the_progress_bar_is_on_a_terminal_only_and_never_on_stdout(path: Path) -> None:
+    script = "from holdfast.cli import main; main()"
+    terminal, stderr = pty.openpty()
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", script, "verify", path],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=environment(TERM="xterm"),
+            text=True,
+            check=True,
+        )
+        seen = os.read(terminal, 1 << 16).decode()
+    finally:
+        os.close(stderr)
+        os.close(terminal)
+    assert result.stdout.startswith("whole: 2 keys in 3 files, ")
+    assert "verifying" in seen
+    assert "whole" not in seen

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast._native.catalog import DataFiles, read_catalog, was_replaced
+
+
+def save(path: Path, state: dict[str, Any], attempt: str = "one") -> Path:
+    holdfast.save(state, storage_writer=holdfast.NativeWriter(path, attempt=attempt, user_metadata={"run": 7}))
+    return path
+
+
+def tied_state() -> dict[str, Any]:
+    tensor = torch.arange(12.0).reshape(3, 4)
+    return {
+        "step": 5,
+        "first": tensor,
+        "again": tensor,
+        "list": [torch.ones(2, dtype=torch.int8), {3: "x"}],
+        "bytes": bytes(100_000),
+    }
+
+
+def test_a_catalog_knows_keys_rows_and_values(tmp_path: Path) -> None:
+    catalog = read_catalog(save(tmp_path / "checkpoint", tied_state()))
+    assert set(catalog.tensor_ids) == {"first", "again", "list.0", "bytes"}
+    assert catalog.values == {"step": 5, "list.1.3": "x"}
+    assert catalog.rows_of("first") == catalog.rows_of("again")
+    assert len(catalog.rows_of("first")) == 1
+    assert catalog.storing_id("again") == catalog.tensor_ids["first"]
+    entry = catalog.entry("again")
+    assert entry is not None
+    assert entry.alias_of == "first"
+    assert catalog.entry("step") is None
+    assert catalog.entry("nothing") is None
+    assert catalog.file_path(0) == str(tmp_path / "checkpoint" / "data-one-0-0.safetensors")
+
+
+def test_the_metadata_says_it_in_the_words_of_the_protocol(tmp_path: Path) -> None:
+    metadata = read_catalog(save(tmp_path / "checkpoint", tied_state())).metadata()
+    assert list(metadata.state_dict_metadata) == ["step", "first", "again", "list.0", "list.1.3", "bytes"]
+    first = metadata.state_dict_metadata["first"]
+    assert isinstance(first, holdfast.TensorStorageMetadata)
+    assert (first.properties.dtype, first.size) == (torch.float32, torch.Size([3, 4]))
+    assert [(chunk.offsets, chunk.sizes) for chunk in first.chunks] == [(torch.Size([0, 0]), torch.Size([3, 4]))]
+    assert isinstance(metadata.state_dict_metadata["step"], holdfast.BytesStorageMetadata)
+    assert isinstance(metadata.state_dict_metadata["bytes"], holdfast.BytesStorageMetadata)
+    assert metadata.user_metadata == {"run": 7}
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.save_id == "one"
+
+
+def test_reading_a_catalog_opens_no_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "checkpoint", tied_state())
+    opened: list[str] = []
+    real = os.open
+
+    def recording(name: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(os.path.basename(os.fspath(name)))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", recording)
+    read_catalog(path)
+    assert opened == ["manifest.json", "index-one.safetensors"]
+
+
+def test_a_replacement_between_manifest_and_index_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "checkpoint", {"a": torch.zeros(3)}, "one")
+    attempts = iter(["two", "three"])
+    replaced: list[str] = []
+    real = os.open
+
+    def overtaking(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(os.fspath(name)).startswith("index") and not flags & os.O_CREAT:
+            attempt = next(attempts, None)
+            if attempt is not None:
+                save(path, {"a": torch.ones(4)}, attempt)
+                replaced.append(attempt)
+        return real(name, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", overtaking)
+    catalog = read_catalog(path)
+    assert replaced == ["two", "three"]
+    assert catalog.manifest.attempt == "three"
+    assert catalog.index.length.tolist() == [[4]]
+
+
+def test_a_missing_index_is_damage_when_nothing_was_replaced(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", tied_state())
+    os.unlink(path / "index-one.safetensors")
+    with pytest.raises(holdfast.CorruptError, match="is missing") as caught:
+        read_catalog(path)
+    assert caught.value.path == str(path / "index-one.safetensors")
+
+
+def test_an_index_that_does_not_fit_its_manifest(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", {"a": torch.zeros(3)})
+    other = save(tmp_path / "other", {"a": torch.zeros(4)})
+    os.replace(other / "index-one.safetensors", path / "index-one.safetensors")
+    with pytest.raises(holdfast.CorruptError, match="not the index that was written"):
+        read_catalog(path)
+
+
+def test_was_replaced_tells_of_another_attempt_only(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", {"a": 1}, "one")
+    assert not was_replaced(str(path), "one")
+    assert was_replaced(str(path), "two")
+    (path / "manifest.json").write_text("damaged")
+    assert not was_replaced(str(path), "two")
+    os.unlink(path / "manifest.json")
+    assert not was_replaced(str(path), "two")
+    assert not was_replaced(str(tmp_path / "nothing"), "two")
+
+
+def test_data_files_are_opened_once_and_closed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast._native.packer.DataFile.takes", lambda file, chunk: not file.entries)
+    catalog = read_catalog(save(tmp_path / "checkpoint", {"a": torch.zeros(30), "b": torch.ones(30)}))
+    files = DataFiles(catalog)
+    first, _ = files.get(0)
+    assert files.get(0)[0] is first
+    assert [file.path for file in files] == [catalog.file_path(0)]
+    second, _ = files.get(1)
+    assert {file.path for file in files} == {catalog.file_path(0), catalog.file_path(1)}
+    buffer = bytearray(120)
+    second.read_into(memoryview(buffer), int(catalog.index.offset[1]))
+    assert np.frombuffer(buffer, dtype=np.float32).tolist() == [1.0] * 30
+    assert files.bytes_read == 120
+    files.close()
+    assert list(files) == []
+    files.close()
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_data_file_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
+    catalog = read_catalog(save(tmp_path / "checkpoint", tied_state()))
+    path = catalog.file_path(0)
+    os.truncate(path, os.stat(path).st_size + change)
+    files = DataFiles(catalog)
+    with pytest.raises(holdfast.CorruptError, match=r"instead of \d+") as caught:
+        files.get(0)
+    assert caught.value.path == path
+    assert list(files) == []
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    catalog = read_catalog(save(tmp_path / "checkpoint", tied_state()))
+    os.unlink(catalog.file_path(0))
+    with pytest.raises(holdfast.CorruptError, match="is missing") as caught:
+        DataFiles(catalog).get(0)
+    assert caught.value.path == catalog.file_path(0)

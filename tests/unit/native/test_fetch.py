@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._native.catalog import Catalog, DataFiles, read_catalog
+from holdfast._native.fetch import Fetch, Wanted
+from holdfast._state.raw import Target
+from holdfast._values.box import Box
+from holdfast._values.digest import BLOCK_BYTES
+
+ROWS, COLUMNS = 1500, 1000  # of float32: 6 MB, 5.7 blocks
+
+
+@pytest.fixture(scope="module")
+def whole() -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, whole: torch.Tensor) -> Path:
+    path = tmp_path_factory.mktemp("fetch") / "checkpoint"
+    holdfast.save({"whole": whole, "empty": torch.empty(0, 4), "scalar": torch.tensor(3.5)}, path)
+    return path
+
+
+@pytest.fixture(params=["cached", "cold"])
+def is_cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether files count as being in the page cache; cold ones are read past it."""
+    cached: bool = request.param == "cached"
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: cached)
+    return cached
+
+
+class Reading:
+    """Boxes of one key, fetched into new tensors or given ones."""
+
+    def __init__(
+        self,
+        path: Path,
+        boxes: list[tuple[str, Box]],
+        *,
+        verify: bool = True,
+        targets: list[torch.Tensor] | None = None,
+    ) -> None:
+        self.catalog: Catalog = read_catalog(path)
+        self.files = DataFiles(self.catalog)
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self._boxes = boxes
+        self._verify = verify
+        self._targets = targets or [torch.empty(box.lengths) for _, box in boxes]
+
+    def run(self) -> list[torch.Tensor]:
+        width = self.catalog.index.lo.shape[1]
+        rows = [self.catalog.rows_of(key).start for key, _ in self._boxes]
+        lo, length = np.zeros((len(rows), width), np.int64), np.ones((len(rows), width), np.int64)
+        for number, (_, box) in enumerate(self._boxes):
+            lo[number, : len(box.offsets)], length[number, : len(box.lengths)] = box.offsets, box.lengths
+        wanted = Wanted(row=np.array(rows, dtype=np.int64), lo=lo, length=length)
+        try:
+            Fetch(
+                self.catalog,
+                self.files,
+                wanted,
+                open_target=self._open,
+                close_target=self._close,
+                verify=self._verify,
+            ).run()
+        finally:
+            self.bytes_read = self.files.bytes_read
+            self.files.close()
+        return self._targets
+
+    def _open(self, number: int) -> Target:
+        self.opened.append(number)
+        key, box = self._boxes[number]
+        entry = self.catalog.entry(key)
+        assert entry is not None
+        return Target(self._targets[number], dtype=torch.float32, shape=tuple(entry.shape), wanted=box)
+
+    def _close(self, number: int, target: Target) -> None:
+        assert target.tensor is self._targets[number]
+        assert number in self.opened
+        self.closed.append(number)
+
+
+def box(*ranges: tuple[int, int]) -> Box:
+    return Box(tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges))
+
+
+EVERYTHING = box((0, ROWS), (0, COLUMNS))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_whole_tensor(path: Path, whole: torch.Tensor, is_cached: bool, verify: bool) -> None:
+    reading = Reading(path, [("whole", EVERYTHING)], verify=verify)
+    assert torch.equal(reading.run()[0], whole)
+    assert (reading.opened, reading.closed) == ([0], [0])
+    # A cold file is read in whole pages, once.
+    assert whole.nbytes <= reading.bytes_read <= whole.nbytes + (0 if is_cached else ALIGNMENT)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "part",
+    [
+        box((0, 1), (0, COLUMNS)),
+        box((200, 700), (0, COLUMNS)),
+        box((0, ROWS), (10, 20)),
+        box((13, 1400), (990, 1000)),
+        box((1499, 1500), (999, 1000)),
+        box((262, 263), (0, COLUMNS)),
+    ],
+    ids=str,
+)
+def test_a_part(path: Path, whole: torch.Tensor, is_cached: bool, verify: bool, part: Box) -> None:
+    reading = Reading(path, [("whole", part)], verify=verify)
+    assert torch.equal(reading.run()[0], whole[part.slices()])
+
+
+def test_a_part_reads_only_the_blocks_it_touches(path: Path, whole: torch.Tensor, is_cached: bool) -> None:
+    reading = Reading(path, [("whole", box((270, 280), (0, COLUMNS)))])
+    reading.run()
+    assert reading.bytes_read == BLOCK_BYTES, "rows 270 to 280 lie within the second block"
+    reading = Reading(path, [("whole", box((262, 263), (0, COLUMNS)))])
+    reading.run()
+    assert reading.bytes_read == 2 * BLOCK_BYTES, "row 262 lies on the border of two"
+
+
+@pytest.mark.usefixtures("is_cached")
+def test_without_verification_no_more_than_the_wanted_bytes_are_read(path: Path) -> None:
+    reading = Reading(path, [("whole", box((270, 271), (0, 900)))], verify=False)
+    reading.run()
+    assert reading.bytes_read == 3600
+
+
+def test_without_verification_a_cold_file_costs_at_most_the_pages_around(path: Path, is_cached: bool) -> None:
+    reading = Reading(path, [("whole", box((270, 300), (0, COLUMNS)))], verify=False)
+    reading.run()
+    assert 120_000 <= reading.bytes_read <= 120_000 + (0 if is_cached else 2 * ALIGNMENT)
+
+
+def test_boxes_that_share_blocks_read_them_once(path: Path, whole: torch.Tensor, is_cached: bool) -> None:
+    parts = [("whole", box((270, 280), (low, low + 100))) for low in range(0, COLUMNS, 100)]
+    reading = Reading(path, parts)
+    for number, tensor in enumerate(reading.run()):
+        assert torch.equal(tensor, whole[270:280, 100 * number : 100 * number + 100])
+    assert sorted(reading.closed) == list(range(10))
+    assert reading.bytes_read == BLOCK_BYTES
+
+
+@pytest.mark.usefixtures("is_cached")
+def test_many_boxes_of_many_sizes(path: Path, whole: torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(2)
+    parts = []
+    for _ in range(60):
+        low = torch.randint(0, 700, (2,), generator=generator).tolist()
+        high = (torch.tensor(low) + torch.randint(1, 300, (2,), generator=generator)).tolist()
+        parts.append(("whole", box((low[0], high[0]), (low[1], high[1]))))
+    reading = Reading(path, parts)
+    for (_, part), tensor in zip(parts, reading.run(), strict=True):
+        assert torch.equal(tensor, whole[part.slices()])
+    assert sorted(reading.closed) == list(range(60))
+
+
+@pytest.mark.usefixtures("is_cached")
+def test_targets_of_other_strides_and_dtypes(path: Path, whole: torch.Tensor) -> None:
+    targets = [
+        torch.empty(COLUMNS, ROWS).T,
+        torch.empty(ROWS, 2 * COLUMNS)[:, ::2],
+        torch.empty(ROWS, COLUMNS, dtype=torch.float64),
+        torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16),
+    ]
+    reading = Reading(path, [("whole", EVERYTHING)] * 4, targets=targets)
+    reading.run()
+    for target in targets:
+        assert torch.equal(target, whole.to(target.dtype))
+
+
+@pytest.mark.usefixtures("is_cached")
+def test_tensors_of_no_bytes_and_no_dimensions(path: Path) -> None:
+    reading = Reading(path, [("empty", box((0, 0), (0, 4))), ("scalar", box())])
+    empty, scalar = reading.run()
+    assert empty.shape == (0, 4)
+    assert scalar.item() == 3.5
+    assert sorted(reading.closed) == [0, 1]
+
+
+def test_nothing_wanted_reads_nothing(path: Path) -> None:
+    reading = Reading(path, [])
+    assert reading.run() == []
+    assert reading.bytes_read == 0
+
+
+@pytest.fixture
+def damaged(path: Path) -> Iterator[int]:
+    """The offset of a byte in the third block, which is flipped during the test."""
+    (file,) = path.glob("data-*")
+    catalog = read_catalog(path)
+    row = catalog.rows_of("whole").start
+    position = int(catalog.index.offset[row]) + 2 * BLOCK_BYTES + 77
+    flip(file, position)
+    yield position
+    flip(file, position)
+
+
+def flip(file: Path, position: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(position)
+        (byte,) = opened.read(1)
+        opened.seek(position)
+        opened.write(bytes([byte ^ 1]))
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+@pytest.mark.usefixtures("is_cached")
+def test_damage_is_found_in_the_block_where_it_is(path: Path, whole: torch.Tensor, damaged: int) -> None:
+    threads = threading.active_count()
+    with pytest.raises(holdfast.CorruptError) as caught:
+        Reading(path, [("whole", EVERYTHING)]).run()
+    assert caught.value.key == "whole"
+    assert caught.value.span is not None
+    assert caught.value.span[1] - caught.value.span[0] == BLOCK_BYTES
+    assert caught.value.span[0] + 77 == damaged
+    assert threading.active_count() == threads
+    good = box((0, 500), (0, COLUMNS))
+    assert torch.equal(Reading(path, [("whole", good)]).run()[0], whole[:500])
+    Reading(path, [("whole", EVERYTHING)], verify=False).run()
+
+
+@pytest.mark.usefixtures("is_cached", "damaged")
+def test_damage_is_found_through_every_kind_of_target(path: Path) -> None:
+    part = box((520, 540), (5, 995))
+    for target in (torch.empty(20, 990), torch.empty(990, 20).T, torch.empty(20, 990, dtype=torch.float64)):
+        with pytest.raises(holdfast.CorruptError):
+            Reading(path, [("whole", part)], targets=[target]).run()

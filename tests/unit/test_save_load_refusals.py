@@ -1,0 +1,238 @@
+"""States that cannot be saved: an error that names the key, before a byte is written."""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import holdfast
+from holdfast._io.direct import OutputFile
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Text(str):
+    __slots__ = ()
+
+
+def meta() -> torch.Tensor:
+    return torch.zeros(2, device="meta")
+
+
+def sparse() -> torch.Tensor:
+    return torch.eye(3).to_sparse()
+
+
+def compressed() -> torch.Tensor:
+    return torch.eye(3).to_sparse_csr()
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3)
+
+
+def functional() -> torch.Tensor:
+    made: torch.Tensor = torch._to_functional_tensor(torch.zeros(3))
+    return made
+
+
+def uninitialised() -> torch.Tensor:
+    return torch.nn.LazyLinear(3).weight
+
+
+BAD_LEAVES: dict[str, tuple[Callable[[], Any], str]] = {
+    "meta": (meta, "meta tensor"),
+    "sparse": (sparse, "sparse_coo"),
+    "compressed": (compressed, "sparse_csr"),
+    "nested": (nested, "nested"),
+    "jagged": (jagged, "nested"),
+    "fake": (fake, "fake tensor"),
+    "functional": (functional, "without memory"),
+    "uninitialised": (uninitialised, "uninitialised"),
+    "enum": (lambda: Colour.RED, "Colour"),
+    "int enum": (lambda: Level.HIGH, "Level"),
+    "text of another class": (lambda: Text("x"), "Text"),
+    "path": (lambda: pathlib.PurePosixPath("x"), "PurePosixPath"),
+    "object": (object, "object"),
+    "function": (lambda: len, "builtin_function_or_method"),
+    "generator": (torch.Generator, "Generator"),
+    "range": (lambda: range(3), "range"),
+    "surrogates": (lambda: "\ud800", "surrogates"),
+    "enum in a list": (lambda: [1, [Colour.RED]], "Colour"),
+    "enum in a set": (lambda: {Colour.RED}, "Colour"),
+    "bytearray": (lambda: bytearray(b"x"), "bytearray"),
+}
+
+
+@pytest.fixture
+def never_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a data file was created for a state that cannot be saved")
+
+    monkeypatch.setattr(OutputFile, "create", refuse)
+
+
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("name", sorted(BAD_LEAVES))
+def test_leaves_that_have_no_stored_form_are_named(
+    name: str, path: str, assert_nothing_written: Callable[[], None]
+) -> None:
+    build, message = BAD_LEAVES[name]
+    with pytest.raises(holdfast.InvalidStateError, match=message) as caught:
+        holdfast.save({"fine": torch.ones(3), "outer": {"bad": build()}}, path)
+    assert caught.value.key == "outer.bad"
+    assert "'outer.bad'" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert_nothing_written()
+
+
+COLLISIONS: dict[str, tuple[dict[Any, Any], str]] = {
+    "int and text": ({0: torch.ones(1), "0": torch.zeros(1)}, "0"),
+    "values": ({"v": {1: 2, "1": 3}}, "v.1"),
+    "dot and nesting": ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "a.b"),
+    "dot and list": ({"a.0": 1, "a": [torch.ones(1)]}, "a.0"),
+    "bool and text": ({"x": {True: torch.ones(1), "True": 1}}, "x.True"),
+    "tensor and value": ({"a": {"b.c": 1, "b": {"c": torch.ones(1)}}}, "a.b.c"),
+}
+
+
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("name", sorted(COLLISIONS))
+def test_keys_that_collide_are_named(name: str, path: str, assert_nothing_written: Callable[[], None]) -> None:
+    state, key = COLLISIONS[name]
+    with pytest.raises(holdfast.InvalidStateError, match="rename one") as caught:
+        holdfast.save(state, path)
+    assert caught.value.key == key
+    assert repr(key) in caught.value.message
+    assert_nothing_written()
+
+
+BAD_KEYS: dict[str, Any] = {
+    "enum": Colour.RED,
+    "int enum": Level.HIGH,
+    "object": object(),
+    "text of another class": Text("x"),
+    "tuple of an enum": (1, Colour.RED),
+    "surrogates": "\ud800",
+    "too long": "k" * 70_000,
+}
+
+
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("name", sorted(BAD_KEYS))
+def test_dict_keys_that_have_no_stored_form_are_refused(
+    name: str, path: str, assert_nothing_written: Callable[[], None]
+) -> None:
+    key = BAD_KEYS[name]
+    with pytest.raises(holdfast.InvalidStateError) as caught:
+        holdfast.save({"fine": torch.ones(3), "bad": {key: torch.ones(1)}}, path)
+    assert caught.value.key == f"bad.{key}"
+    assert len(caught.value.message) < 600
+    assert_nothing_written()
+
+
+def self_containing() -> dict[str, Any]:
+    plain: list[Any] = []
+    plain.append(plain)
+    twice: list[Any] = []
+    twice.extend([twice, twice])
+    with_tensor: list[Any] = [torch.ones(1)]
+    with_tensor.append((with_tensor, with_tensor))
+    mapping: dict[str, Any] = {}
+    mapping.update(a=mapping, b=[mapping])
+    return {"plain": plain, "twice": twice, "with tensor": with_tensor, "mapping": mapping}
+
+
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("name", sorted(self_containing()))
+def test_containers_that_contain_themselves_are_refused_at_once(
+    name: str, path: str, assert_nothing_written: Callable[[], None]
+) -> None:
+    state = {"x": self_containing()[name]}
+    with pytest.raises(holdfast.InvalidStateError, match="contain itself") as caught:
+        holdfast.save(state, path)
+    assert caught.value.key is not None
+    assert caught.value.key.startswith("x.")
+    assert len(caught.value.message) < 600
+    assert_nothing_written()
+
+
+def test_values_that_nest_too_deep_are_refused(path: str) -> None:
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(holdfast.InvalidStateError, match="nests deeper") as caught:
+        holdfast.save({"x": deep}, path)
+    assert caught.value.key == "x"
+
+
+def test_deep_but_honest_nesting_is_fine(path: str) -> None:
+    state: dict[str, Any] = {"w": torch.ones(1)}
+    for _ in range(200):
+        state = {"n": state}
+    holdfast.save(state, path)
+    loaded: Any = holdfast.load(path)
+    for _ in range(200):
+        loaded = loaded["n"]
+    assert torch.equal(loaded["w"], torch.ones(1))
+
+
+def test_a_refused_save_leaves_the_checkpoint_before_it_alone(path: str) -> None:
+    holdfast.save({"w": torch.ones(3)}, path)
+    before = sorted(file.name for file in pathlib.Path(path).iterdir())
+    for state in ({"w": meta()}, {"w": torch.ones(3), "bad": object()}, {"w": torch.ones(3), "x": {Colour.RED: 1}}):
+        with pytest.raises(holdfast.InvalidStateError):
+            holdfast.save(state, path)
+    assert sorted(file.name for file in pathlib.Path(path).iterdir()) == before
+    assert torch.equal(holdfast.load(path)["w"], torch.ones(3))
+
+
+def test_arguments_that_contradict_each_other(path: str) -> None:
+    state = {"w": torch.ones(1)}
+    with pytest.raises(ValueError, match="checkpoint_id or a storage_writer"):
+        holdfast.save(state)
+    for option in ({"overwrite": False}, {"allow_pickle": True}, {"user_metadata": {}}):
+        with pytest.raises(ValueError, match="options of the storage"):
+            holdfast.save(state, storage_writer=holdfast.NativeWriter(path), **option)
+    holdfast.save(state, path)
+    with pytest.raises(ValueError, match="checkpoint_id or a storage_reader"):
+        holdfast.load(state)
+    with pytest.raises(ValueError, match="verify is an option of the storage"):
+        holdfast.load(state, storage_reader=holdfast.NativeReader(path), verify=False)
+    with pytest.raises(ValueError, match="strict is an option of the planner"):
+        holdfast.load(state, path, planner=holdfast.DefaultLoadPlanner(), strict=False)
+    with pytest.raises(ValueError, match=r"load\(path\) takes no other place"):
+        holdfast.load(path, path)  # type: ignore[call-overload]
+
+
+def test_overwrite_false_refuses_before_anything_is_written(path: str) -> None:
+    holdfast.save({"w": torch.ones(1)}, path, overwrite=False)
+    before = sorted(file.name for file in pathlib.Path(path).iterdir())
+    with pytest.raises(holdfast.AlreadyPublishedError, match="overwrite=True"):
+        holdfast.save({"w": torch.zeros(1)}, path, overwrite=False)
+    assert sorted(file.name for file in pathlib.Path(path).iterdir()) == before
+    holdfast.save({"w": torch.zeros(1)}, path)
+    assert holdfast.load(path)["w"].tolist() == [0.0]
