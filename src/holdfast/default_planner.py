@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, final
 
 import numpy as np
@@ -135,7 +136,7 @@ class WholeSavePlanner(DefaultSavePlanner):
 def _columns_of_state(leaves: STATE_DICT_TYPE) -> WriteColumns:
     heads: list[TensorHead | None] = []
     shapes: list[torch.Size] = []
-    firsts: dict[tuple[object, ...], str] = {}
+    firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for key, leaf in leaves.items():
         head = None
         if isinstance(leaf, torch.Tensor):
@@ -143,7 +144,7 @@ def _columns_of_state(leaves: STATE_DICT_TYPE) -> WriteColumns:
             head = _head_of(key, leaf, firsts)
         elif isinstance(leaf, np.ndarray):
             tensor = as_tensor(key, leaf)
-            head = TensorHead(_properties(tensor), tensor.shape, None, "numpy")
+            head = TensorHead(_properties(tensor.dtype, False), tensor.shape, None, "numpy")
         heads.append(head)
         shapes.append(head.size if head is not None else torch.Size())
     length = padded(shapes, fill=1)
@@ -158,27 +159,33 @@ def _columns_of_state(leaves: STATE_DICT_TYPE) -> WriteColumns:
     )
 
 
-def _head_of(key: str, tensor: torch.Tensor, firsts: dict[tuple[object, ...], str]) -> TensorHead:
+def _head_of(key: str, tensor: torch.Tensor, firsts: dict[int, list[tuple[str, torch.Tensor]]]) -> TensorHead:
     """What ``tensor`` is; tied to the first one that has just the same memory."""
-    size = tensor.shape
     alias_of = None
     if tensor.numel():
-        memory = (
-            tensor.data_ptr(),
-            tensor.device,
-            tensor.dtype,
-            size,
-            tensor.stride(),
-            tensor.is_complex() and tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        first = firsts.setdefault(memory, key)
-        alias_of = None if first == key else first
-    return TensorHead(_properties(tensor), size, alias_of)
+        neighbours = firsts.setdefault(tensor.data_ptr(), [])
+        alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
+        if alias_of is None:
+            neighbours.append((key, tensor))
+    return TensorHead(_properties(tensor.dtype, tensor.requires_grad), tensor.shape, alias_of)
 
 
-def _properties(tensor: torch.Tensor) -> TensorProperties:
-    return TensorProperties(tensor.dtype, torch.strided, tensor.requires_grad)
+def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors that start at the same address have the same elements and always will."""
+    return (
+        first.device == second.device
+        and first.dtype == second.dtype
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.is_conj() == second.is_conj()
+        and first.is_neg() == second.is_neg()
+    )
+
+
+@cache
+def _properties(dtype: torch.dtype, requires_grad: bool) -> TensorProperties:
+    """One object for all tensors that are alike: whoever hands it out makes a copy."""
+    return TensorProperties(dtype, torch.strided, requires_grad)
 
 
 def metadata_of_plans(plans: list[SavePlan]) -> Metadata:
@@ -204,9 +211,10 @@ def metadata_of_plans(plans: list[SavePlan]) -> Metadata:
         if head is None:
             entries[key] = BytesStorageMetadata()
             continue
-        rows, dimensions = slice(bounds[number], bounds[number + 1]), len(head.size)
-        chunks = ChunkColumns(lo[rows, :dimensions], length[rows, :dimensions])
-        entries[key] = TensorStorageMetadata(head.properties, head.size, LazyList(chunks), head.alias_of, head.kind)
+        chunks = ChunkColumns(lo, length, bounds[number], bounds[number + 1], len(head.size))
+        entries[key] = TensorStorageMetadata(
+            head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind
+        )
     return Metadata(entries)
 
 
@@ -276,7 +284,10 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
-        self.state_dict = {key: self._materialised(key, leaf) for key, leaf in state_dict.items()}
+        self.state_dict = {
+            key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
+            for key, leaf in state_dict.items()
+        }
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict and metadata is not None and isinstance(metadata.planner_data, dict):
@@ -332,15 +343,16 @@ class DefaultLoadPlanner(LoadPlanner):
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         rows = ReadRows()
         self.differences, self.casts = [], []
+        entries = self.metadata.state_dict_metadata
         for key, leaf in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(key)
+            stored = entries.get(key)
             difference = self._difference(key, leaf, stored)
             if difference is not None:
                 self.differences.append(difference)
-            elif isinstance(stored, BytesStorageMetadata):
-                rows.add_value(key)
             elif isinstance(stored, TensorStorageMetadata):
                 rows.add_tensor(key, stored)
+            elif stored is not None:
+                rows.add_value(key)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
             can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
@@ -352,7 +364,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def _difference(self, key: str, leaf: Any, stored: object) -> Difference | None:
         """How target and checkpoint disagree on ``key``; None when it can be loaded."""
-        if type(stored) is TensorStorageMetadata and isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and isinstance(stored, TensorStorageMetadata):
             return self._tensor_difference(key, leaf, stored)
         if stored is None:
             if _is_empty_container(leaf):
@@ -371,7 +383,7 @@ class DefaultLoadPlanner(LoadPlanner):
             return Difference(key=key, kind="shape", stored=str(list(stored.size)), wanted=str(list(leaf.shape)))
         was, wanted = stored.properties.dtype, leaf.dtype
         if was == wanted:
-            return _quantizer_difference(key, leaf, stored)
+            return _quantizer_difference(key, leaf, stored) if leaf.is_quantized else None
         difference = Difference(key=key, kind="dtype", stored=_name(was), wanted=_name(wanted))
         if not self.cast or not _can_cast(was, wanted):
             return difference

@@ -19,6 +19,7 @@ from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, empty
 from holdfast.errors import CorruptError, Difference, InvalidStateError
 from holdfast.metadata import TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
+from holdfast.planner_helpers import check_tiling
 from holdfast.storage import StorageReader
 
 __all__ = ["LoadReport", "load"]
@@ -150,6 +151,8 @@ def _load_once(
     target: dict[Any, Any] | None, reader: StorageReader, planner: LoadPlanner, ranks: Ranks, started: float
 ) -> LoadReport:
     metadata = reader.read_metadata()
+    if not isinstance(reader, NativeReader):
+        check_tiling(metadata)  # native storage has done it on its index
 
     def plan_locally() -> LoadPlan:
         planner.set_up_planner(empty_state(metadata) if target is None else target, metadata, ranks.is_coordinator)

@@ -40,16 +40,29 @@ class ChunkStorageMetadata:
 
 
 class ChunkColumns:
-    """The chunks of one tensor as columns: ``lo`` and ``length`` are int64 of shape (chunks, dimensions)."""
+    """The chunks of one tensor: rows ``first`` to ``stop``, in the first ``dimensions``, of tables that many share."""
 
-    __slots__ = ("length", "lo")
+    __slots__ = ("_dimensions", "_first", "_length", "_lo", "_stop")
 
-    def __init__(self, lo: np.ndarray, length: np.ndarray) -> None:
-        self.lo = lo
-        self.length = length
+    def __init__(self, lo: np.ndarray, length: np.ndarray, first: int, stop: int, dimensions: int) -> None:
+        self._lo = lo
+        self._length = length
+        self._first = first
+        self._stop = stop
+        self._dimensions = dimensions
+
+    @property
+    def lo(self) -> np.ndarray:
+        """Where each chunk starts: int64 of shape (chunks, dimensions)."""
+        return self._lo[self._first : self._stop, : self._dimensions]
+
+    @property
+    def length(self) -> np.ndarray:
+        """How long each chunk is: int64 of shape (chunks, dimensions)."""
+        return self._length[self._first : self._stop, : self._dimensions]
 
     def __len__(self) -> int:
-        return len(self.lo)
+        return self._stop - self._first
 
     def item(self, row: int) -> ChunkStorageMetadata:
         """The chunk of ``row`` as an object."""
@@ -63,7 +76,7 @@ def chunk_columns(chunks: Sequence[ChunkStorageMetadata], dimensions: int) -> Ch
     shape = (len(chunks), dimensions)
     lo = np.array([tuple(chunk.offsets) for chunk in chunks], dtype=np.int64).reshape(shape)
     length = np.array([tuple(chunk.sizes) for chunk in chunks], dtype=np.int64).reshape(shape)
-    return ChunkColumns(lo, length)
+    return ChunkColumns(lo, length, 0, len(chunks), dimensions)
 
 
 @dataclass
@@ -75,6 +88,10 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
+
+    def duplicate(self) -> TensorProperties:
+        """The same properties as an object of their own."""
+        return TensorProperties(self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory)
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:

@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,8 +107,7 @@ class ReadItem:
     lengths: torch.Size
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHead:
+class TensorHead(NamedTuple):
     """What all items of one key share; None stands for a value."""
 
     properties: TensorProperties
@@ -148,15 +147,17 @@ class WriteColumns:
             return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
         dimensions = len(head.size)
         offsets, lengths = torch.Size(lo[:dimensions]), torch.Size(length[:dimensions])
-        source = head.properties
-        properties = TensorProperties(
-            source.dtype, source.layout, source.requires_grad, source.memory_format, source.pin_memory
-        )
         return WriteItem(
             MetadataIndex(key, offsets, None if hint < 0 else hint),
             WriteItemType.SHARD if is_shard else WriteItemType.TENSOR,
             None,
-            TensorWriteData(ChunkStorageMetadata(offsets, lengths), properties, head.size, head.alias_of, head.kind),
+            TensorWriteData(
+                ChunkStorageMetadata(offsets, lengths),
+                head.properties.duplicate(),
+                head.size,
+                head.alias_of,
+                head.kind,
+            ),
         )
 
 

@@ -12,6 +12,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 def default_workers() -> int:
@@ -43,6 +47,26 @@ def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int 
         finally:
             # Otherwise the error, its traceback and this frame hold each other, and the buffers with them.
             del failure
+
+
+def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int) -> Generator[Result, None, None]:
+    """The results of ``tasks`` in their order, with up to ``workers`` of them under way ahead of the caller.
+
+    The caller's own work between results runs beside them; where that work is Python's, it then has the interpreter to
+    itself. Close the iterator to give up: what is under way is waited for.
+    """
+    with ThreadPoolExecutor(workers, thread_name_prefix="holdfast-io") as pool:
+        under_way: deque[Future[Result]] = deque()
+        try:
+            for task in tasks:
+                under_way.append(pool.submit(task))
+                if len(under_way) == workers:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
 
 
 def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]]) -> None:

@@ -107,8 +107,7 @@ class Catalog:
                 entries[entry.key] = BytesStorageMetadata()
                 continue
             storing = number if entry.alias_of is None else self.tensor_ids[entry.alias_of]
-            rows, dimensions = slice(bounds[storing], bounds[storing + 1]), len(entry.shape)
-            chunks = ChunkColumns(all_lo[rows, :dimensions], all_length[rows, :dimensions])
+            chunks = ChunkColumns(all_lo, all_length, bounds[storing], bounds[storing + 1], len(entry.shape))
             entries[entry.key] = TensorStorageMetadata(
                 TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
                 torch.Size(entry.shape),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
-from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 from holdfast._native.catalog import Catalog, DataFiles
 from holdfast._plan.ranges import byte_spans, coalesce, touched_blocks
 from holdfast._state.raw import Target
@@ -26,6 +26,9 @@ from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError
+
+# Reads of more segments than this consist of small ones.
+_FEW_SEGMENTS = 64
 
 # Below this, a read of its own costs more than copying out of a slab shared with its neighbours.
 _STRAIGHT_BYTES = 256 << 10
@@ -56,9 +59,13 @@ class _Segments:
     digest: np.ndarray
 
 
+# Target, first byte in the chunk, bytes, offset in the file, digest (or -1).
+_Part = tuple[Target, int, int, int, int]
+
+
 class Fetch:
-    """One batch of reads. ``open_target(n)`` gives the target of box n when its first bytes are about to come;
-    ``close_target(n, target)`` is called, one at a time, when it is complete.
+    """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
+    ``close_target(n, target)`` is called, one at a time, when one is complete.
     """
 
     def __init__(
@@ -67,13 +74,13 @@ class Fetch:
         files: DataFiles,
         wanted: Wanted,
         *,
-        open_target: Callable[[int], Target],
+        open_targets: Callable[[list[int]], list[Target]],
         close_target: Callable[[int, Target], None],
         verify: bool,
     ) -> None:
         self._catalog = catalog
         self._files = files
-        self._open_target = open_target
+        self._open_targets = open_targets
         self._close_target = close_target
         self._wanted = wanted
         self._segments = _segments(catalog, wanted, verify=verify)
@@ -85,46 +92,69 @@ class Fetch:
 
     def run(self) -> None:
         """Read, verify and deliver everything; CorruptError at the first block that is not what was written."""
-        for number, count in enumerate(self._pending):
-            if count == 0:
-                self._close_target(number, self._opened(number))
-        segments, workers = self._segments, default_workers()
+        empty = [number for number, count in enumerate(self._pending) if count == 0]
+        self._open(empty)
+        for number in empty:
+            self._close_target(number, self._targets.pop(number))
+        segments = self._segments
         groups = coalesce(segments.file, segments.offset, segments.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT)
-        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
-        ring = SlabRing(workers, pinned=pinned)
+        spans = [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
+        workers = default_workers()
+        ring = SlabRing(workers, pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
         try:
-            run_bounded(self._jobs(groups.tolist(), ring), workers=workers)
+            if len(segments.box) > _FEW_SEGMENTS * len(spans):
+                self._run_beside(spans, ring, workers)
+            else:
+                run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
             ring.close()
 
-    def _jobs(self, groups: list[int], ring: SlabRing) -> Iterator[_Job]:
-        segments, targets = self._segments, self._targets
-        for first, stop in itertools.pairwise(groups):
-            rows = slice(first, stop)
-            boxes = segments.box[rows].tolist()
-            for number in boxes:
-                if number not in targets:
-                    targets[number] = self._opened(number)
-            parts = zip(
-                [targets[number] for number in boxes],
-                segments.start[rows].tolist(),
-                segments.nbytes[rows].tolist(),
-                segments.offset[rows].tolist(),
-                self._expected(segments.digest[rows]),
-                strict=True,
-            )
-            yield _Job(self, int(segments.file[first]), boxes, list(parts), ring)
+    def _run_beside(self, spans: list[slice], ring: SlabRing, workers: int) -> None:
+        """Deliver in this thread while others read ahead: small segments are mostly work for one interpreter."""
+        jobs = [_Job(self, span, ring) for span in spans]
+        # One slab stays with the delivery, so that no read ever waits for one.
+        with closing(run_ahead((job.read for job in jobs), workers=workers - 1)) as slabs:
+            for job, (slab, base) in zip(jobs, slabs, strict=True):
+                job.open()
+                job.deliver(slab, base)
+                ring.release(slab)
 
-    def _opened(self, number: int) -> Target:
+    def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
+        job = _Job(self, span, ring)
+        job.open()
+        return job.run
+
+    def parts(self, span: slice) -> tuple[list[int], list[_Part]]:
+        """The boxes and the parts of the segments ``span``, their targets open."""
+        segments, targets = self._segments, self._targets
+        boxes: list[int] = segments.box[span].tolist()
         # Planners expect one call at a time, and finished targets are handed to them by other threads.
         with self._lock:
-            target = self._open_target(number)
-        device = target.tensor.device
-        if device.type == "cuda" and device not in self._devices:
-            # What the caller's stream still does to its tensors comes before what other streams copy into them.
-            torch.cuda.current_stream(device).synchronize()
+            self._open([number for number in dict.fromkeys(boxes) if number not in targets])
+        columns = (segments.start, segments.nbytes, segments.offset)
+        return boxes, list(
+            zip(
+                [targets[number] for number in boxes],
+                *(column[span].tolist() for column in columns),
+                self._expected(segments.digest[span]),
+                strict=True,
+            )
+        )
+
+    def extent(self, span: slice) -> tuple[int, int, int]:
+        """File number, first byte and end of the segments ``span``."""
+        segments = self._segments
+        ends = segments.offset[span] + segments.nbytes[span]
+        return int(segments.file[span.start]), int(segments.offset[span.start]), int(ends.max())
+
+    def _open(self, numbers: list[int]) -> None:
+        opened = self._open_targets(numbers)
+        self._targets.update(zip(numbers, opened, strict=True))
+        for device in {target.tensor.device for target in opened if not target.on_cpu} - self._devices:
             self._devices.add(device)
-        return target
+            if device.type == "cuda":
+                # What the caller's stream still does to its tensors comes before what other streams copy into them.
+                torch.cuda.current_stream(device).synchronize()
 
     def _expected(self, digests: np.ndarray) -> list[int]:
         """The digests themselves, or -1 where nothing is verified."""
@@ -169,63 +199,84 @@ class Fetch:
                     self._close_target(number, self._targets.pop(number))
 
 
-@dataclass(slots=True)
 class _Job:
-    """Neighbouring segments of one file: target, first byte in the chunk, bytes, offset in the file, digest (or -1)."""
+    """Neighbouring segments of one file."""
 
-    fetch: Fetch
-    file_number: int
-    boxes: list[int]
-    parts: list[tuple[Target, int, int, int, int]]
-    ring: SlabRing
+    def __init__(self, fetch: Fetch, span: slice, ring: SlabRing) -> None:
+        self._fetch = fetch
+        self._span = span
+        self._ring = ring
+        self._file_number, self._start, self._end = fetch.extent(span)
+        self._boxes: list[int] = []
+        self._parts: list[_Part] = []
 
-    def __call__(self) -> None:
-        file, is_cached = self.fetch.file(self.file_number)
-        if not is_cached or not self._read_straight(file):
-            with self.ring.lend() as slab:
-                self._read_through(file, slab, is_cached)
-        self.fetch.done(self.boxes)
+    def open(self) -> None:
+        """Get the targets; to be called by one thread at a time, and in file order."""
+        self._boxes, self._parts = self._fetch.parts(self._span)
+
+    def run(self) -> None:
+        """Read, verify, deliver."""
+        file, is_cached = self._fetch.file(self._file_number)
+        if is_cached and self._read_straight(file):
+            self._fetch.done(self._boxes)
+            return
+        slab, base = self.read()
+        try:
+            self.deliver(slab, base)
+        finally:
+            self._ring.release(slab)
 
     def _read_straight(self, file: InputFile) -> bool:
         """Read each segment right into its target; False, with nothing done, where that is not possible or worth it."""
         views = []
         reached = -1
-        for target, start, nbytes, offset, _ in self.parts:
+        for target, start, nbytes, offset, _ in self._parts:
             view = target.memory(start, start + nbytes) if nbytes >= _STRAIGHT_BYTES and offset > reached else None
             if view is None:
                 return False
             views.append(view)
             reached = offset
         for place, view in enumerate(views):
-            _, _, nbytes, offset, expected = self.parts[place]
+            _, _, nbytes, offset, expected = self._parts[place]
             file.read_into(view, offset)
             if expected >= 0 and digest(view) != expected:
-                raise self.fetch.damaged(self.file_number, self.boxes[place], offset, nbytes)
+                raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
         return True
 
-    def _read_through(self, file: InputFile, slab: Slab, is_cached: bool) -> None:
-        base = self.parts[0][3]
-        end = max(offset + nbytes for _, _, nbytes, offset, _ in self.parts)
-        if is_cached or end - base < ALIGNMENT:
-            file.read_into(slab.view[: end - base], base)
-        else:
-            base -= base % ALIGNMENT
-            file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
-        streams = [self.fetch.stream(device) for device in {part[0].tensor.device for part in self.parts}]
+    def read(self) -> tuple[Slab, int]:
+        """A slab with the bytes of all segments, and the offset in the file that its first byte has."""
+        file, is_cached = self._fetch.file(self._file_number)
+        base, end = self._start, self._end
+        slab = self._ring.acquire()
+        try:
+            if is_cached or end - base < ALIGNMENT:
+                file.read_into(slab.view[: end - base], base)
+            else:
+                base -= base % ALIGNMENT
+                file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
+        except BaseException:
+            self._ring.release(slab)
+            raise
+        return slab, base
+
+    def deliver(self, slab: Slab, base: int) -> None:
+        """Verify every segment and put it where it belongs."""
+        streams = [self._fetch.stream(device) for device in {part[0].tensor.device for part in self._parts}]
         with ExitStack() as stack:
             for stream in filter(None, streams):
                 stack.callback(stream.synchronize)
                 stack.enter_context(torch.cuda.stream(stream))
-            self._deliver(slab, base)
+            self._copy(slab, base)
+        self._fetch.done(self._boxes)
 
-    def _deliver(self, slab: Slab, base: int) -> None:
+    def _copy(self, slab: Slab, base: int) -> None:
         """Verify each segment and copy it to its target while it is hot; to a device, neighbours go in one copy."""
         view = slab.view
         waiting: tuple[Target, int, int, int] | None = None
-        for place, (target, start, nbytes, offset, expected) in enumerate(self.parts):
+        for place, (target, start, nbytes, offset, expected) in enumerate(self._parts):
             at = offset - base
             if expected >= 0 and digest(view[at : at + nbytes]) != expected:
-                raise self.fetch.damaged(self.file_number, self.boxes[place], offset, nbytes)
+                raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
             if target.on_cpu:
                 target.copy_in(start, start + nbytes, slab, at)
             elif waiting is not None and waiting[0] is target and waiting[2] == start:

@@ -267,7 +267,9 @@ def _check(manifest: Manifest) -> None:
             raise _Fault("has no possible position among the leaves", value.key)
         last = value.position
     decode_value(manifest.metadata, key="metadata")
-    fault = check_paths((leaf.key, leaf.path) for leaf in leaves)
+    # Without any path all leaves are at the top, under keys that are known to differ.
+    is_flat = all(leaf.path is None for leaf in leaves)
+    fault = None if is_flat else check_paths((leaf.key, leaf.path) for leaf in leaves)
     if fault is not None:
         raise _Fault(fault.problem, fault.key)
 

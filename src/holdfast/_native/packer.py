@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast.errors import InternalError, StorageError
 
 HEADER_FRAME_BYTES = 16  # the length in front, the braces
+
+# Jobs of more blocks than this consist of small chunks.
+_FEW_BLOCKS = 64
 
 
 class Chunk(NamedTuple):
@@ -187,24 +191,43 @@ class Packer:
         return [(start, min(start + BLOCK_BYTES, nbytes)) for start in range(0, nbytes, BLOCK_BYTES)]
 
     def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                with ring.lend() as slab:
-                    _fill(job, slab, self.digests)
-                    filled = job.end - job.base
-                    job.tail = bytes(slab.view[filled - filled % ALIGNMENT : filled])
-                    job.is_filled.set()
-                    _take_over(job, slab)
-                    if job.is_last:
-                        padding = -filled % ALIGNMENT
-                        slab.view[filled : filled + padding] = bytes(padding)
-                        filled += padding
-                    job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
-            finally:
-                # Also after an error: the next job must not wait for ever.
-                job.is_filled.set()
+        """What a thread does for ``job``: all of it, or just the writing where filling is mostly work for Python.
 
-        return run
+        Threads that all need the interpreter only get in each other's way.
+        """
+        if len(job.blocks) > _FEW_BLOCKS:
+            return partial(_write, job, self._filled(job, ring), ring)
+        return lambda: _write(job, self._filled(job, ring), ring)
+
+    def _filled(self, job: _Job, ring: SlabRing) -> Slab:
+        """A slab with the blocks of ``job`` in it, hashed."""
+        try:
+            slab = ring.acquire()
+            try:
+                _fill(job, slab, self.digests)
+            except BaseException:
+                ring.release(slab)
+                raise
+            filled = job.end - job.base
+            job.tail = bytes(slab.view[filled - filled % ALIGNMENT : filled])
+            return slab
+        finally:
+            # Also after an error: the next job must not wait for ever.
+            job.is_filled.set()
+
+
+def _write(job: _Job, slab: Slab, ring: SlabRing) -> None:
+    """Write the whole pages of ``job``; a last one that is not whole is the next job's, or padded at the file's end."""
+    try:
+        _take_over(job, slab)
+        filled = job.end - job.base
+        if job.is_last:
+            padding = -filled % ALIGNMENT
+            slab.view[filled : filled + padding] = bytes(padding)
+            filled += padding
+        job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
+    finally:
+        ring.release(slab)
 
 
 def _fill(job: _Job, slab: Slab, digests: list[int]) -> None:

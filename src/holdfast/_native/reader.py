@@ -104,7 +104,7 @@ class NativeReader(StorageReader):
             catalog,
             files,
             delivery.wanted(),
-            open_target=delivery.open_target,
+            open_targets=delivery.open_targets,
             close_target=delivery.close_target,
             verify=self.verify,
         ).run()
@@ -134,7 +134,7 @@ class _Delivery:
         self._allow_pickle = allow_pickle
         self._items: list[int] = []
         self._chunks: list[tuple[int, tuple[int, ...], bool]] = []
-        self._open: dict[int, torch.Tensor] = {}
+        self._quantized: dict[int, torch.Tensor] = {}
 
     def wanted(self) -> Wanted:
         """The boxes to be fetched; values that need no fetching are delivered on the way."""
@@ -214,30 +214,35 @@ class _Delivery:
         self._planner.load_bytes(read_item, _value_buffer(decode_value(self._catalog.values[key], key=key)))
         return True
 
-    def open_target(self, number: int) -> Target:
-        """Where box ``number`` goes: what the planner gives, or a buffer for a value."""
-        columns, item = self._columns, self._items[number]
-        tensor_id, shape, is_whole = self._chunks[number]
-        entry = self._catalog.manifest.tensors[tensor_id]
-        dimensions, dtype = len(entry.shape), torch_dtype(entry.dtype)
-        shape = shape[:dimensions]
-        if entry.kind in BYTE_KINDS:
-            self._open[number] = tensor = torch.empty(shape, dtype=dtype)
-            return Target(tensor, dtype=dtype, shape=shape, wanted=None)
-        tensor = self._planner.resolve_row(columns, item)
-        self._check_tensor(item, tensor, dtype)
-        self._open[number] = tensor
-        if tensor.is_quantized:
-            tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
-        wanted = None
-        if not is_whole:
-            wanted = Box(tuple(columns.storage_lo[item, :dimensions].tolist()), columns.boxes[item][1])
-        return Target(tensor, dtype=dtype, shape=shape, wanted=wanted)
+    def open_targets(self, numbers: list[int]) -> list[Target]:
+        """Where these boxes go: what the planner gives, or a buffer for a value."""
+        columns, items, chunks = self._columns, self._items, self._chunks
+        entries, boxes, resolve = self._catalog.manifest.tensors, columns.boxes, self._planner.resolve_row
+        targets = []
+        for number in numbers:
+            item = items[number]
+            tensor_id, shape, is_whole = chunks[number]
+            entry = entries[tensor_id]
+            dtype, shape = torch_dtype(entry.dtype), shape[: len(entry.shape)]
+            if entry.kind in BYTE_KINDS:
+                targets.append(Target(torch.empty(shape, dtype=dtype), dtype, shape, None))
+                continue
+            tensor = resolve(columns, item)
+            if dtype != tensor.dtype or boxes[item][1] != tensor.shape:
+                self._check_tensor(item, tensor, dtype)
+            if tensor.is_quantized:
+                self._quantized[number] = tensor
+                tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
+            targets.append(Target(tensor, dtype, shape, None if is_whole else self._box(item, len(shape))))
+        return targets
+
+    def _box(self, item: int, dimensions: int) -> Box:
+        """What ``item`` wants of its chunk."""
+        columns = self._columns
+        return Box(tuple(columns.storage_lo[item, :dimensions].tolist()), columns.boxes[item][1])
 
     def _check_tensor(self, item: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         which, lengths = self._columns.boxes[item]
-        if dtype == tensor.dtype and lengths == tensor.shape:
-            return
         key = self._columns.keys[which]
         if lengths != tensor.shape:
             raise InternalError(
@@ -252,14 +257,14 @@ class _Delivery:
 
     def close_target(self, number: int, target: Target) -> None:
         """Give the planner what has arrived."""
-        tensor, item = self._open.pop(number), self._items[number]
+        tensor, item = target.tensor, self._items[number]
         if self._catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
             read_item = self._columns.item(item)
             self._planner.load_bytes(read_item, self._buffer_of(read_item.storage_index.fqn, tensor))
             return
-        if tensor.is_quantized:
+        if number in self._quantized:
             # A quantised tensor takes over the quantizer of what is copied into it.
-            tensor.copy_(target.tensor)
+            tensor = self._quantized.pop(number).copy_(tensor)
         self._planner.commit_row(self._columns, item, tensor)
 
     def _buffer_of(self, key: str, tensor: torch.Tensor) -> io.BytesIO:

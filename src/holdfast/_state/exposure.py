@@ -34,7 +34,10 @@ def _exposed(value: Any, trail: tuple[object, ...]) -> Any:
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        return {key: _exposed(entry, (*trail, key)) for key, entry in value.items()}
+        return {
+            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, key))
+            for key, entry in value.items()
+        }
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
         entries = [_exposed(entry, (*trail, position)) for position, entry in enumerate(value)]
         if isinstance(value, list):
@@ -52,6 +55,8 @@ def hand_back(state: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> Non
 
 
 def _handed_back(original: Any, loaded: Any) -> Any:
+    if loaded is original:
+        return loaded
     if isinstance(original, Mapping) and isinstance(loaded, Mapping):
         if not isinstance(original, MutableMapping):
             return loaded

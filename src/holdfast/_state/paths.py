@@ -7,13 +7,13 @@ torch's (str for dict keys, int for positions); the subclasses ``TypedKey`` and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor, inner_parts, is_composed
+from holdfast._state.subclasses import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.stateful import is_stateful
@@ -53,42 +53,47 @@ def path_key(path: Path) -> str:
 
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key."""
-    leaves: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-    for path, leaf in _walk((), state, depth=0):
-        key = path_key(path)
-        if key in leaves:
-            raise InvalidStateError(
-                f"key {key!r} stands for two entries of the state, at {paths[key]!r} and {path!r}; rename one",
-                key=key,
-            )
-        leaves[key] = leaf
-        paths[key] = path
+    found: list[tuple[str, Path, Any]] = []
+    _collect(found, "", (), state)
+    leaves = {key: leaf for key, _, leaf in found}
+    paths = {key: path for key, path, _ in found}
+    if len(leaves) < len(found):
+        seen: dict[str, Path] = {}
+        for key, path, _ in found:
+            if seen.setdefault(key, path) is not path:
+                raise InvalidStateError(
+                    f"key {key!r} stands for two entries of the state, at {seen[key]!r} and {path!r}; rename one",
+                    key=key,
+                )
     return leaves, paths
 
 
-def _walk(path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
-    if depth > MAX_PATH_DEPTH:
+def _collect(found: list[tuple[str, Path, Any]], key: str, path: Path, value: Any) -> None:
+    """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
+    if len(path) > MAX_PATH_DEPTH:
         raise InvalidStateError(
-            f"the state is nested deeper than {MAX_PATH_DEPTH} at {path_key(path)[:200]!r}; does it contain itself?",
-            key=path_key(path),
+            f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
-    if isinstance(value, torch.Tensor):
-        if is_composed(value):
-            yield from _walk_composed(path, value, depth)
-        else:
-            yield path, value
-    elif isinstance(value, Mapping) and (value or not path):
+    prefix = f"{key}." if path else ""
+    if isinstance(value, Mapping) and (value or not path):
         _check_dict_keys(path, value)
-        for key, entry in value.items():
-            element = key if type(key) is str else TypedKey(key)
-            yield from _walk((*path, element), entry, depth + 1)
-    elif isinstance(value, (list, tuple)) and not is_one_value(value, depth):
+        for name, entry in value.items():
+            element = name if type(name) is str else TypedKey(name)
+            if type(entry) is torch.Tensor and entry.dtype not in PACKED:
+                found.append((prefix + element, (*path, element), entry))
+            else:
+                _collect(found, prefix + element, (*path, element), entry)
+    elif isinstance(value, torch.Tensor) and is_composed(value):
+        parts, context = inner_parts(key, value)
+        for name, part in parts.items():
+            _collect(found, prefix + name, (*path, name), part)
+        found.append((prefix + CONTEXT_KEY, (*path, CONTEXT_KEY), ComposedTensor(value, context)))
+    elif isinstance(value, (list, tuple)) and not is_one_value(value, len(path)):
         position = TupleIndex if isinstance(value, tuple) else int
         for index, entry in enumerate(value):
-            yield from _walk((*path, position(index)), entry, depth + 1)
+            _collect(found, f"{prefix}{index}", (*path, position(index)), entry)
     else:
-        yield path, {} if isinstance(value, Mapping) else value
+        found.append((key, path, {} if isinstance(value, Mapping) else value))
 
 
 def _check_dict_keys(path: Path, mapping: Mapping[Any, Any]) -> None:
@@ -102,13 +107,6 @@ def _check_dict_keys(path: Path, mapping: Mapping[Any, Any]) -> None:
             raise InvalidStateError(
                 f"key {dotted!r} stands for {names[str(key)]!r} and {key!r}; rename one", key=dotted
             )
-
-
-def _walk_composed(path: Path, tensor: torch.Tensor, depth: int) -> Iterator[tuple[Path, Any]]:
-    parts, context = inner_parts(path_key(path), tensor)
-    for name, part in parts.items():
-        yield from _walk((*path, name), part, depth + 1)
-    yield (*path, CONTEXT_KEY), ComposedTensor(tensor, context)
 
 
 def is_one_value(value: Any, depth: int = 0) -> bool:

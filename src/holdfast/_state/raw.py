@@ -108,7 +108,7 @@ class Target:
 
     __slots__ = ("_address", "_flat", "_shape", "_takes_words", "_wanted", "dtype", "on_cpu", "run", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, *, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box | None) -> None:
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box | None) -> None:
         self.tensor = tensor
         self.dtype = dtype
         self._shape = shape

@@ -18,7 +18,7 @@ from holdfast.errors import InvalidStateError
 CONTEXT_KEY = "__context__"
 
 # So many elements share a byte, row by row in a way of torch's own: only the storage has bytes to keep.
-_PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
+PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ComposedTensor:
 
 def is_composed(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a subclass that is stored as its inner tensors."""
-    return tensor.dtype in _PACKED or (
+    return tensor.dtype in PACKED or (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         and hasattr(tensor, "__tensor_flatten__")
         and not tensor.is_nested
@@ -41,10 +41,10 @@ def is_composed(tensor: torch.Tensor) -> bool:
 
 def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
     """The inner tensors of ``tensor`` by attribute name, and its context."""
-    if tensor.dtype in _PACKED:
+    if tensor.dtype in PACKED:
         packed = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         *rows, columns = tensor.shape or (1,)
-        if len(packed) != math.prod(rows) * -(-columns // _PACKED[tensor.dtype]):
+        if len(packed) != math.prod(rows) * -(-columns // PACKED[tensor.dtype]):
             raise InvalidStateError(f"{key!r} is a view of a packed quantised tensor; store the whole of it", key=key)
         quantizer = quantizer_of(tensor)
         return {"packed": packed}, (tensor.dtype, tensor.shape, tuple(map(_hashable, (quantizer or {}).items())))

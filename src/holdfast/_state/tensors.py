@@ -18,6 +18,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -36,6 +37,8 @@ def word_dtype(itemsize: int) -> torch.dtype:
 
 def check_savable(key: str, tensor: torch.Tensor) -> None:
     """InvalidStateError, naming ``key``, unless the tensor has bytes that can be stored."""
+    if _is_plain(tensor) and not tensor.is_quantized and tensor.dtype in DTYPE_NAMES:
+        return
     problem = None
     if tensor.is_meta:
         problem = "is a meta tensor and has no data; materialise it first (model.to_empty, then load)"
@@ -67,6 +70,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
     """InvalidStateError, naming ``key``, unless data can be loaded into ``leaf`` in place."""
+    if _is_plain(leaf):
+        return
     problem = None
     if isinstance(leaf, np.ndarray):
         if not leaf.flags.writeable:
@@ -84,6 +89,13 @@ def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
             problem = f"is a {type(leaf).__name__} without memory of its own; give what it wraps"
     if problem is not None:
         raise InvalidStateError(f"{key!r} in the target {problem}", key=key)
+
+
+def _is_plain(leaf: torch.Tensor | np.ndarray) -> bool:
+    """Whether it is what nearly all are, found out at once: dense, contiguous, on the CPU, with memory of its own."""
+    if not isinstance(leaf, torch.Tensor) or type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
+        return False
+    return leaf.is_cpu and not leaf.is_nested and leaf.is_contiguous() and leaf.data_ptr() != 0
 
 
 def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

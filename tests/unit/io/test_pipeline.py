@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from holdfast._io.buffers import Slab, SlabRing
-from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 
 PATIENCE_S = 30
 
@@ -352,3 +352,48 @@ def test_fewer_threads_than_wanted_do_the_work(monkeypatch: pytest.MonkeyPatch) 
 def test_default_workers_follow_the_machine(monkeypatch: pytest.MonkeyPatch, cores: int | None, workers: int) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert default_workers() == workers
+
+
+def test_results_of_run_ahead_come_in_order_while_others_are_under_way() -> None:
+    started: list[int] = []
+    gates = [threading.Event() for _ in range(6)]
+
+    def task(number: int) -> int:
+        started.append(number)
+        assert gates[number].wait(10)
+        return number * 10
+
+    results = run_ahead((partial(task, number) for number in range(6)), workers=3)
+    for number in (2, 1, 0):  # finished in another order than begun
+        gates[number].set()
+    assert next(results) == 0
+    assert max(started) <= 2
+    for gate in gates:
+        gate.set()
+    assert list(results) == [10, 20, 30, 40, 50]
+
+
+def test_run_ahead_raises_the_error_of_a_task_and_leaves_no_thread() -> None:
+    def fail() -> int:
+        raise ValueError("no")
+
+    before = threading.active_count()
+    results = run_ahead([lambda: 1, fail, lambda: 3], workers=2)
+    assert next(results) == 1
+    with pytest.raises(ValueError, match="no"):
+        list(results)
+    assert threading.active_count() == before
+
+
+def test_a_run_ahead_that_is_given_up_waits_for_what_is_under_way() -> None:
+    ended = threading.Event()
+
+    def slow() -> int:
+        ended.wait(0.05)
+        ended.set()
+        return 2
+
+    results = run_ahead([lambda: 1, slow, lambda: 3], workers=2)
+    assert next(results) == 1
+    results.close()
+    assert ended.is_set()

@@ -71,7 +71,7 @@ class Reading:
                 self.catalog,
                 self.files,
                 wanted,
-                open_target=self._open,
+                open_targets=lambda numbers: [self._open(number) for number in numbers],
                 close_target=self._close,
                 verify=self._verify,
             ).run()
