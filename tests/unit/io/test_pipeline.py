@@ -386,14 +386,16 @@ def test_run_ahead_raises_the_error_of_a_task_and_leaves_no_thread() -> None:
 
 
 def test_a_run_ahead_that_is_given_up_waits_for_what_is_under_way() -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def slow() -> int:
+        begun.set()
         ended.wait(0.05)
         ended.set()
         return 2
 
     results = run_ahead([lambda: 1, slow, lambda: 3], workers=2)
     assert next(results) == 1
+    assert begun.wait(10)
     results.close()
     assert ended.is_set()
