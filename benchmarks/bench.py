@@ -1,10 +1,11 @@
 """Holdfast beside the raw disk, torch and safetensors, in one run: tables, benchmarks/results/bench.json and bench.png.
 
-    python benchmarks/bench.py                      everything, some ten minutes and 14 GB of disk
-    python benchmarks/bench.py --quick              seconds; shows only that everything works
+    python benchmarks/bench.py                      everything, some twenty minutes, 18 GB of disk and 8 GB of memory
+    python benchmarks/bench.py --quick              a minute or two; shows only that everything works
     python benchmarks/bench.py --only small --contestants holdfast safetensors
 
-The promises it judges are in verdicts.py, the contestants in contestants.py, what is timed in race.py. Linux only.
+The promises it judges are in verdicts.py, the contestants in contestants.py, what is timed in race.py and
+rank_race.py. Linux only.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from disk import cache_dropping
 from machine import describe_machine
 from peak_memory import Peak, measure_peaks
 from race import Race, run_race
+from rank_race import RANK_CONTESTANTS, run_rank_race
 from report import Results, print_results, write_json, write_plot
 from states import Shapes, large_shapes, small_shapes
-from verdicts import LARGE, SMALL
+from verdicts import LARGE, ON_RANKS, SMALL
 
 MEMORY = "memory"
-PARTS = (LARGE, SMALL, MEMORY)
+PARTS = (LARGE, SMALL, ON_RANKS, MEMORY)
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -98,8 +100,14 @@ def run(options: Options, console: Console) -> Results:
         for part in (part for part in (LARGE, SMALL) if part in options.parts):
             shapes = shapes_of(part, quick=options.quick)
             races.append(run_race(part, shapes, field, folder=files, rounds=options.rounds, say=say))
+        on_ranks = take_part_on_ranks(options)
+        if on_ranks:
+            shapes = shapes_of(ON_RANKS, quick=options.quick)
+            race, rank_peaks = run_rank_race(ON_RANKS, shapes, on_ranks, folder=files, rounds=options.rounds, say=say)
+            races.append(race)
+            peaks += rank_peaks
         if MEMORY in options.parts and any(contestant.name == HOLDFAST for contestant in field):
-            peaks = measure_peaks(files, quick=options.quick, say=say)
+            peaks += measure_peaks(files, quick=options.quick, say=say)
     finally:
         shutil.rmtree(files, ignore_errors=True)
     return Results(machine=machine, caches=cache_dropping(), quick=options.quick, races=races, peaks=peaks)
@@ -113,6 +121,13 @@ def take_part(options: Options) -> list[Contestant]:
         raise SystemExit(
             f"cannot import holdfast ({error}); run 'make setup', or leave it out by --contestants"
         ) from None
+
+
+def take_part_on_ranks(options: Options) -> list[str]:
+    """The short names of the chosen contestants that can run on several ranks; none where that part is not chosen."""
+    if ON_RANKS not in options.parts:
+        return []
+    return [short for short in RANK_CONTESTANTS if not options.contestants or short in options.contestants]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ it judges.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
@@ -18,6 +19,7 @@ from pathlib import Path
 
 SLAB = 16 * 1024 * 1024
 PAGE = 4096
+HUGE_PAGE = 2 * 1024 * 1024
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -30,12 +32,11 @@ def write_raw(path: Path, total: int, *, threads: int) -> None:
 
         offsets = _Offsets(rounded)
 
-        def write_share(slab: mmap.mmap) -> None:
-            with memoryview(slab) as view:
-                for offset in offsets:
-                    length = min(SLAB, rounded - offset)
-                    if os.pwrite(descriptor, view[:length], offset) != length:
-                        raise OSError(f"short write to {path}: is the disk full?")
+        def write_share(slab: memoryview) -> None:
+            for offset in offsets:
+                length = min(SLAB, rounded - offset)
+                if os.pwrite(descriptor, slab[:length], offset) != length:
+                    raise OSError(f"short write to {path}: is the disk full?")
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(write_share, _slabs(threads)))
@@ -53,12 +54,11 @@ def read_raw(path: Path, *, threads: int) -> None:
 
         offsets = _Offsets(total)
 
-        def read_share(slab: mmap.mmap) -> None:
-            with memoryview(slab) as view:
-                for offset in offsets:
-                    length = min(SLAB, total - offset)
-                    if os.preadv(descriptor, [view[: _whole_pages(length)]], offset) != length:
-                        raise OSError(f"short read from {path}")
+        def read_share(slab: memoryview) -> None:
+            for offset in offsets:
+                length = min(SLAB, total - offset)
+                if os.preadv(descriptor, [slab[: _whole_pages(length)]], offset) != length:
+                    raise OSError(f"short read from {path}")
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(read_share, _slabs(threads)))
@@ -66,18 +66,20 @@ def read_raw(path: Path, *, threads: int) -> None:
         os.close(descriptor)
 
 
-_prepared_slabs: list[mmap.mmap] = []
+_prepared_slabs: list[memoryview] = []
 
 
-def _slabs(count: int) -> list[mmap.mmap]:
-    """Page-aligned memory full of random bits, made once: filling it is not the disk's work.
+def _slabs(count: int) -> list[memoryview]:
+    """Memory full of random bits, made once: filling it is not the disk's work.
 
-    Huge pages, because the kernel takes direct transfers apart page by page, and small ones cost a fifth of the speed.
+    Whole huge pages: the kernel takes direct transfers apart page by page, and small pages cost most of the speed.
     """
     while len(_prepared_slabs) < count:
-        slab = mmap.mmap(-1, SLAB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        slab.madvise(mmap.MADV_HUGEPAGE)
-        slab.write(random.Random(len(_prepared_slabs)).randbytes(SLAB))
+        memory = mmap.mmap(-1, SLAB + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        slab = memoryview(memory)[-address % HUGE_PAGE :][:SLAB]
+        slab[:] = random.Random(len(_prepared_slabs)).randbytes(SLAB)
         _prepared_slabs.append(slab)
     return _prepared_slabs[:count]
 

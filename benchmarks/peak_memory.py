@@ -73,7 +73,7 @@ def measure_here(kind: str, operation: str, place: Path, *, quick: bool) -> Peak
     if operation == WARM:
         read_through_cache(place)
     reset_high_water_mark()
-    before = _resident()
+    before = resident()
     if operation == SAVE:
         holdfast.save(state, checkpoint)
     else:
@@ -96,7 +96,8 @@ def high_water_mark() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _resident() -> int:
+def resident() -> int:
+    """The bytes that are resident now."""
     return _status_bytes("VmRSS") if _STATUS.exists() else high_water_mark()
 
 

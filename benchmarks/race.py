@@ -29,6 +29,8 @@ class Race:
     tensors: int
     total: int
     rounds: int
+    phases: tuple[str, ...] = PHASES
+    ranks: int = 1
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def names(self) -> list[str]:

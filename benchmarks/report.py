@@ -15,7 +15,7 @@ from rich.table import Table
 from contestants import HOLDFAST, RAW, SAFETENSORS, TORCH_DCP, TORCH_DCP_4, TORCH_SAVE
 from machine import Machine
 from peak_memory import Peak
-from race import PHASES, Race
+from race import Race
 from verdicts import Verdict, peak_verdicts, race_verdicts, ratio
 
 _COLOURS = {
@@ -61,14 +61,14 @@ def print_results(results: Results, console: Console) -> None:
 
 def _speed_table(race: Race) -> Table:
     table = Table(
-        title=f"{race.state}: {race.tensors} tensors, {race.total / 1e9:.2f} GB; GB/s, medians of {race.rounds}",
+        title=f"{race.state}: {_size(race)}; GB/s, medians of {race.rounds}",
         title_justify="left",
     )
     table.add_column("contestant")
-    for phase in PHASES:
+    for phase in race.phases:
         table.add_column(phase, justify="right")
     for name in _in_fixed_order(race):
-        cells = [_number(race.speed(phase, name), scale=1e-9) for phase in PHASES]
+        cells = [_number(race.speed(phase, name), scale=1e-9) for phase in race.phases]
         table.add_row(name, *cells, style="bold green" if name == HOLDFAST else None)
     return table
 
@@ -76,10 +76,11 @@ def _speed_table(race: Race) -> Table:
 def _ratio_table(race: Race) -> Table:
     table = Table(title=f"{race.state}: holdfast's speed over that of", title_justify="left")
     table.add_column("")
-    for other in _COMPARED:
+    compared = [other for other in _COMPARED if other in race.names()]
+    for other in compared:
         table.add_column(other, justify="right")
-    for phase in PHASES:
-        table.add_row(phase, *(_number(ratio(race, phase, other), unit="x") for other in _COMPARED))
+    for phase in race.phases:
+        table.add_row(phase, *(_number(ratio(race, phase, other), unit="x") for other in compared))
     return table
 
 
@@ -93,6 +94,11 @@ def _verdict_table(verdicts: list[Verdict]) -> Table:
         mark = "[green]PASS[/]" if verdict.passed else "[bold red]FAIL[/]"
         table.add_row(verdict.what, verdict.measured, verdict.required, mark)
     return table
+
+
+def _size(race: Race) -> str:
+    ranks = f" on {race.ranks} ranks" if race.ranks > 1 else ""
+    return f"{race.tensors:,} tensors, {race.total / 1e9:.2f} GB{ranks}"
 
 
 def _number(value: float | None, *, scale: float = 1.0, unit: str = "") -> str:
@@ -114,7 +120,7 @@ def write_json(results: Results, path: Path) -> None:
             | {
                 "bytes_per_second": {
                     phase: {name: speed for name in race.names() if (speed := race.speed(phase, name)) is not None}
-                    for phase in PHASES
+                    for phase in race.phases
                 }
             }
             for race in results.races
@@ -127,15 +133,21 @@ def write_json(results: Results, path: Path) -> None:
 
 
 def write_plot(results: Results, path: Path) -> None:
-    """Grouped bars of GB/s, one panel for each state."""
+    """Grouped bars of GB/s, one panel for each race, two in a row; a last one alone takes the whole row."""
     if not results.races:
         return
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure = Figure(figsize=(6.6 * len(results.races), 4.6), layout="constrained")
-    axes = figure.subplots(1, len(results.races), squeeze=False)[0]
-    for race, panel in zip(results.races, axes, strict=True):
-        _draw(race, panel)
-    handles, labels = axes[0].get_legend_handles_labels()
+    columns = min(2, len(results.races))
+    rows = -(-len(results.races) // columns)
+    figure = Figure(figsize=(6.6 * columns, 4.3 * rows + 0.3), layout="constrained")
+    grid = figure.add_gridspec(rows, columns)
+    panels: list[Axes] = []
+    for number, race in enumerate(results.races):
+        row, column = divmod(number, columns)
+        is_alone = column == 0 and number == len(results.races) - 1
+        panels.append(figure.add_subplot(grid[row, column : columns if is_alone else column + 1]))
+        _draw(race, panels[-1])
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     machine = results.machine
     figure.suptitle(
@@ -152,13 +164,13 @@ def _draw(race: Race, panel: Axes) -> None:
     names = _in_fixed_order(race)
     width = 0.84 / len(names)
     for number, name in enumerate(names):
-        bars = [(place, speed / 1e9) for place, phase in enumerate(PHASES) if (speed := race.speed(phase, name))]
+        bars = [(place, speed / 1e9) for place, phase in enumerate(race.phases) if (speed := race.speed(phase, name))]
         positions = [place + (number - (len(names) - 1) / 2) * width for place, _ in bars]
         drawn = panel.bar(positions, [speed for _, speed in bars], width * 0.94, label=name, color=_COLOURS[name])
         weight = "bold" if name == HOLDFAST else "normal"
         panel.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2, fontweight=weight)
-    panel.set_xticks(range(len(PHASES)), PHASES)
+    panel.set_xticks(range(len(race.phases)), [phase.replace(", ", "\n") for phase in race.phases])
     panel.set_ylabel("GB/s")
-    panel.set_title(f"{race.tensors:,} tensors, {race.total / 1e9:.2f} GB", loc="left", fontweight="bold")
+    panel.set_title(_size(race), loc="left", fontweight="bold")
     panel.grid(axis="y", color="#e6e6e6")
     panel.set_axisbelow(True)

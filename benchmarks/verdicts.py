@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from contestants import HOLDFAST, RAW, SAFETENSORS, TORCH_DCP
 from peak_memory import Peak
 from race import COLD, SAVE, WARM, Race
+from rank_race import FROM_OTHER_DIM, FROM_OTHER_RANKS
 
-LARGE, SMALL = "large", "small"
+LARGE, SMALL, ON_RANKS = "large", "small", "ranks"
 PEAK_LIMIT = 256 * 2**20
 
 # state -> phase -> (holdfast's speed must be at least this many times that of ...)
@@ -22,6 +23,12 @@ REQUIRED: dict[str, dict[str, dict[str, float]]] = {
         SAVE: {TORCH_DCP: 10.0, SAFETENSORS: 1.0},
         COLD: {TORCH_DCP: 10.0, SAFETENSORS: 1.0},
         WARM: {TORCH_DCP: 10.0, SAFETENSORS: 1.0},
+    },
+    ON_RANKS: {
+        SAVE: {RAW: 0.85, TORCH_DCP: 3.0},
+        COLD: {RAW: 0.85, TORCH_DCP: 3.0},
+        FROM_OTHER_RANKS: {RAW: 0.8},
+        FROM_OTHER_DIM: {RAW: 0.5, TORCH_DCP: 2.0},
     },
 }
 

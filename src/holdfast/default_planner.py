@@ -9,35 +9,34 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable
-from functools import cache
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
 
-from holdfast._plan.coverage import check_coverage
 from holdfast._state.paths import Path, flatten, set_element, unflatten
+from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, piece_holding, pieces_of
 from holdfast._state.subclasses import ComposedTensor
 from holdfast._state.tensors import (
     as_tensor,
     check_fillable,
-    check_savable,
     empty_quantized,
     empty_tensor,
     quantizer_of,
 )
 from holdfast._torchformat.objects import deserialize_object, serialize_object
+from holdfast._values.box import Box, whole
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
 from holdfast.errors import Difference, InvalidStateError, MismatchError
+from holdfast.global_plan import plan_together
+from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     BytesStorageMetadata,
-    ChunkColumns,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from holdfast.planner import (
@@ -47,13 +46,10 @@ from holdfast.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    TensorHead,
     ValueBuffer,
     WriteColumns,
     WriteItem,
     WriteItemType,
-    padded,
-    write_columns,
 )
 from holdfast.planner_helpers import ReadRows
 
@@ -63,8 +59,17 @@ __all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
 class DefaultSavePlanner(SavePlanner):
     """Saves every leaf of the state; subclass it and override ``lookup_object`` or ``transform_object``."""
 
-    def __init__(self, flatten_state_dict: bool = True) -> None:
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        *,
+        dedup_save_to_lowest_rank: bool = False,
+        replica_check: Literal["sample", "all", "off"] = "sample",
+    ) -> None:
         self.flatten_state_dict = flatten_state_dict
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.replica_check = replica_check
+        self.ranks = 1
         self.mappings: dict[str, Path] = {}
 
     def set_up_planner(
@@ -78,16 +83,18 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf; InvalidStateError for a tensor that has nothing to store."""
+        local = LocalLeaves(self.state_dict, replica_check=self.replica_check if self.ranks > 1 else "off")
+        self._pieces = local.pieces
         plan = SavePlan(
-            LazyList(_columns_of_state(self.state_dict)),
+            LazyList(local.columns),
             planner_data=self.mappings if self.flatten_state_dict else None,
         )
         self.plan = plan
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are, and the metadata of what they write together, checked to be whole."""
-        metadata = metadata_of_plans(all_plans)
+        """Who writes what, and the metadata of what they write together, checked to be whole."""
+        all_plans, metadata = plan_together(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
         if self.flatten_state_dict:
             merged: dict[str, Path] = {}
             for plan in all_plans:
@@ -104,11 +111,37 @@ class DefaultSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor or value of ``write_item``, transformed."""
-        return self.transform_object(write_item, self.lookup_object(write_item.index))
+        data = self.transform_object(write_item, self.lookup_object(write_item.index))
+        if write_item.tensor_data is None or not isinstance(data, torch.Tensor):
+            return data
+        chunk = write_item.tensor_data.chunk
+        return self._cut(write_item.index.fqn, data, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The leaf that ``index`` names; override it to save something else."""
-        return self.state_dict[index.fqn]
+        """The leaf that ``index`` names, or the piece of it that this rank holds there; override it to save another."""
+        leaf = self.state_dict[index.fqn]
+        pieces = self._pieces.get(index.fqn)
+        if pieces is None or index.offset is None:
+            return leaf
+        offsets = tuple(index.offset)
+        piece = piece_at(pieces, offsets) or piece_holding(pieces, Box(offsets, (1,) * len(offsets)))
+        if piece is None:
+            raise InvalidStateError(f"this rank does not hold {index.fqn!r} at {list(index.offset)}", key=index.fqn)
+        return piece.tensor
+
+    def _cut(self, key: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+        """The part of what this rank holds of ``key`` that is to be written, where it is not all of it."""
+        if tensor.shape == box.lengths:
+            return tensor
+        leaf, pieces = self.state_dict.get(key), self._pieces.get(key)
+        if pieces is not None:
+            piece = piece_holding(pieces, box)
+            held = None if piece is None else piece.box
+        else:
+            held = whole(leaf.shape) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
+        if held is None or tensor.shape != held.lengths or not held.contains(box):
+            return tensor  # someone's planner means something else: storage judges it
+        return tensor[box.relative_to(held).slices()]
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
         """What storage gets for ``object``; override it to change values on their way out."""
@@ -127,127 +160,11 @@ class WholeSavePlanner(DefaultSavePlanner):
 
     def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
         """The leaf itself."""
-        leaf = self.state_dict[columns.keys[columns.rows[row][0]]]
-        if isinstance(leaf, torch.Tensor):
+        which, _, length, _, is_shard = columns.rows[row]
+        leaf = self.state_dict[columns.keys[which]]
+        if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
             return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
-
-
-def _columns_of_state(leaves: STATE_DICT_TYPE) -> WriteColumns:
-    heads: list[TensorHead | None] = []
-    shapes: list[torch.Size] = []
-    firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for key, leaf in leaves.items():
-        head = None
-        if isinstance(leaf, torch.Tensor):
-            check_savable(key, leaf)
-            head = _head_of(key, leaf, firsts)
-        elif isinstance(leaf, np.ndarray):
-            tensor = as_tensor(key, leaf)
-            head = TensorHead(_properties(tensor.dtype, False), tensor.shape, None, "numpy")
-        heads.append(head)
-        shapes.append(head.size if head is not None else torch.Size())
-    length = padded(shapes, fill=1)
-    return WriteColumns(
-        keys=list(leaves),
-        heads=heads,
-        key=np.arange(len(heads)),
-        lo=np.zeros_like(length),
-        length=length,
-        hint=np.zeros(len(heads), dtype=np.int64),
-        is_shard=np.zeros(len(heads), dtype=bool),
-    )
-
-
-def _head_of(key: str, tensor: torch.Tensor, firsts: dict[int, list[tuple[str, torch.Tensor]]]) -> TensorHead:
-    """What ``tensor`` is; tied to the first one that has just the same memory."""
-    alias_of = None
-    if tensor.numel():
-        neighbours = firsts.setdefault(tensor.data_ptr(), [])
-        alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
-        if alias_of is None:
-            neighbours.append((key, tensor))
-    return TensorHead(_properties(tensor.dtype, tensor.requires_grad), tensor.shape, alias_of)
-
-
-def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors that start at the same address have the same elements and always will."""
-    return (
-        first.device == second.device
-        and first.dtype == second.dtype
-        and first.shape == second.shape
-        and first.stride() == second.stride()
-        and first.is_conj() == second.is_conj()
-        and first.is_neg() == second.is_neg()
-    )
-
-
-@cache
-def _properties(dtype: torch.dtype, requires_grad: bool) -> TensorProperties:
-    """One object for all tensors that are alike: whoever hands it out makes a copy."""
-    return TensorProperties(dtype, torch.strided, requires_grad)
-
-
-def metadata_of_plans(plans: list[SavePlan]) -> Metadata:
-    """What ``plans`` write together; InvalidStateError unless the boxes of each tensor tile it exactly."""
-    tables = [write_columns(plan.items) for plan in plans]
-    for table in tables:
-        _check_values_once(table)
-    heads: dict[str, TensorHead | None] = {}
-    for table in tables:
-        for key, head in zip(table.keys, table.heads, strict=True):
-            heads.setdefault(key, head)
-    ids = {key: number for number, key in enumerate(heads)}
-    tensor = np.concatenate([np.array([ids[key] for key in table.keys], dtype=np.int64)[table.key] for table in tables])
-    width = max(table.lo.shape[1] for table in tables)
-    lo = np.concatenate([_widened(table.lo, width, 0) for table in tables])
-    length = np.concatenate([_widened(table.length, width, 1) for table in tables])
-    order = np.argsort(tensor, kind="stable")
-    tensor, lo, length = tensor[order], lo[order], length[order]
-    _check_tiling(list(heads), list(heads.values()), tensor, lo, length)
-    bounds = np.searchsorted(tensor, np.arange(len(heads) + 1)).tolist()
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for number, (key, head) in enumerate(heads.items()):
-        if head is None:
-            entries[key] = BytesStorageMetadata()
-            continue
-        chunks = ChunkColumns(lo, length, bounds[number], bounds[number + 1], len(head.size))
-        entries[key] = TensorStorageMetadata(
-            head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind
-        )
-    return Metadata(entries)
-
-
-def _check_values_once(table: WriteColumns) -> None:
-    """InvalidStateError when a plan has a value twice; for tensors, the tiling shows it."""
-    counts = np.bincount(table.key, minlength=len(table.keys))
-    for which in np.flatnonzero(counts > 1).tolist():
-        if table.heads[which] is None:
-            key = table.keys[which]
-            raise InvalidStateError(f"the plan has the value of {key!r} {counts[which]} times; save it once", key=key)
-
-
-def _widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
-    missing = width - table.shape[1]
-    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill) if missing else table
-
-
-def _check_tiling(
-    keys: list[str], heads: list[TensorHead | None], tensor: np.ndarray, lo: np.ndarray, length: np.ndarray
-) -> None:
-    is_tensor = np.array([head is not None for head in heads], dtype=bool)
-    rows = is_tensor[tensor]
-    shapes = _widened(padded([head.size if head is not None else () for head in heads], fill=1), lo.shape[1], 1)
-    faults = [
-        fault for fault in check_coverage(tensor[rows], lo[rows], length[rows], shapes) if is_tensor[fault.tensor]
-    ]
-    if faults:
-        key = keys[faults[0].tensor]
-        raise InvalidStateError(
-            f"the pieces of {key!r} do not make up the whole tensor: {faults[0].detail}"
-            + (f" (and {len(faults) - 1} more keys)" if len(faults) > 1 else ""),
-            key=key,
-        )
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -284,6 +201,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
+        self._pieces: dict[str, Pieces] = {}
         self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
@@ -296,8 +214,8 @@ class DefaultLoadPlanner(LoadPlanner):
     def _fill_empty_containers(self, metadata: Metadata) -> None:
         """Ask for all that is stored below an empty container of the target, such as the state of a new optimizer."""
         empty = {self.mappings[key]: key for key, leaf in self.state_dict.items() if _is_empty_container(leaf)}
-        if not empty:
-            return
+        if not empty or any(isinstance(leaf, torch.Tensor) and is_sharded(leaf) for leaf in self.state_dict.values()):
+            return  # next to sharded tensors, whole ones would be of another kind than what belongs there
         below: dict[Path, dict[str, Path]] = {}
         for key, path in metadata.planner_data.items():
             for length in range(1, len(path)):
@@ -317,8 +235,12 @@ class DefaultLoadPlanner(LoadPlanner):
                 f"{key!r} is the context of a {type(leaf.tensor).__name__} on the meta device; materialise it first",
                 key=key,
             )
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+        if not isinstance(leaf, torch.Tensor) or not is_meta(leaf):
             return leaf
+        if is_sharded(leaf):
+            filled = torch.empty_like(leaf, device="cpu")
+            self._set_in_target(key, filled)
+            return filled
         # What shares its imaginary memory shares the real one too.
         memory = (leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
         if memory not in self._materials:
@@ -350,7 +272,11 @@ class DefaultLoadPlanner(LoadPlanner):
             if difference is not None:
                 self.differences.append(difference)
             elif isinstance(stored, TensorStorageMetadata):
-                rows.add_tensor(key, stored)
+                if key in self._pieces:
+                    for piece in self._pieces[key].pieces:
+                        rows.add_tensor(key, stored, piece.box)
+                else:
+                    rows.add_tensor(key, stored)
             elif stored is not None:
                 rows.add_value(key)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
@@ -378,12 +304,19 @@ class DefaultLoadPlanner(LoadPlanner):
         return None
 
     def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
-        check_fillable(key, leaf)
-        if leaf.shape != stored.size:
-            return Difference(key=key, kind="shape", stored=str(list(stored.size)), wanted=str(list(leaf.shape)))
-        was, wanted = stored.properties.dtype, leaf.dtype
+        if is_sharded(leaf):
+            self._pieces[key] = pieces = pieces_of(key, leaf)
+            shape, wanted, is_quantized = pieces.size, pieces.dtype, False
+            for piece in pieces.pieces:
+                check_fillable(key, piece.tensor)
+        else:
+            shape, wanted, is_quantized = leaf.shape, leaf.dtype, leaf.is_quantized
+            check_fillable(key, leaf)
+        if shape != stored.size:
+            return Difference(key=key, kind="shape", stored=str(list(stored.size)), wanted=str(list(shape)))
+        was = stored.properties.dtype
         if was == wanted:
-            return _quantizer_difference(key, leaf, stored) if leaf.is_quantized else None
+            return _quantizer_difference(key, leaf, stored) if is_quantized else None
         difference = Difference(key=key, kind="dtype", stored=_name(was), wanted=_name(wanted))
         if not self.cast or not _can_cast(was, wanted):
             return difference
@@ -425,6 +358,11 @@ class DefaultLoadPlanner(LoadPlanner):
         leaf = self.state_dict[index.fqn]
         if isinstance(leaf, np.ndarray):
             return torch.from_numpy(leaf)
+        if index.fqn in self._pieces:
+            piece = piece_at(self._pieces[index.fqn], tuple(index.offset or ()))
+            if piece is None:
+                raise InvalidStateError(f"the target holds no piece of {index.fqn!r} at {index.offset}", key=index.fqn)
+            return piece.tensor
         tensor: torch.Tensor = leaf.detach() if leaf.requires_grad else leaf
         return tensor
 
@@ -447,8 +385,9 @@ class WholeLoadPlanner(DefaultLoadPlanner):
     def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
         """The leaf itself, where all of it is wanted."""
         which, length = columns.boxes[row]
-        leaf = self.state_dict[columns.keys[which]]
-        if isinstance(leaf, torch.Tensor) and leaf.shape == length:
+        key = columns.keys[which]
+        leaf = self.state_dict[key]
+        if key not in self._pieces and isinstance(leaf, torch.Tensor) and leaf.shape == length:
             return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
 

@@ -10,6 +10,8 @@
     ├── UnsafeError                 loading would have to run code    -> do not trust it, or allow_pickle=True
     ├── UnsupportedVersionError     written by a newer holdfast       -> upgrade
     ├── StorageError                the file system said no           -> retry, free space, fix permissions
+    ├── RankLostError               a rank died, hangs or is silent   -> look at that rank
+    ├── RankDisagreementError       the ranks asked different things  -> look at the ranks it names
     └── InternalError               a bug in this library             -> report it
 
 The message is one line: what failed, then what to do. Every error survives pickling, because errors travel between
@@ -34,6 +36,8 @@ __all__ = [
     "MismatchError",
     "NotACheckpointError",
     "NotFoundError",
+    "RankDisagreementError",
+    "RankLostError",
     "StorageError",
     "UnsafeError",
     "UnsupportedVersionError",
@@ -41,11 +45,15 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """The base of all errors here; ``failures`` maps each failed rank to its error."""
+    """The base of all errors here.
+
+    ``failures`` maps each failed rank to its error, ``tracebacks`` to the text of its traceback, where others told it.
+    """
 
     def __init__(self, message: str, failures: Mapping[int, Any] | None = None) -> None:
         super().__init__(message)
         self.failures: dict[int, Any] = dict(failures or {})
+        self.tracebacks: dict[int, str] = {}
 
     @property
     def message(self) -> str:
@@ -178,6 +186,23 @@ class StorageError(CheckpointError):
         """The error that tells that ``action`` on ``path`` failed with ``error``, keeping its errno."""
         reason = error.strerror or str(error)
         return cls(f"cannot {action} {os.fspath(path)!r}: {reason}", errno=error.errno, path=path)
+
+
+class RankLostError(CheckpointError):
+    """A rank died, was stopped, hangs or never came; ``rank`` says which one, ``phase`` where it was last seen."""
+
+    def __init__(self, message: str, *, rank: int | None = None, phase: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+
+
+class RankDisagreementError(CheckpointError):
+    """Ranks called with different arguments or in a different order; ``said`` maps each rank to what it said."""
+
+    def __init__(self, message: str, *, said: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.said: dict[int, str] = dict(said or {})
 
 
 class InternalError(CheckpointError):

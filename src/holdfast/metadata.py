@@ -89,6 +89,15 @@ class TensorProperties:
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
 
+    def __getstate__(self) -> tuple[torch.dtype, torch.layout, bool, str, bool]:
+        # A memory format has no pickled form of its own.
+        name = str(self.memory_format).removeprefix("torch.")
+        return self.dtype, self.layout, self.requires_grad, name, self.pin_memory
+
+    def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, str, bool]) -> None:
+        self.dtype, self.layout, self.requires_grad, name, self.pin_memory = state
+        self.memory_format = getattr(torch, name)
+
     def duplicate(self) -> TensorProperties:
         """The same properties as an object of their own."""
         return TensorProperties(self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory)

@@ -10,7 +10,7 @@ import abc
 import io
 import math
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -119,7 +119,8 @@ class TensorHead(NamedTuple):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WriteColumns:
     """Write items as columns: ``key`` picks from ``keys`` and ``heads``; ``lo`` and ``length`` are (items, most
-    dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none.
+    dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none; ``fingerprint`` tells contents
+    apart, 0 where nobody looked.
     """
 
     keys: list[str]
@@ -129,9 +130,13 @@ class WriteColumns:
     length: np.ndarray
     hint: np.ndarray
     is_shard: np.ndarray
+    fingerprint: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _without_caches(self)
 
     @cached_property
     def rows(self) -> list[tuple[int, list[int], list[int], int, bool]]:
@@ -159,6 +164,11 @@ class WriteColumns:
                 head.kind,
             ),
         )
+
+
+def _without_caches(columns: WriteColumns | ReadColumns) -> dict[str, Any]:
+    """What to pickle: the columns, not what was made of them."""
+    return {each.name: getattr(columns, each.name) for each in fields(columns)}
 
 
 def _head_of(data: TensorWriteData) -> TensorHead:
@@ -219,6 +229,9 @@ class ReadColumns:
 
     def __len__(self) -> int:
         return len(self.key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _without_caches(self)
 
     @cached_property
     def boxes(self) -> list[tuple[int, tuple[int, ...]]]:

@@ -40,6 +40,8 @@ EXPECTED = [
     "NativeWriter",
     "NotACheckpointError",
     "NotFoundError",
+    "RankDisagreementError",
+    "RankLostError",
     "ReadItem",
     "SavePlan",
     "SavePlanner",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 from holdfast.errors import CheckpointError
@@ -18,7 +19,7 @@ Whole = TypeVar("Whole")
 
 
 class Ranks(Protocol):
-    """All ranks of one save or load, as one of them sees them."""
+    """All ranks of one save or load, as one of them sees them; entered once, around all phases."""
 
     @property
     def rank(self) -> int:
@@ -26,9 +27,20 @@ class Ranks(Protocol):
         ...
 
     @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
     def is_coordinator(self) -> bool:
         """Whether this is the one that merges."""
         ...
+
+    def __enter__(self) -> Ranks: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
         """This rank's element of what ``merge`` makes of all parts."""
@@ -38,12 +50,33 @@ class Ranks(Protocol):
         """What ``merge`` makes of all parts, the same on every rank."""
         ...
 
+    def agree(self, name: str, value: object) -> None:
+        """Raise RankDisagreementError on every rank unless all of them gave a ``value`` that prints the same."""
+        ...
+
+    def check(self) -> None:
+        """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
+        ...
+
+    def progress(self, bytes_done: int) -> None:
+        """Show the others that the work of this phase goes on; any thread."""
+        ...
+
 
 class SoloRanks:
     """One process that is all the ranks there are."""
 
     rank = 0
+    size = 1
     is_coordinator = True
+
+    def __enter__(self) -> SoloRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
 
     def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
         """The one element of what ``merge`` makes of the one part."""
@@ -55,6 +88,15 @@ class SoloRanks:
         """What ``merge`` makes of the one part."""
         with _naming(phase):
             return merge([local()])
+
+    def agree(self, name: str, value: object) -> None:
+        """Nothing to do: there is nobody to differ from."""
+
+    def check(self) -> None:
+        """Nothing to do: there is nobody else who could have failed."""
+
+    def progress(self, bytes_done: int) -> None:
+        """Nothing to do: nobody waits."""
 
 
 @contextmanager

@@ -27,11 +27,12 @@ from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError
 
-# Reads of more segments than this consist of small ones.
-_FEW_SEGMENTS = 64
+# A read of so many bytes stays in the last-level cache until it is hashed and copied: on a fast disk, a fifth of the
+# speed. For a GPU the number of copies matters more.
+_HOT_BYTES = 4 << 20
 
-# Below this, a read of its own costs more than copying out of a slab shared with its neighbours.
-_STRAIGHT_BYTES = 256 << 10
+# Reads of more segments than this consist of small ones.
+_FEW_SEGMENTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,10 +98,12 @@ class Fetch:
         for number in empty:
             self._close_target(number, self._targets.pop(number))
         segments = self._segments
-        groups = coalesce(segments.file, segments.offset, segments.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT)
+        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
+        most = SLAB_BYTES if pinned else _HOT_BYTES
+        groups = coalesce(segments.file, segments.offset, segments.nbytes, most=most, alignment=ALIGNMENT)
         spans = [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
         workers = default_workers()
-        ring = SlabRing(workers, pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
+        ring = SlabRing(workers, pinned=pinned)
         try:
             if len(segments.box) > _FEW_SEGMENTS * len(spans):
                 self._run_beside(spans, ring, workers)
@@ -215,9 +218,14 @@ class _Job:
         self._boxes, self._parts = self._fetch.parts(self._span)
 
     def run(self) -> None:
-        """Read, verify, deliver."""
+        """Read, verify, deliver; from the page cache right into the targets where the bytes go there as they are."""
         file, is_cached = self._fetch.file(self._file_number)
-        if is_cached and self._read_straight(file):
+        views = self._views() if is_cached else None
+        if views is not None:
+            for place, (view, (_, _, nbytes, offset, expected)) in enumerate(zip(views, self._parts, strict=True)):
+                file.read_into(view, offset)
+                if expected >= 0 and digest(view) != expected:
+                    raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
             self._fetch.done(self._boxes)
             return
         slab, base = self.read()
@@ -226,22 +234,17 @@ class _Job:
         finally:
             self._ring.release(slab)
 
-    def _read_straight(self, file: InputFile) -> bool:
-        """Read each segment right into its target; False, with nothing done, where that is not possible or worth it."""
+    def _views(self) -> list[memoryview] | None:
+        """The memory of the targets for each segment; None unless each has its own."""
         views = []
         reached = -1
         for target, start, nbytes, offset, _ in self._parts:
-            view = target.memory(start, start + nbytes) if nbytes >= _STRAIGHT_BYTES and offset > reached else None
+            view = target.memory(start, start + nbytes) if offset > reached else None
             if view is None:
-                return False
+                return None
             views.append(view)
             reached = offset
-        for place, view in enumerate(views):
-            _, _, nbytes, offset, expected = self._parts[place]
-            file.read_into(view, offset)
-            if expected >= 0 and digest(view) != expected:
-                raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
-        return True
+        return views
 
     def read(self) -> tuple[Slab, int]:
         """A slab with the bytes of all segments, and the offset in the file that its first byte has."""

@@ -1,7 +1,7 @@
 """The commit: a checkpoint is there from the moment its manifest has its name, and not before.
 
-The order is the protocol. By the time ``publish`` is called every data file is synced; then: directory, index,
-manifest under a name of its attempt (each synced), then the name itself, then the directory again. Only after that may
+The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
+then: index, manifest under a name of its attempt (each synced), then the name itself, then the directory. Only then may
 anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No lock file, no clock.
 """
 
@@ -32,7 +32,6 @@ def publish(directory: str, manifest: bytes, *, attempt: str, index_name: str, i
     replaced = _published_files(directory) if overwrite else []
     written: list[str] = []
     try:
-        posix.sync_directory(directory)
         for path, data in ((index_path, index), (staged, manifest)):
             posix.write_new(path, data)
             written.append(path)

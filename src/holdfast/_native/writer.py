@@ -117,6 +117,7 @@ class NativeWriter(StorageWriter):
         if not isinstance(plan.storage_data, WriterNumber):
             raise InternalError("the plan did not pass through prepare_global_plan of native storage")
         self._close()
+        self._attempt = plan.storage_data.attempt
         work = _WriterWork(self.path, plan, planner, allow_pickle=self.allow_pickle)
         self._packer = work.packer
         done: Future[MutableSequence[WriteResult]] = Future()
@@ -202,7 +203,10 @@ class _WriterWork:
             if self._columns.heads[key] is None:
                 self._take_value(row)
         self._plan_chunks()
-        return self._report(self.packer.write(self._chunks()))
+        files = self.packer.write(self._chunks())
+        if files:
+            posix.sync_directory(self._path)
+        return self._report(files)
 
     def _take_value(self, row: int) -> None:
         """Encode the value of ``row``, before anything is written: for the manifest, or as bytes like a tensor's."""

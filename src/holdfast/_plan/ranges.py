@@ -57,7 +57,7 @@ def touched_blocks(starts: _Int64s, stops: _Int64s, block: int) -> _Int64s:
     counts = (stops[filled] - 1) // block - first + 1
     before = np.cumsum(counts) - counts
     within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(before, counts)
-    return np.unique(np.repeat(first, counts) + within)
+    return _distinct(np.repeat(first, counts) + within)
 
 
 def coalesce(file: npt.NDArray[np.integer], offset: _Int64s, nbytes: _Int64s, *, most: int, alignment: int) -> _Int64s:
@@ -80,7 +80,7 @@ def coalesce(file: npt.NDArray[np.integer], offset: _Int64s, nbytes: _Int64s, *,
         first + _groups_within(offset[first:stop], end[first:stop], most, alignment)
         for first, stop in zip(run_first[too_long].tolist(), run_stop[too_long].tolist(), strict=True)
     ]
-    return np.unique(np.concatenate([runs, *splits]))
+    return _distinct(np.concatenate([runs, *splits]))
 
 
 def _reached(file: npt.NDArray[np.integer], end: _Int64s) -> _Int64s:
@@ -90,10 +90,18 @@ def _reached(file: npt.NDArray[np.integer], end: _Int64s) -> _Int64s:
         return end
     # Only where rows lie within others, which is rare, does a file need work of its own.
     reach: _Int64s = end.copy()
-    for number in np.unique(file[falls]):
+    for number in _distinct(file[falls].astype(np.int64)):
         rows = slice(np.searchsorted(file, number), np.searchsorted(file, number, side="right"))
         reach[rows] = np.maximum.accumulate(end[rows])
     return reach
+
+
+def _distinct(values: _Int64s) -> _Int64s:
+    """The values, sorted, each once. np.unique does it too, but first imports numpy.ma, which takes a load's time."""
+    values = np.sort(values)
+    keep = np.ones(len(values), dtype=bool)
+    keep[1:] = values[1:] != values[:-1]
+    return values[keep]
 
 
 def _rounded_down(value: _Int64s, alignment: int) -> _Int64s:

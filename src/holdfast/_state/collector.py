@@ -18,7 +18,7 @@ _was_enabled = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No automatic collection within the block."""
+    """No automatic collection within the block, or the function it decorates: by then its objects are gone."""
     global _holders, _was_enabled
     with _lock:
         if _holders == 0:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from holdfast._state.pieces import is_sharded
 from holdfast._state.tensors import quantizer_of
 from holdfast.errors import InvalidStateError
 
@@ -31,11 +32,13 @@ class ComposedTensor:
 
 def is_composed(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a subclass that is stored as its inner tensors."""
+    if is_sharded(tensor):
+        return False
     return tensor.dtype in PACKED or (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         and hasattr(tensor, "__tensor_flatten__")
         and not tensor.is_nested
-        and type(tensor).__name__ not in ("DTensor", "FakeTensor")
+        and type(tensor).__name__ != "FakeTensor"
     )
 
 

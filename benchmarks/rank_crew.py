@@ -1,0 +1,219 @@
+"""Real processes, one for each rank, that do one job after the other together: gloo over loopback, no launcher.
+
+A job is one save or load of one contestant. It is timed from a barrier to a barrier, with its peak of memory, and what
+a load brought is compared with what the seed says, outside the timed part. A rank that fails or dies ends the run.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from contestants import MAKERS, RAW, RAW_THREADS, Contestant
+from disk import prepare_raw, read_raw, write_raw
+from peak_memory import high_water_mark, reset_high_water_mark, resident
+from shards import local_parts, sharded_state, sharded_target
+from states import Shapes, State, clear, different_keys
+
+_HOST = "127.0.0.1"
+_GOODBYE_S = 30.0
+_WARM_UP: Shapes = {"warm.up": (64, 64)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One save of, or load into, a state that is sharded along ``dim``; ``contestant`` is a short name."""
+
+    contestant: str
+    is_save: bool
+    folder: Path
+    dim: int = 0
+    is_warm_up: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One rank's side of a job: seconds between the barriers, its bytes, memory beyond them, keys with wrong bytes."""
+
+    seconds: float
+    total: int
+    beyond: int
+    wrong: list[str] = field(default_factory=list)
+
+
+class Crew:
+    """``ranks`` processes that hold the state of ``shapes`` between them; gone when the ``with`` block is left."""
+
+    def __init__(self, ranks: int, shapes: Shapes) -> None:
+        # Served from here, so that there is no port to guess.
+        self._store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, ranks, self._store.port, shapes), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        for rank, connection in enumerate(self._connections):
+            _answer(connection, f"rank {rank} of {ranks}", "starting")
+
+    def run(self, job: Job) -> list[Outcome]:
+        """What every rank has to say of the job, by rank; exits with the failure of the first one that has one."""
+        what = f"{'saving' if job.is_save else 'loading'} with {job.contestant}"
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send(job)
+            except BrokenPipeError:
+                raise SystemExit(f"rank {rank} died before {what}") from None
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(self._connections):
+            ready = wait([connection for rank, connection in enumerate(self._connections) if rank not in outcomes])
+            for rank, connection in enumerate(self._connections):
+                if connection in ready:
+                    outcomes[rank] = _answer(connection, f"rank {rank} of {len(self._connections)}", what)
+        return [outcomes[rank] for rank in range(len(self._connections))]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for connection in self._connections:
+                connection.send(None)
+            for process in self._processes:
+                process.join(_GOODBYE_S)
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _answer(connection: Connection, who: str, what: str) -> Outcome:
+    try:
+        answer: Outcome | str = connection.recv()
+    except (EOFError, ConnectionResetError):
+        raise SystemExit(f"{who} died while {what}") from None
+    if isinstance(answer, str):
+        raise SystemExit(f"{who} failed while {what}:\n{answer}")
+    if answer.wrong:
+        raise SystemExit(f"{who}, {what}, got other bytes: {len(answer.wrong)} keys, first {answer.wrong[0]!r}")
+    return answer
+
+
+def _serve(connection: Connection, rank: int, ranks: int, port: int, shapes: Shapes) -> None:
+    """The life of one rank: jobs until there are no more. Whoever started it decides what an interrupt means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        store = TCPStore(_HOST, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        work = _Rank(rank, ranks, shapes)
+        connection.send(Outcome(seconds=0.0, total=0, beyond=0))  # here, and ready
+        while (job := connection.recv()) is not None:
+            connection.send(work.do(job))
+        torch.distributed.destroy_process_group()
+    except EOFError:
+        return
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+class _Rank:
+    """One rank's contestants, states and targets, each made when it is first needed and kept."""
+
+    def __init__(self, rank: int, ranks: int, shapes: Shapes) -> None:
+        self._rank = rank
+        self._mesh = DeviceMesh("cpu", list(range(ranks)))
+        self._shapes = shapes
+        self._contestants: dict[str, Contestant] = {}
+        self._states: dict[tuple[int, bool], State] = {}
+        self._targets: dict[tuple[int, bool], State] = {}
+
+    def do(self, job: Job) -> Outcome:
+        """Do the job with all other ranks; a load is compared afterwards, unless it forgets what it read."""
+        contestant = self._contestant(job.contestant)
+        if job.is_save:
+            state = self._state(job)
+            return _measured(lambda: contestant.save(state, job.folder), state)
+        target = self._target(job)
+        clear(local_parts(target))
+        outcome = _measured(lambda: contestant.load(target, job.folder), target)
+        if contestant.loads_data:
+            outcome.wrong.extend(different_keys(local_parts(self._state(job)), local_parts(target)))
+        return outcome
+
+    def _contestant(self, short: str) -> Contestant:
+        if short not in self._contestants:
+            self._contestants[short] = _raw_share(self._rank, self._mesh.size()) if short == "raw" else MAKERS[short]()
+        return self._contestants[short]
+
+    def _state(self, job: Job) -> State:
+        which = (job.dim, job.is_warm_up)
+        if which not in self._states:
+            self._states[which] = sharded_state(self._shapes_of(job), self._mesh, dim=job.dim)
+        return self._states[which]
+
+    def _target(self, job: Job) -> State:
+        which = (job.dim, job.is_warm_up)
+        if which not in self._targets:
+            self._targets[which] = sharded_target(self._shapes_of(job), self._mesh, dim=job.dim)
+        return self._targets[which]
+
+    def _shapes_of(self, job: Job) -> Shapes:
+        return _WARM_UP if job.is_warm_up else self._shapes
+
+
+def _raw_share(rank: int, ranks: int) -> Contestant:
+    """The limit: every rank writes as many bytes as it holds, reads its share of the files, and forgets them."""
+    prepare_raw(threads=RAW_THREADS)
+
+    def save(state: State, folder: Path) -> None:
+        write_raw(folder / f"raw-{rank}.bin", _local_bytes(state), threads=RAW_THREADS)
+
+    def load(state: State, folder: Path) -> None:
+        files = sorted([*folder.rglob("raw-*"), *folder.rglob("data-*")])
+        for path in files[rank::ranks]:
+            read_raw(path, threads=RAW_THREADS)
+
+    return Contestant(name=RAW, save=save, load=load, loads_data=False)
+
+
+def _measured(action: Callable[[], None], state: State) -> Outcome:
+    gc.collect()
+    torch.distributed.barrier()
+    reset_high_water_mark()
+    before = resident()
+    torch.distributed.barrier()
+    start = time.perf_counter()
+    action()
+    torch.distributed.barrier()
+    seconds = time.perf_counter() - start
+    return Outcome(seconds=seconds, total=_local_bytes(state), beyond=max(0, high_water_mark() - before))
+
+
+def _local_bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in local_parts(state).values())

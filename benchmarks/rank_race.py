@@ -1,0 +1,116 @@
+"""The race of two ranks: one state as DTensors, saved and loaded cold, in the same layout and in others.
+
+Everything that race.py says of fairness holds here too. A time is that of the slowest rank, from a barrier to a
+barrier. The checkpoints of four ranks are written once, by four processes, before the first round. The raw limit reads
+the very files that holdfast loads, where it takes part, half of them on each rank: below a virtual disk may be a cache
+of the host's, and what one file finds there says nothing of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from contestants import HOLDFAST, RAW, TORCH_DCP, TORCH_DCP_4
+from disk import drop_caches, empty_folder, require_space
+from peak_memory import Peak
+from race import COLD, SAVE, Race
+from rank_crew import Crew, Job
+from states import Shapes, byte_count
+
+RANKS = 2
+OTHER_RANKS = 4
+FROM_OTHER_RANKS = f"cold load, {OTHER_RANKS} to {RANKS} ranks"
+FROM_OTHER_DIM = "cold load, Shard(0) to (1)"
+RANK_PHASES = (SAVE, COLD, FROM_OTHER_RANKS, FROM_OTHER_DIM)
+# Who can take part, by short name: whoever knows DTensors, and the limit.
+RANK_CONTESTANTS = {"raw": RAW, "holdfast": HOLDFAST, "dcp": TORCH_DCP, "dcp4": TORCH_DCP_4}
+
+
+def run_rank_race(
+    name: str, shapes: Shapes, field: list[str], *, folder: Path, rounds: int, say: Callable[[str], None]
+) -> tuple[Race, list[Peak]]:
+    """The race between the short names in ``field``, and holdfast's peaks of memory on the same files.
+
+    The files under ``folder`` are removed when it is over.
+    """
+    require_space(folder, int(2 * byte_count(shapes) * len(field) * 1.05) + 2**28)
+    _write_on_other_ranks(shapes, field, folder)
+    race = _race(name, shapes, field, folder=folder, rounds=rounds, say=say)
+    peaks = _measure_peaks(name, shapes, folder=folder, say=say) if "holdfast" in field else []
+    for place in _places(field, folder):
+        empty_folder(place).rmdir()
+    return race, peaks
+
+
+def _race(
+    name: str, shapes: Shapes, field: list[str], *, folder: Path, rounds: int, say: Callable[[str], None]
+) -> Race:
+    total = byte_count(shapes)
+    say(f"{name}: {len(shapes)} tensors, {total / 1e9:.2f} GB on {RANKS} ranks, {rounds} rounds")
+    race = Race(state=name, tensors=len(shapes), total=total, rounds=rounds, phases=RANK_PHASES, ranks=RANKS)
+    with Crew(RANKS, shapes) as crew:
+        _warm_up(crew, field, folder)
+        for number in range(rounds):
+            order = field if number % 2 == 0 else field[::-1]
+            for phase, short, seconds in _run_round(crew, order, folder):
+                contestant = RANK_CONTESTANTS[short]
+                race.seconds.setdefault(phase, {}).setdefault(contestant, []).append(seconds)
+                say(f"  round {number + 1}  {phase:26}  {contestant:20} {total / seconds / 1e9:6.2f} GB/s")
+    return race
+
+
+def _measure_peaks(name: str, shapes: Shapes, *, folder: Path, say: Callable[[str], None]) -> list[Peak]:
+    """The memory of the worst rank in every phase; each in new processes, that have done nothing else before."""
+    field = ["holdfast"]
+    empty_folder(_place("holdfast", RANKS, folder))
+    peaks = []
+    for phase in RANK_PHASES:
+        with Crew(RANKS, shapes) as crew:
+            drop_caches(_places(field, folder))
+            worst = max(crew.run(_job(phase, "holdfast", field, folder)), key=lambda outcome: outcome.beyond)
+        peaks.append(Peak(state=name, operation=phase, total=worst.total, beyond=worst.beyond))
+        say(f"  memory  {name}  {phase:26}  {worst.beyond / 2**20:6.0f} MiB beyond {worst.total / 1e9:.2f} GB")
+    return peaks
+
+
+def _write_on_other_ranks(shapes: Shapes, field: list[str], folder: Path) -> None:
+    writers = [short for short in field if short != "raw"]
+    if not writers:
+        return
+    with Crew(OTHER_RANKS, shapes) as crew:
+        for short in writers:
+            crew.run(Job(contestant=short, is_save=True, folder=empty_folder(_place(short, OTHER_RANKS, folder))))
+
+
+def _warm_up(crew: Crew, field: list[str], folder: Path) -> None:
+    """Let everyone do what is done once in a process, and once between ranks, before the first round."""
+    for short in field:
+        place = empty_folder(_place(short, RANKS, folder))
+        for is_save in (True, False):
+            crew.run(Job(contestant=short, is_save=is_save, folder=place, is_warm_up=True))
+
+
+def _run_round(crew: Crew, order: list[str], folder: Path) -> Iterator[tuple[str, str, float]]:
+    for phase in RANK_PHASES:
+        for short in order:
+            if phase == SAVE:
+                empty_folder(_place(short, RANKS, folder))
+            else:
+                drop_caches(_places(order, folder))
+            yield phase, short, max(outcome.seconds for outcome in crew.run(_job(phase, short, order, folder)))
+
+
+def _job(phase: str, short: str, field: list[str], folder: Path) -> Job:
+    owner = "holdfast" if short == "raw" and phase != SAVE and "holdfast" in field else short
+    writers = OTHER_RANKS if phase == FROM_OTHER_RANKS and owner != "raw" else RANKS
+    dim = 1 if phase == FROM_OTHER_DIM else 0
+    return Job(contestant=short, is_save=phase == SAVE, folder=_place(owner, writers, folder), dim=dim)
+
+
+def _place(short: str, writers: int, folder: Path) -> Path:
+    return folder / f"{short}-by-{writers}-ranks"
+
+
+def _places(field: list[str], folder: Path) -> list[Path]:
+    return [_place(short, writers, folder) for short in field for writers in (RANKS, OTHER_RANKS)]

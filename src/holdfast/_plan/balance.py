@@ -1,0 +1,416 @@
+"""Balance: which rank writes which box, when several ranks hold the same one.
+
+Rows with the same tensor and the same box are replicas; each distinct box is written once, by one of the ranks that
+hold it or in parts by several, so that all ranks write about as many bytes. Boxes that the same ranks hold are planned
+together, because a job has few such sets of holders however many boxes it has:
+
+1. how many bytes each holder takes of each set is found as if bytes were water (``_fair_shares``);
+2. the large boxes of a set are laid end to end and cut where one holder's share ends and the next one's begins, so
+   that only a box on such a border is split (``_cut``);
+3. small boxes go whole, the largest first, to the holder with the most left to take (``_place``).
+
+The result depends on what the rows say, not on their order. Boxes that overlap without being equal are no replicas
+here: the check of coverage finds those. Never looks at data.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_Int64s = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+
+_TOLERANCE = 1 / 20
+"""What one box, or one step of a cut, may be of a rank's bytes: two of them are the 10 % that ranks may differ by."""
+
+_PLACED_ONE_BY_ONE = 100_000
+"""More small boxes than this are not all placed one by one."""
+
+_CORRECTIONS = 16
+"""So many boxes per holder are placed one by one even then: they even out what the others left uneven."""
+
+_DEALT_SHARE = 1 / 100
+"""The smallest of the small boxes, together this part of their bytes, are dealt out by number: bytes are no guide."""
+
+_SWEEPS = 32
+"""At most so many rounds look for fair shares; sets of holders that are disjoint or nested need one."""
+
+_SHARES_AT_MOST = 20_000
+"""Rounds after the first are made only while there are no more shares to compute than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """What all ranks hold, one row per rank and box.
+
+    ``rank``, ``tensor`` (its number in the whole job), ``nbytes`` and ``itemsize`` are [n]; ``lo`` and ``length`` are
+    [n, D], where dimensions beyond the rank of a tensor have lo 0 and length 1. A box whose ``nbytes`` are not its
+    elements times ``itemsize`` is never split.
+    """
+
+    rank: _Int64s
+    tensor: _Int64s
+    lo: _Int64s
+    length: _Int64s
+    nbytes: _Int64s
+    itemsize: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """What is to be written, by tensor and box: the box ``lo``, ``length`` (both [m, D]) by the rank of ``row``.
+
+    ``row`` is [m], an index into what is held; the box is that row's, or a part of it.
+    """
+
+    row: _Int64s
+    lo: _Int64s
+    length: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Parts:
+    """Parts of boxes: of box ``box``, for the holder at ``holder``, from ``begin`` to ``stop`` along ``dimension``.
+
+    All are [m]. A dimension of -1 stands for the whole box.
+    """
+
+    box: _Int64s
+    holder: _Int64s
+    dimension: _Int64s
+    begin: _Int64s
+    stop: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _HolderSet:
+    """Boxes that the same ranks hold: ``holders`` is [h], ascending, ``boxes`` are numbers of distinct boxes."""
+
+    holders: _Int64s
+    boxes: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Boxes of more than ``cut_above`` bytes may be cut, into parts of at least ``least``, in steps of ``step``."""
+
+    cut_above: int
+    least: int
+    step: int
+
+
+def replica_groups(held: Held) -> tuple[_Int64s, _Int64s]:
+    """For each row the number of its distinct (tensor, box), and for each of these the number of its rows.
+
+    The distinct ones are numbered by tensor, then by box.
+    """
+    order, starts = _by_box(held)
+    sizes = np.diff(np.append(starts, len(order)))
+    group = np.empty(len(order), dtype=np.int64)
+    group[order] = np.repeat(np.arange(len(starts)), sizes)
+    return group, sizes
+
+
+def assign(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes: int = 16 << 20) -> Assignment:
+    """Who writes what: every distinct box once, by ranks that hold it, the bytes of the ``ranks`` ranks balanced.
+
+    Replicated boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only
+    where ranks might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write
+    little, a quarter of that), and a box never has more of them than holders. With ``to_lowest_rank``, every box goes
+    whole to its lowest holder.
+    """
+    if len(held.rank) and not 0 <= held.rank.min() <= held.rank.max() < ranks:
+        raise ValueError(f"rows name ranks outside of the {ranks} that there are")
+    order, starts = _without_repetition(held, *_by_box(held))
+    first = order[starts]
+    counts = np.diff(np.append(starts, len(order)))
+    shared = (counts > 1) & (held.nbytes[first] > 0)
+    if to_lowest_rank or not shared.any():
+        return Assignment(row=first, lo=held.lo[first], length=held.length[first])
+    fixed = first[~shared]
+    loads = _sums(held.rank[fixed], held.nbytes[fixed], ranks)
+    sets = _holder_sets(held.rank[order], starts, counts, np.flatnonzero(shared))
+    parts = [_whole(np.flatnonzero(~shared), 0), *_balanced(held, first, sets, loads, split_bytes)]
+    return _assembled(held, order, starts, parts)
+
+
+def _by_box(held: Held) -> tuple[_Int64s, _Int64s]:
+    """The order of rows by tensor, box, rank, and where in it each distinct (tensor, box) starts."""
+    words, rank_bits = _packed([held.tensor, *held.lo.T, *held.length.T, held.rank])
+    order = np.argsort(words[0], kind="stable") if len(words) == 1 else np.lexsort(words[::-1])
+    begins = np.zeros(len(order), dtype=bool)
+    begins[:1] = True
+    for number, word in enumerate(words):
+        key = (word >> rank_bits if number == len(words) - 1 else word)[order]
+        begins[1:] |= key[1:] != key[:-1]
+    return order, np.flatnonzero(begins)
+
+
+def _packed(columns: Sequence[_Int64s]) -> tuple[list[_Int64s], int]:
+    """Words that sort rows as the columns do, the first one first, and how many low bits the last column takes.
+
+    Few words sort several times faster than a key per column.
+    """
+    count = len(columns[0])
+    words = [np.zeros(count, dtype=np.int64)]
+    used = width = 0
+    for column in columns if count else ():
+        lowest = int(column.min())
+        width = (int(column.max()) - lowest).bit_length()
+        if width == 0:
+            continue
+        if used + width > 63:
+            words.append(np.zeros(count, dtype=np.int64))
+            used = 0
+        words[-1] <<= width
+        words[-1] |= column - lowest
+        used += width
+    return words, width
+
+
+def _without_repetition(held: Held, order: _Int64s, starts: _Int64s) -> tuple[_Int64s, _Int64s]:
+    """The same without the rows in which a rank names a box that it has named before."""
+    rank = held.rank[order]
+    kept = np.ones(len(order), dtype=bool)
+    kept[1:] = rank[1:] != rank[:-1]
+    kept[starts] = True
+    if kept.all():
+        return order, starts
+    return order[kept], (np.cumsum(kept) - 1)[starts]
+
+
+def _holder_sets(rank: _Int64s, starts: _Int64s, counts: _Int64s, shared: _Int64s) -> list[_HolderSet]:
+    """The boxes ``shared`` by their sets of holders, the sets with the fewest holders first.
+
+    The holders of box ``i`` are the ``counts[i]`` ranks from ``rank[starts[i]]`` on.
+    """
+    counts = counts[shared]
+    ends = np.cumsum(counts)
+    rows = np.repeat(starts[shared] - (ends - counts), counts) + np.arange(ends[-1])
+    number, first = _same_segments(rank[rows], ends - counts, counts)
+    by_set = np.argsort(number, kind="stable")
+    boxes = np.split(shared[by_set], np.flatnonzero(np.diff(number[by_set])) + 1)
+    sets = [
+        _HolderSet(holders=rank[start : start + count], boxes=numbers)
+        for start, count, numbers in zip(starts[shared[first]].tolist(), counts[first].tolist(), boxes, strict=True)
+    ]
+    return sorted(sets, key=lambda one: (len(one.holders), int(one.boxes[0])))
+
+
+def _same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
+    """A number for each segment of ``values``, the same for equal ones only, and of each number the first segment."""
+    within = np.arange(len(values)) - np.repeat(starts, counts)
+    salt = 0
+    while True:
+        words = _scrambled(int(values.max()) + 1, salt)
+        _, first, number = np.unique(np.add.reduceat(words[values], starts), return_index=True, return_inverse=True)
+        model = first[number]
+        # Sums of scrambled words tell segments apart but for an accident, which another salt does not repeat.
+        if np.array_equal(counts[model], counts) and np.array_equal(
+            values[np.repeat(starts[model], counts) + within], values
+        ):
+            return number, first
+        salt += 1
+
+
+def _scrambled(count: int, salt: int) -> npt.NDArray[np.uint64]:
+    """A word for each number below ``count``, as good as random (the mixing steps of splitmix64)."""
+    words = np.arange(1 + salt * count, 1 + (salt + 1) * count, dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= words >> np.uint64(shift)
+        words *= np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def _balanced(held: Held, first: _Int64s, sets: Sequence[_HolderSet], loads: _Floats, split_bytes: int) -> list[_Parts]:
+    """The parts of all boxes of ``sets``; ``loads`` are the bytes that the ranks write anyway.
+
+    ``first`` is for each box a row that holds it.
+    """
+    sizes = [held.nbytes[first[one.boxes]] for one in sets]
+    shares = _fair_shares([one.holders for one in sets], [float(size.sum()) for size in sizes], loads)
+    planned = loads.copy()
+    for one, share in zip(sets, shares, strict=True):
+        planned[one.holders] += share
+    place_all = sum(len(one.boxes) for one in sets) <= _PLACED_ONE_BY_ONE
+    parts: list[_Parts] = []
+    for one, size, share in zip(sets, sizes, shares, strict=True):
+        # What earlier sets took beside their shares, because boxes are not water, this set evens out.
+        others = planned[one.holders] - share
+        left = _poured(float(size.sum()), others)
+        limits = _limits(float(planned[one.holders].min()), split_bytes)
+        lengths = held.length[first[one.boxes]]
+        divisible = (lengths.prod(axis=1) * held.itemsize[first[one.boxes]] == size) & (lengths > 1).any(axis=1)
+        cut = (size > limits.cut_above) & divisible
+        taken = np.zeros(len(left))
+        if cut.any():
+            target = left * (size[cut].sum() / size.sum())
+            cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, limits)
+            parts.append(cuts)
+        holder = _place(size[~cut], left - taken, place_all=place_all)
+        parts.append(_whole(one.boxes[~cut], holder))
+        planned[one.holders] = others + taken + _sums(holder, size[~cut], len(left))
+    return parts
+
+
+def _limits(level: float, split_bytes: int) -> _Limits:
+    """How boxes are cut where each rank writes about ``level`` bytes: the fewer, the finer."""
+    tolerated = int(level * _TOLERANCE)
+    least = max(split_bytes // 64, min(tolerated, split_bytes // 16), 1)
+    return _Limits(
+        cut_above=max(split_bytes // 16, min(tolerated, split_bytes)), least=least, step=max(least, tolerated)
+    )
+
+
+def _fair_shares(holders: Sequence[_Int64s], amounts: Sequence[float], loads: _Floats) -> list[_Floats]:
+    """For each set the bytes that each of its holders takes, so that the fullest ranks have as little as can be.
+
+    Each set in turn fills up those of its holders that have the least, as water would. Repeated, that comes ever
+    closer to the fairest shares (it minimises the sum of squared loads, set by set).
+    """
+    filled = loads.copy()
+    shares = [np.zeros(len(ranks)) for ranks in holders]
+    negligible = 0.001 * (loads.sum() + sum(amounts)) / len(loads)
+    sweeps = min(_SWEEPS, max(1, _SHARES_AT_MOST // len(holders)))
+    for _ in range(sweeps):
+        change = 0.0
+        for number, (ranks, amount) in enumerate(zip(holders, amounts, strict=True)):
+            others = filled[ranks] - shares[number]
+            share = _poured(amount, others)
+            change = max(change, float(np.abs(share - shares[number]).max()))
+            filled[ranks] = others + share
+            shares[number] = share
+        if change <= negligible:
+            break
+    return shares
+
+
+def _poured(amount: float, loads: _Floats) -> _Floats:
+    """What each load gets of ``amount`` when the lowest are raised to one level."""
+    ascending = np.sort(loads)
+    levels = (np.cumsum(ascending) + amount) / np.arange(1, len(loads) + 1)
+    # To raise one load more lowers the level as long as that load is below it: the lowest level is the one reached.
+    reached: _Floats = np.maximum(levels.min() - loads, 0)
+    return reached
+
+
+def _sums(number: _Int64s, weights: _Int64s, count: int) -> _Floats:
+    """For each number below ``count`` the sum of its weights, exact up to 2^53."""
+    return np.bincount(number, weights=weights, minlength=count).astype(np.float64, copy=False)
+
+
+def _cut(boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, limits: _Limits) -> tuple[_Parts, _Floats]:
+    """The parts of boxes of ``sizes`` bytes that bring each holder near its target, and the bytes of each holder.
+
+    A box is cut along the first dimension in which a step is small enough, mostly the outermost, so that the bytes of
+    a part lie together.
+    """
+    steps_of = sizes[:, None] // lengths
+    fine = (lengths > 1) & (steps_of <= limits.step)
+    dimension = np.where(fine.any(axis=1), fine.argmax(axis=1), lengths.argmax(axis=1))
+    steps = np.take_along_axis(steps_of, dimension[:, None], axis=1)[:, 0]
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    borders = _borders(np.cumsum(target)[:-1].tolist(), starts.tolist(), sizes.tolist(), steps.tolist(), limits.least)
+    # Sorted by hand: np.unique without indexes first imports numpy.ma, which takes longer than the plan of most jobs.
+    edges = np.sort(np.concatenate([starts, borders, ends[-1:]]))
+    edges = edges[np.append(np.diff(edges) > 0, True)]
+    begin, stop = edges[:-1], edges[1:]
+    box = np.searchsorted(starts, begin, side="right") - 1
+    holder = np.searchsorted(borders, begin, side="right")
+    parts = _Parts(
+        box=boxes[box],
+        holder=holder,
+        dimension=dimension[box],
+        begin=(begin - starts[box]) // steps[box],
+        stop=(stop - starts[box]) // steps[box],
+    )
+    return parts, _sums(holder, stop - begin, len(target))
+
+
+def _borders(
+    wanted: Sequence[float], starts: Sequence[int], sizes: Sequence[int], steps: Sequence[int], least: int
+) -> _Int64s:
+    """Where to cut, near ``wanted``: at ends of boxes, or at whole steps that leave parts of ``least`` bytes or more.
+
+    The boxes lie end to end, from 0 on.
+    """
+    borders = []
+    before = 0
+    for place in wanted:
+        box = max(bisect_right(starts, max(place, before)) - 1, 0)
+        start, size, step = starts[box], sizes[box], steps[box]
+        floor = max(before - start, 0)
+        offset = min(max(place - start, floor), size)
+        candidates = [floor, size]
+        lowest, highest = -(-(floor + least) // step), (size - least) // step
+        if lowest <= highest:
+            candidates.append(min(max(round(offset / step), lowest), highest) * step)
+        before = start + min(candidates, key=lambda candidate: abs(candidate - offset))
+        borders.append(before)
+    return np.array(borders, dtype=np.int64)
+
+
+def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
+    """For each box of ``sizes`` bytes the holder that takes it whole; ``left`` is what the holders have still to take.
+
+    Without ``place_all`` most boxes are laid end to end and go to the holder in whose share their middle lies.
+    """
+    holders = len(left)
+    descending = np.argsort(-sizes, kind="stable")
+    from_smallest = np.cumsum(sizes[descending[::-1]])
+    dealt = int(np.searchsorted(from_smallest, _DEALT_SHARE * sizes.sum(), side="right"))
+    placed, dealt_out = np.split(descending, [len(sizes) - dealt])
+    holder = np.empty(len(sizes), dtype=np.int64)
+    holder[dealt_out] = np.arange(dealt) % holders
+    left = left - _sums(holder[dealt_out], sizes[dealt_out], holders)
+    singly = len(placed) if place_all else min(len(placed), _CORRECTIONS * holders)
+    if singly < len(placed):
+        chosen = np.zeros(len(placed), dtype=bool)
+        chosen[np.arange(singly) * len(placed) // singly] = True
+        line = np.sort(placed[~chosen])
+        placed = placed[chosen]
+        ends = np.cumsum(sizes[line])
+        room = np.cumsum(np.maximum(left, 0))
+        middle = (ends - sizes[line] / 2) * (room[-1] / ends[-1])
+        holder[line] = np.minimum(np.searchsorted(room, middle, side="right"), holders - 1)
+        left = left - _sums(holder[line], sizes[line], holders)
+    heap = [(-room, number) for number, room in enumerate(left.tolist())]
+    heapq.heapify(heap)
+    takers = []
+    for size in sizes[placed].tolist():
+        excess, number = heap[0]
+        takers.append(number)
+        heapq.heapreplace(heap, (excess + size, number))
+    holder[placed] = takers
+    return holder
+
+
+def _whole(boxes: _Int64s, holder: _Int64s | int) -> _Parts:
+    """The boxes in one part each, for the holders at ``holder``."""
+    nothing = np.zeros(len(boxes), dtype=np.int64)
+    return _Parts(box=boxes, holder=nothing + holder, dimension=nothing - 1, begin=nothing, stop=nothing)
+
+
+def _assembled(held: Held, order: _Int64s, starts: _Int64s, parts: Sequence[_Parts]) -> Assignment:
+    """The parts as boxes, by tensor and box."""
+    box = np.concatenate([one.box for one in parts])
+    sequence = np.argsort(box, kind="stable")
+    row = order[starts[box] + np.concatenate([one.holder for one in parts])][sequence]
+    lo, length = held.lo[row], held.length[row]
+    dimension = np.concatenate([one.dimension for one in parts])[sequence]
+    begin = np.concatenate([one.begin for one in parts])[sequence]
+    stop = np.concatenate([one.stop for one in parts])[sequence]
+    split = np.flatnonzero(dimension >= 0)
+    along = dimension[split]
+    lo[split, along] += begin[split]
+    length[split, along] = (stop - begin)[split]
+    return Assignment(row=row, lo=lo, length=length)

@@ -1,0 +1,356 @@
+"""Which boxes of a global tensor this process holds, and the memory of each.
+
+Every piece is a view of exactly its box: no element is copied, none is held by two pieces of one value, and nothing is
+asked of another process. Torch's own offset helper gives one box per process even where the rows a process holds do not
+lie side by side; here the index runs are computed per tensor dimension, and each run becomes a box of its own.
+Whether the memory can be stored or filled is for the caller to check; nothing here plans, reads or writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from holdfast._values.box import Box, whole
+from holdfast.errors import InvalidStateError
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+    from torch.distributed.tensor import DTensor
+
+_Run = tuple[int, int]  # the first global index, and how many follow each other
+
+_FEW_PIECES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of the global tensor and the view, detached and on its device, that holds exactly its elements."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """What this process holds of one value.
+
+    ``size`` is the global size. ``is_sharded`` says that the value describes its own part of a global tensor, be it all
+    of it; False is for plain tensors, of which other processes know nothing. A global tensor without elements is one
+    piece without elements, so that its key does not vanish; of others, empty pieces are left out.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    pieces: tuple[Piece, ...]
+    is_sharded: bool
+    _by_offsets: dict[tuple[int, ...], Piece] = field(default_factory=dict, init=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardIndex:
+    """What ``__get_tensor_shard__`` reads of an index: the names are torch's."""
+
+    fqn: str
+    offset: torch.Size
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """One mesh dimension that shards a tensor dimension: ``index`` of ``parts`` in each of ``blocks`` equal blocks."""
+
+    mesh_dim: int
+    parts: int
+    index: int
+    blocks: int
+
+
+class _Chunk(Protocol):
+    """A box as torch describes it."""
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+
+class _ShardHolder(Protocol):
+    """A tensor that knows its chunks and hands out the memory of each."""
+
+    requires_grad: bool
+    dtype: torch.dtype
+
+    def __create_chunk_list__(self) -> Iterable[_Chunk]: ...
+    def __get_tensor_shard__(self, index: _ShardIndex) -> torch.Tensor: ...
+
+
+def pieces_of(key: str, value: torch.Tensor) -> Pieces:
+    """What this process holds of ``value``; InvalidStateError, naming ``key``, where that cannot be told.
+
+    The memory stays the value's own: writing into a piece writes into the value.
+    """
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _plain(value)
+    if _is_instance(value, "torch.distributed.tensor", "DTensor"):
+        return _of_distributed(key, cast("DTensor", value))
+    if _is_instance(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase"):
+        return _of_sharded(key, cast("ShardedTensorBase", value))
+    if _hands_out_shards(value):
+        return _of_shard_holder(key, cast(_ShardHolder, value), value.size())
+    return _plain(value)
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether ``value`` describes its own part of a global tensor; False, at once, for plain tensors."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return (
+        _is_instance(value, "torch.distributed.tensor", "DTensor")
+        or _is_instance(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase")
+        or _hands_out_shards(value)
+    )
+
+
+def is_meta(value: torch.Tensor) -> bool:
+    """Whether ``value`` has no memory yet; ShardedTensors warn when they are asked, so their pieces are to tell."""
+    if _is_instance(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase"):
+        return False
+    return value.is_meta
+
+
+def piece_holding(pieces: Pieces, box: Box) -> Piece | None:
+    """The piece that ``box`` lies in, or None."""
+    return next((piece for piece in pieces.pieces if piece.box.contains(box)), None)
+
+
+def piece_at(pieces: Pieces, offsets: tuple[int, ...]) -> Piece | None:
+    """The piece whose box starts at ``offsets``, or None; the first lookup among many pieces pays for the others."""
+    if len(pieces.pieces) < _FEW_PIECES:
+        return next((piece for piece in pieces.pieces if piece.box.offsets == offsets), None)
+    if not pieces._by_offsets:
+        pieces._by_offsets.update((piece.box.offsets, piece) for piece in pieces.pieces)
+    return pieces._by_offsets.get(offsets)
+
+
+def _is_instance(value: torch.Tensor, module: str, name: str) -> bool:
+    """Whether ``value`` is of that class; a module that nobody imported yet has no instances and stays so."""
+    cls = getattr(sys.modules.get(module), name, None)
+    return isinstance(cls, type) and isinstance(value, cls)
+
+
+def _hands_out_shards(value: torch.Tensor) -> bool:
+    return hasattr(value, "__create_chunk_list__") and hasattr(value, "__get_tensor_shard__")
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The detached tensor, after the collective that is still filling it."""
+    if _is_instance(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+        tensor = tensor.wait()  # type: ignore[attr-defined]
+    return tensor.detach()
+
+
+def _plain(value: torch.Tensor) -> Pieces:
+    tensor = _settled(value)
+    size = tensor.shape
+    return Pieces(size, tensor.dtype, value.requires_grad, (Piece(whole(size), tensor),), False)
+
+
+def _of_sharded(key: str, value: ShardedTensorBase) -> Pieces:
+    """The local shards of a ShardedTensor; a shard may itself be sharded, its pieces then count from its offsets."""
+    metadata = value.metadata()
+    size, properties = torch.Size(metadata.size), metadata.tensor_properties
+    pieces: list[Piece] = []
+    for shard in value.local_shards():
+        start = tuple(shard.metadata.shard_offsets)
+        for inner in pieces_of(key, shard.tensor).pieces:
+            offsets = tuple(mine + its for mine, its in zip(start, inner.box.offsets, strict=True))
+            pieces.append(Piece(Box(offsets, inner.box.lengths), inner.tensor))
+    held = _checked(key, size, pieces, properties.dtype)
+    return Pieces(size, properties.dtype, properties.requires_grad, held, True)
+
+
+def _of_shard_holder(key: str, value: _ShardHolder, size: torch.Size) -> Pieces:
+    """The chunks that ``value`` lists, each with the memory it hands out for it."""
+    pieces: list[Piece] = []
+    requires_grad = value.requires_grad
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if box.volume == 0:
+            continue
+        shard = value.__get_tensor_shard__(_ShardIndex(key, torch.Size(box.offsets), number))
+        requires_grad = requires_grad or shard.requires_grad
+        tensor = _settled(shard)
+        if tensor.shape != box.lengths:
+            raise _invalid(key, f"hands out shape {tuple(tensor.shape)} for the chunk {box}; they must be the same")
+        pieces.append(Piece(box, tensor))
+    # torch's wrapper of local shards reports float32 whatever it wraps: the memory knows better.
+    dtype = pieces[0].tensor.dtype if pieces else value.dtype
+    return Pieces(size, dtype, requires_grad, _checked(key, size, pieces, dtype), True)
+
+
+def _checked(key: str, size: torch.Size, pieces: list[Piece], dtype: torch.dtype) -> tuple[Piece, ...]:
+    """The pieces that have elements, all of them within ``size`` and of ``dtype``."""
+    if math.prod(size) == 0:
+        return (Piece(whole(size), torch.empty(size, dtype=dtype)),)
+    for piece in pieces:
+        if not piece.box.fits(size):
+            problem = f"holds {piece.box} of a tensor of size {tuple(size)}"
+            raise _invalid(key, f"{problem}; wrap local shards in a DTensor of the global size")
+        if piece.tensor.dtype != dtype:
+            raise _invalid(key, f"has shards of dtype {piece.tensor.dtype} and {dtype}; convert them to one")
+    return tuple(piece for piece in pieces if piece.box.volume)
+
+
+def _invalid(key: str, problem: str) -> InvalidStateError:
+    return InvalidStateError(f"{key!r} {problem}", key=key)
+
+
+def _of_distributed(key: str, value: DTensor) -> Pieces:
+    """The boxes that mesh, placements and this process's coordinate give a DTensor."""
+    splits = _splits_of(key, value)
+    local = value._local_tensor
+    if splits is not None and _hands_out_shards(local):
+        return _of_shard_holder(key, cast(_ShardHolder, local), value.shape)
+    pieces: tuple[Piece, ...] = ()
+    if splits is not None:
+        local = _settled(local)
+        if value.numel() == 0:
+            pieces = (Piece(whole(value.shape), local.new_empty(value.shape)),)
+        elif local.numel():
+            pieces = tuple(_cut(local, _runs_per_dimension(key, value, local.shape, splits)))
+    return Pieces(value.shape, value.dtype, value.requires_grad, pieces, True)
+
+
+def _splits_of(key: str, value: DTensor) -> dict[int, list[_Split]] | None:
+    """The splits of every sharded tensor dimension, in mesh order; None where this process is not in the mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    splits: dict[int, list[_Split]] = {}
+    for mesh_dim, placement in enumerate(value.placements):
+        if placement.is_partial():
+            raise _invalid(
+                key, f"has the placement {placement}, which still has to be reduced; reduce it first (redistribute)"
+            )
+        if isinstance(placement, (Shard, _StridedShard)):
+            if coordinate is not None:
+                blocks = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+                split = _Split(mesh_dim, mesh.size(mesh_dim), coordinate[mesh_dim], blocks)
+                splits.setdefault(placement.dim % value.ndim, []).append(split)
+        elif not isinstance(placement, Replicate):
+            raise _invalid(key, f"has the placement {placement}, which this version does not know; redistribute it")
+    return None if coordinate is None else splits
+
+
+def _runs_per_dimension(
+    key: str, value: DTensor, local_shape: torch.Size, splits: dict[int, list[_Split]]
+) -> list[list[_Run]]:
+    """The index runs that the local tensor holds along each dimension, in local order.
+
+    Placements with strided shards have two readings that differ where the sizes are uneven. FSDP2 over tensor
+    parallelism, redistribute and full_tensor split and join in the order that the strided shards stand for;
+    distribute_tensor splits by one mesh dimension after the other, from left to right. The local length tells which of
+    them made the tensor. Where it fits both, the tensor is what full_tensor would make of it.
+    """
+    runs: list[list[_Run]] = []
+    for dim, (size, length) in enumerate(zip(value.shape, local_shape, strict=True)):
+        of_dim = splits.get(dim, [])
+        ordered = _in_order_of_sharding(value, dim, of_dim)
+        found = None if ordered is None else _runs_of(size, ordered)
+        if found is None or _length(found) != length:
+            found = _runs_of(size, of_dim)
+        if _length(found) != length:
+            raise _invalid(
+                key,
+                f"holds {length} indices of dimension {dim} where {value.placements} on a mesh of shape "
+                f"{tuple(value.device_mesh.shape)} give it {_length(found)} of {size}; distribute it with torch's rule",
+            )
+        runs.append(found)
+    return runs
+
+
+def _in_order_of_sharding(value: DTensor, dim: int, splits: list[_Split]) -> list[_Split] | None:
+    """The splits as plain ones in the order in which they were made; None where strided shards stand for no order."""
+    if len(splits) < 2 and all(split.blocks == 1 for split in splits):
+        return splits
+    for entry in value._spec.shard_order or ():
+        if entry.tensor_dim == dim:
+            by_mesh_dim = {split.mesh_dim: split for split in splits}
+            return [by_mesh_dim[mesh_dim] for mesh_dim in entry.mesh_dims]
+    if not value._spec.use_strided_shard_as_shard_order:
+        return None
+    return _order_meant_by(splits)
+
+
+def _order_meant_by(splits: list[_Split]) -> list[_Split] | None:
+    """The order in which each split comes after as many parts of the mesh dimensions to its right as it has blocks."""
+    order: list[_Split] = []
+    for split in reversed(splits):
+        parts_before = itertools.accumulate((other.parts for other in order), int.__mul__, initial=1)
+        place = next((at for at, parts in enumerate(parts_before) if parts == split.blocks), None)
+        if place is None:
+            return None
+        order.insert(place, _Split(split.mesh_dim, split.parts, split.index, 1))
+    return order
+
+
+def _runs_of(size: int, splits: Iterable[_Split]) -> list[_Run]:
+    """The runs of ``range(size)`` that are left after each split in turn, in local order."""
+    runs = [(0, size)]
+    for split in splits:
+        length = _length(runs)
+        kept: list[_Run] = []
+        for block in range(split.blocks):
+            block_start, block_length = _part(length, split.blocks, block)
+            start, part_length = _part(block_length, split.parts, split.index)
+            for run in _within(runs, block_start + start, part_length):
+                if kept and sum(kept[-1]) == run[0]:
+                    run = (kept[-1][0], kept.pop()[1] + run[1])
+                kept.append(run)
+        runs = kept
+    return runs
+
+
+def _part(length: int, parts: int, index: int) -> _Run:
+    """Where part ``index`` of ``parts`` begins and how long it is: equal parts, the last ones short or empty."""
+    step = -(-length // parts)
+    start = min(step * index, length)
+    return start, min(step, length - start)
+
+
+def _within(runs: list[_Run], start: int, length: int) -> Iterator[_Run]:
+    """The runs that positions [start, start + length) of ``runs``, one after the other, are."""
+    position = 0
+    for first, count in runs:
+        low, high = max(start, position), min(start + length, position + count)
+        if low < high:
+            yield first + low - position, high - low
+        position += count
+
+
+def _length(runs: Iterable[_Run]) -> int:
+    return sum(count for _, count in runs)
+
+
+def _cut(local: torch.Tensor, runs: list[list[_Run]]) -> Iterator[Piece]:
+    """The boxes that the runs of all dimensions make together, each with its view of ``local``."""
+    if all(len(of_dim) == 1 for of_dim in runs):
+        yield Piece(Box(tuple(of_dim[0][0] for of_dim in runs), tuple(local.shape)), local)
+        return
+    places: list[list[tuple[_Run, slice]]] = []
+    for of_dim in runs:
+        ends = list(itertools.accumulate(count for _, count in of_dim))
+        places.append([(run, slice(end - run[1], end)) for run, end in zip(of_dim, ends, strict=True)])
+    for combination in itertools.product(*places):
+        offsets = tuple(run[0] for run, _ in combination)
+        lengths = tuple(run[1] for run, _ in combination)
+        yield Piece(Box(offsets, lengths), local[tuple(place for _, place in combination)])

@@ -1,0 +1,113 @@
+"""How long to wait: deadlines, and how long ago somebody last showed life or progress.
+
+Invariant: time comes only from the clock that is handed in, so every rule here is tested without waiting. Nothing here
+sleeps, and nothing reads the wall clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long ranks wait for each other, in seconds.
+
+    ``beat_s`` passes between two signs of life; without one for ``silence_s`` a rank is lost, without progress for
+    ``progress_s`` too. ``settle_s`` lets failures that happen together be told together; ``farewell_s`` is what a
+    failing coordinator gives the others to take notice before it leaves.
+    """
+
+    beat_s: float = 1.0
+    silence_s: float = 10.0
+    progress_s: float = 120.0
+    settle_s: float = 0.25
+    farewell_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beat_s < self.silence_s:
+            raise ValueError(f"a rank must beat more often than every {self.silence_s} s, not every {self.beat_s} s")
+        if self.progress_s <= 0:
+            raise ValueError(f"a deadline is a positive number of seconds, not {self.progress_s}")
+
+
+class Deadline:
+    """A point in time, ``limit_s`` after this was made."""
+
+    __slots__ = ("_clock", "_end")
+
+    def __init__(self, limit_s: float, clock: Clock) -> None:
+        self._clock = clock
+        self._end = clock() + limit_s
+
+    @property
+    def remaining_s(self) -> float:
+        """The seconds left; 0 once it has passed."""
+        return max(0.0, self._end - self._clock())
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is over."""
+        return self._clock() >= self._end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """What a rank tells of itself with each beat.
+
+    ``progress`` counts the bytes of the phase's own work, ``moved`` the pieces of messages sent; ``working`` is False
+    while the rank waits for others.
+    """
+
+    beat: int
+    phase: str
+    progress: int = 0
+    moved: int = 0
+    working: bool = True
+
+
+class Pulse:
+    """The last sign of one rank, and for how long it has been silent or has made no progress."""
+
+    __slots__ = ("_clock", "_heard_at", "_moved_at", "_sign")
+
+    def __init__(self, sign: Sign, clock: Clock) -> None:
+        self._clock = clock
+        self._sign = sign
+        self._heard_at = self._moved_at = clock()
+
+    @property
+    def sign(self) -> Sign:
+        """The last sign that was seen."""
+        return self._sign
+
+    def see(self, sign: Sign) -> None:
+        """Take ``sign``: a new beat is life, anything else that differs is progress."""
+        now = self._clock()
+        last, self._sign = self._sign, sign
+        if sign.beat != last.beat:
+            self._heard_at = now
+        if _work_of(sign) != _work_of(last):
+            self._moved_at = now
+
+    def excuse(self, pause_s: float) -> None:
+        """Leave out ``pause_s`` in which nothing could be heard, because the listener itself was stopped."""
+        self._heard_at += pause_s
+        self._moved_at += pause_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last new beat."""
+        return self._clock() - self._heard_at
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since phase, progress or state last changed."""
+        return self._clock() - self._moved_at
+
+
+def _work_of(sign: Sign) -> tuple[str, int, int, bool]:
+    return sign.phase, sign.progress, sign.moved, sign.working

@@ -1,0 +1,112 @@
+"""What one rank has to write: the leaves of its state as write items, in columns."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast._state.fingerprint import fingerprint_of_tensor, fingerprint_of_value
+from holdfast._state.pieces import Pieces, is_sharded, pieces_of
+from holdfast._state.tensors import as_tensor, check_savable
+from holdfast.metadata import STATE_DICT_TYPE, TensorProperties
+from holdfast.planner import TensorHead, WriteColumns, padded
+
+_Memory = tuple[object, ...]
+
+
+class LocalLeaves:
+    """The leaves of one rank's state: ``columns`` to be planned, ``pieces`` of the leaves that are sharded.
+
+    ``replica_check`` says how the contents of what several ranks may hold are compared: "sample", "all" or "off".
+    """
+
+    def __init__(self, leaves: STATE_DICT_TYPE, *, replica_check: str = "off") -> None:
+        self.pieces: dict[str, Pieces] = {}
+        self._replica_check = replica_check
+        self._heads: list[TensorHead | None] = []
+        self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], bool, int]] = []
+        self._firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._sharded_firsts: dict[_Memory, str] = {}
+        for number, (key, leaf) in enumerate(leaves.items()):
+            self._add(number, key, leaf)
+        rows = self._rows
+        self.columns = WriteColumns(
+            keys=list(leaves),
+            heads=self._heads,
+            key=np.array([number for number, _, _, _, _ in rows], dtype=np.int64),
+            lo=padded([lo for _, lo, _, _, _ in rows], fill=0),
+            length=padded([length for _, _, length, _, _ in rows], fill=1),
+            hint=np.zeros(len(rows), dtype=np.int64),
+            is_shard=np.array([is_shard for _, _, _, is_shard, _ in rows], dtype=bool),
+            fingerprint=np.array([fingerprint for _, _, _, _, fingerprint in rows], dtype=np.uint64),
+        )
+
+    def _add(self, number: int, key: str, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            if is_sharded(leaf):
+                self._add_sharded(number, key, leaf)
+                return
+            check_savable(key, leaf)
+            self._heads.append(self._head_of(key, leaf))
+            self._add_whole(number, leaf)
+        elif isinstance(leaf, np.ndarray):
+            tensor = as_tensor(key, leaf)
+            self._heads.append(TensorHead(_properties(tensor.dtype, False), tensor.shape, None, "numpy"))
+            self._add_whole(number, tensor)
+        else:
+            self._heads.append(None)
+            checked = self._replica_check != "off"
+            self._rows.append((number, (), (), False, fingerprint_of_value(leaf) if checked else 0))
+
+    def _add_whole(self, number: int, tensor: torch.Tensor) -> None:
+        shape = tensor.shape
+        self._rows.append((number, (0,) * len(shape), shape, False, self._fingerprint(tensor)))
+
+    def _add_sharded(self, number: int, key: str, leaf: torch.Tensor) -> None:
+        self.pieces[key] = pieces = pieces_of(key, leaf)
+        for piece in pieces.pieces:
+            check_savable(key, piece.tensor)
+            fingerprint = self._fingerprint(piece.tensor)
+            self._rows.append((number, piece.box.offsets, piece.box.lengths, True, fingerprint))
+        alias_of = None
+        if pieces.pieces:
+            memory = tuple((piece.tensor.data_ptr(), piece.box, piece.tensor.stride()) for piece in pieces.pieces)
+            first = self._sharded_firsts.setdefault((pieces.size, pieces.dtype, memory), key)
+            alias_of = None if first == key else first
+        self._heads.append(TensorHead(_properties(pieces.dtype, pieces.requires_grad), pieces.size, alias_of))
+
+    def _fingerprint(self, tensor: torch.Tensor) -> int:
+        if self._replica_check == "off":
+            return 0
+        return fingerprint_of_tensor(tensor, everything=self._replica_check == "all")
+
+    def _head_of(self, key: str, tensor: torch.Tensor) -> TensorHead:
+        """What ``tensor`` is; tied to the first one that has just the same memory."""
+        alias_of = None
+        if tensor.numel():
+            neighbours = self._firsts.setdefault(tensor.data_ptr(), [])
+            alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
+            if alias_of is None:
+                neighbours.append((key, tensor))
+        return TensorHead(_properties(tensor.dtype, tensor.requires_grad), tensor.shape, alias_of)
+
+
+def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors that start at the same address have the same elements and always will."""
+    return (
+        first.device == second.device
+        and first.dtype == second.dtype
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.is_conj() == second.is_conj()
+        and first.is_neg() == second.is_neg()
+    )
+
+
+@cache
+def _properties(dtype: torch.dtype, requires_grad: bool) -> TensorProperties:
+    """One object for all tensors that are alike: whoever hands it out makes a copy."""
+    return TensorProperties(dtype, torch.strided, requires_grad)

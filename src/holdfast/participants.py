@@ -1,0 +1,37 @@
+"""Who takes part in a save or load: all ranks of a process group, or this process alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed
+
+from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._torchformat.messages import decode_message, encode_message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DEADLINE_S = 120.0
+"""Seconds without progress after which a rank that others wait for is given up."""
+
+
+def participants(
+    process_group: ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0, deadline_s: float = DEADLINE_S
+) -> Ranks:
+    """The ranks of one operation; every rank of the group makes it, in the same order, before anything can fail."""
+    if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return SoloRanks()
+    if torch.distributed.get_world_size(process_group) == 1:
+        return SoloRanks()
+    # Only now: without a job of several ranks there is nothing to import it for.
+    from holdfast._coord.channel_ranks import ChannelRanks
+    from holdfast._coord.rendezvous import connect
+
+    return ChannelRanks(
+        connect(process_group, deadline_s=deadline_s),
+        encode=encode_message,
+        decode=decode_message,
+        coordinator_rank=coordinator_rank,
+        deadline_s=deadline_s,
+    )

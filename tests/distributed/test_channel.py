@@ -1,0 +1,428 @@
+"""Real processes over a real TCPStore: payloads, subgroups, failures, death, stops, and nothing left behind.
+
+Limits are small where a test waits for them to pass; what is asserted about time is asserted with the limits in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast._coord import rendezvous
+from holdfast._coord.channel_ranks import ChannelRanks
+from holdfast._coord.rendezvous import connect
+from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._values.deadline import Patience
+from holdfast.errors import CheckpointError, RankDisagreementError, RankLostError, StorageError
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+QUICK = Patience(beat_s=0.1, silence_s=1.5, progress_s=1.5, settle_s=0.1, farewell_s=0.5)
+PATIENT = Patience()
+
+
+def together(
+    group: dist.ProcessGroup | None = None, patience: Patience = PATIENT, coordinator: int = 0
+) -> ChannelRanks:
+    return ChannelRanks(
+        connect(group),
+        encode=encode_message,
+        decode=decode_message,
+        patience=patience,
+        coordinator_rank=coordinator,
+    )
+
+
+def told(error: CheckpointError, started: float = 0.0) -> dict[str, Any]:
+    """What a test asserts of an error, as plain values."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "failures": {rank: type(one).__name__ for rank, one in error.failures.items()},
+        "cause": type(error.__cause__).__name__,
+        "tracebacks": error.tracebacks,
+        "rank": getattr(error, "rank", None),
+        "phase": getattr(error, "phase", None),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def sum_over(group: dist.ProcessGroup | None = None) -> int:
+    with together(group) as ranks:
+        return ranks.share("summing", lambda: ranks.rank, sum)
+
+
+def both_phases() -> tuple[int, tuple[int, list[int]], list[int]]:
+    with together() as ranks:
+        own = ranks.scatter("planning", lambda: ranks.rank, lambda parts: [(part * 10, parts) for part in parts])
+        return ranks.size, own, ranks.share("writing", lambda: own[0], lambda parts: parts[::-1])
+
+
+def large_payloads(size: int) -> list[str]:
+    payload = random.Random(dist.get_rank()).randbytes(size)
+    with together() as ranks:
+        # Everyone gets the payload of its right neighbour, then the digests of what all got.
+        found = ranks.scatter("exchanging", lambda: payload, lambda parts: [*parts[1:], parts[0]])
+        return ranks.share("comparing", lambda: hashlib.sha256(found).hexdigest(), lambda parts: parts)
+
+
+def in_subgroups() -> Any:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, other = groups[dist.get_rank() % 2], groups[1 - dist.get_rank() % 2]
+    refused = False
+    try:
+        connect(other)
+    except ValueError:
+        refused = True
+    with together(mine, coordinator=1) as ranks:
+        names = ranks.share("naming", dist.get_rank, lambda parts: parts)
+    same = connect(mine) is connect(mine) and connect(mine) is not connect()
+    return refused, names, same, sum_over(mine), sum_over()
+
+
+def failure_in_subgroup() -> Any:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    try:
+        with together(group) as ranks:
+            ranks.share("failing", lambda: 1 // (2 - dist.get_rank()), sum)
+    except CheckpointError as error:
+        return told(error)
+
+
+class Odd(ValueError):
+    """Cannot be unpickled: its constructor needs two arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+        self.lock = threading.Lock()
+
+
+ERRORS = {
+    "storage": lambda: StorageError("no space; free some", errno=28, path="/data"),
+    "value": lambda: ValueError("odd"),
+    "unpicklable": lambda: Odd("very ", "odd"),
+}
+
+
+def fail(kind: str, failing: list[int], where: str) -> Any:
+    """Fail on some ranks in one of the places; then see that group and channel still work."""
+
+    def local() -> int:
+        if where == "local" and dist.get_rank() in failing:
+            raise ERRORS[kind]()
+        return 1
+
+    def merge(parts: list[int]) -> int:
+        if where == "merge":
+            raise ERRORS[kind]()
+        return sum(parts)
+
+    sum_over()
+    started = time.monotonic()
+    found = None
+    try:
+        with together() as ranks:
+            ranks.share("writing", local, merge)
+    except CheckpointError as error:
+        found = told(error, started)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return found, float(total), sum_over()
+
+
+def signal_self(rank: int, which: int, coordinator: int) -> Any:
+    """One rank kills or stops itself in its second phase; what the others raise, and how soon."""
+    sum_over()
+    started = time.monotonic()
+
+    def local() -> None:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), which)
+
+    try:
+        with together(patience=QUICK, coordinator=coordinator) as ranks:
+            ranks.share("planning", lambda: None, lambda parts: None)
+            ranks.share("writing", local, lambda parts: None)
+    except CheckpointError as error:
+        return told(error, started)
+
+
+def stop_and_continue(stopped: int) -> Any:
+    """One rank is stopped until the others have given it up, then goes on; the next operation works for all."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid-{dist.get_rank()}", str(os.getpid()))
+    sum_over()
+    found = None
+
+    def local() -> None:
+        if dist.get_rank() == stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        with together(patience=QUICK) as ranks:
+            ranks.share("writing", local, lambda parts: None)
+    except CheckpointError as error:
+        found = told(error)
+    waker = 1 - stopped
+    if dist.get_rank() == waker:
+        os.kill(int(store.get(f"pid-{stopped}")), signal.SIGCONT)
+    return found, sum_over()
+
+
+def after_the_coordinator_died() -> Any:
+    """Kill rank 0; the others meet again in a group of their own, made without it."""
+    store = dist.distributed_c10d._get_default_store()
+    sum_over()
+    rank = dist.get_rank()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with together(patience=QUICK) as ranks:
+            ranks.share("writing", lambda: None, lambda parts: None)
+    except RankLostError as error:
+        lost = told(error)
+    try:
+        sum_over()
+    except RankLostError as error:
+        again = told(error)
+    dist.destroy_process_group()
+    gc.collect()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank - 1, world_size=2)
+    return lost, again, sum_over()
+
+
+def slow_but_alive() -> int:
+    def local() -> int:
+        for step in range(30 if dist.get_rank() == 1 else 0):
+            ranks.progress(step)
+            ranks.check()
+            threading.Event().wait(0.1)  # the work that takes its time
+        return 1
+
+    sum_over()
+    with together(patience=QUICK) as ranks:
+        return ranks.share("writing", local, sum)
+
+
+def hang_beating() -> Any:
+    released = threading.Event()
+
+    def local() -> None:
+        if dist.get_rank() == 1:
+            ranks.progress(1_000_000)
+            released.wait(2.5)
+
+    sum_over()
+    started = time.monotonic()
+    try:
+        with together(patience=QUICK) as ranks:
+            ranks.share("writing the checkpoint", local, lambda parts: None)
+    except CheckpointError as error:
+        return told(error, started), sum_over()
+
+
+def many_operations(count: int) -> tuple[Any, Any, int]:
+    def counts() -> tuple[int, int, int]:
+        gc.collect()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            threading.active_count(),
+        )
+
+    def operate(number: int) -> None:
+        try:
+            with together(patience=Patience(settle_s=0.01)) as ranks:
+                payload = b"x" * (100_000 if number % 5 else 5_000_000)
+                ranks.scatter("planning", lambda: payload, lambda parts: parts)
+                ranks.share("writing", lambda: 1 // ((number % 10) or (dist.get_rank() - 1)), sum)
+        except CheckpointError:
+            assert number % 10 == 0
+
+    for number in range(10):
+        operate(number)
+    before = counts()
+    for number in range(count):
+        operate(number)
+    dist.barrier()
+    # Nothing is kept at the server but its token; the inboxes are empty.
+    left = connect().take_client().num_keys()
+    return before, counts(), left
+
+
+def different_paths() -> Any:
+    path = "/checkpoints/b" if dist.get_rank() == 2 else "/checkpoints/a"
+    try:
+        with together() as ranks:
+            ranks.agree("checkpoint path", path)
+    except RankDisagreementError as error:
+        return told(error), error.said
+
+
+def without_a_store() -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_store_of", lambda group: None)
+        return sum_over(), sum_over()
+
+
+def leave_at_once(size: int) -> Any:
+    """The coordinator's process ends right after the last phase; the others still get all of its last word."""
+    with together() as ranks:
+        whole = ranks.share("writing", lambda: None, lambda parts: b"x" * size)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(whole)
+
+
+def keys_at_the_rendezvous() -> list[str]:
+    sum_over()
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return [name for name in ("address", "readers") if store.check([f"holdfast/{group.group_name}/{name}"])]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+def test_parts_and_wholes_go_where_they_belong(pool: Pool, world: int) -> None:
+    everyone = list(range(world))
+    assert pool.run(world, both_phases) == [
+        (world, (10 * rank, everyone), [10 * one for one in everyone[::-1]]) for rank in everyone
+    ]
+
+
+@pytest.mark.parametrize("size", [0, (4 << 20) - 1, 50_000_000])
+def test_payloads_of_any_size_arrive_as_they_are(pool: Pool, size: int) -> None:
+    world = 3
+    digests = [hashlib.sha256(random.Random(rank).randbytes(size)).hexdigest() for rank in range(world)]
+    assert pool.run(world, large_payloads, size) == [[*digests[1:], digests[0]]] * world
+
+
+def test_subgroups_have_channels_of_their_own(pool: Pool) -> None:
+    found = pool.run(4, in_subgroups)
+    assert found == [(True, [0, 2] if rank % 2 == 0 else [1, 3], True, 1, 6) for rank in range(4)]
+
+
+def test_a_subgroup_names_ranks_as_the_job_does(pool: Pool) -> None:
+    nobody, *found = pool.run(3, failure_in_subgroup)
+    assert nobody is None
+    for error in found:
+        assert error["message"] == "rank 2: failing failed: ZeroDivisionError: integer division or modulo by zero"
+        assert error["failures"] == {2: "ZeroDivisionError"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_name", "message", "arrives_as"),
+    [
+        ("storage", "StorageError", "rank 1: no space; free some", "StorageError"),
+        ("value", "CheckpointError", "rank 1: writing failed: ValueError: odd", "ValueError"),
+        ("unpicklable", "CheckpointError", "rank 1: writing failed: Odd: very odd", "CheckpointError"),
+    ],
+)
+def test_a_failing_rank_fails_all_with_its_class(
+    pool: Pool, kind: str, type_name: str, message: str, arrives_as: str
+) -> None:
+    found = pool.run(4, fail, kind, [1, 3], "local")
+    for rank, (error, total, again) in enumerate(found):
+        assert (error["type"], error["message"]) == (type_name, message)
+        own = {one: type(ERRORS[kind]()).__name__ if rank == one else arrives_as for one in (1, 3)}
+        assert error["failures"] == own
+        assert error["cause"] == own.get(rank, "NoneType")
+        assert "in local" in error["tracebacks"][1]
+        assert error["seconds"] < 2
+        assert (total, again) == (4.0, 6)
+
+
+def test_a_failing_merge_fails_all(pool: Pool) -> None:
+    for error, total, again in pool.run(3, fail, "storage", [], "merge"):
+        assert (error["type"], error["message"]) == ("StorageError", "rank 0: no space; free some")
+        assert error["failures"] == {0: "StorageError"}
+        assert error["seconds"] < 2
+        assert (total, again) == (3.0, 3)
+
+
+@pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("lost", "coordinator"), [(2, 0), (0, 0), (1, 1), (0, 1)])
+def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost: int, coordinator: int) -> None:
+    found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost], timeout_s=30)
+    survivors = [error for rank, error in enumerate(found) if rank != lost]
+    for error in survivors:
+        assert error["type"] == "RankLostError"
+        assert error["rank"] == lost
+        assert error["message"].startswith(f"rank {lost} ")
+        assert list(error["failures"]) == [lost]
+        assert error["seconds"] < QUICK.silence_s + 5
+    if lost != 0:
+        assert {error["phase"] for error in survivors} == {"writing"}
+        assert len({error["message"] for error in survivors}) == 1
+    else:  # with the carrier goes what was on its way: the survivors may not have come to the next phase yet
+        assert {error["phase"] for error in survivors} <= {"planning", "writing"}
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_was_stopped_and_goes_on_hears_of_it_and_joins_the_next(pool: Pool, stopped: int) -> None:
+    for error, again in pool.run(3, stop_and_continue, stopped, timeout_s=30):
+        assert error["type"] == "RankLostError"
+        assert error["rank"] == stopped
+        assert again == 3
+
+
+def test_after_the_death_of_the_carrier_a_new_group_gets_a_new_channel(pool: Pool) -> None:
+    nobody, *found = pool.run(3, after_the_coordinator_died, dies=[0], timeout_s=40)
+    assert nobody is None
+    for lost, again, total in found:
+        assert (lost["rank"], again["rank"], total) == (0, 0, 1)
+        assert again["message"].startswith("rank 0 is gone: ")
+
+
+def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Pool) -> None:
+    assert pool.run(2, slow_but_alive) == [2, 2]
+
+
+def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: Pool) -> None:
+    for error, again in pool.run(2, hang_beating):
+        assert error["type"] == "RankLostError"
+        assert error["message"].startswith(
+            "rank 1 made no progress for 1.5 s in 'writing the checkpoint' (1,000,000 bytes done)"
+        )
+        assert again == 1
+
+
+def test_operations_leave_no_thread_socket_or_key_behind(pool: Pool) -> None:
+    for before, after, keys in pool.run(3, many_operations, 50, timeout_s=60):
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+        assert keys == 1
+
+
+def test_different_paths_are_named(pool: Pool) -> None:
+    for error, said in pool.run(4, different_paths):
+        assert error["message"].startswith(
+            "the ranks disagree on the checkpoint path: "
+            "ranks 0-1 and 3 say '/checkpoints/a', rank 2 says '/checkpoints/b'; "
+        )
+        assert said == {0: "'/checkpoints/a'", 1: "'/checkpoints/a'", 2: "'/checkpoints/b'", 3: "'/checkpoints/a'"}
+        assert list(error["failures"]) == [2]
+
+
+def test_a_group_without_a_store_meets_by_one_broadcast(pool: Pool) -> None:
+    assert pool.run(2, without_a_store) == [(1, 1)] * 2
+
+
+def test_the_last_word_of_a_coordinator_that_ends_arrives_whole(pool: Pool) -> None:
+    assert pool.run(3, leave_at_once, 30_000_000, dies=[0]) == [None, 30_000_000, 30_000_000]
+
+
+def test_the_rendezvous_leaves_no_keys(pool: Pool) -> None:
+    assert pool.run(3, keys_at_the_rendezvous) == [[], [], []]

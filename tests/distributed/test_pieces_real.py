@@ -1,0 +1,161 @@
+"""What real gloo processes hold of the tensors that torch shards for them.
+
+The processes run this file as a script: they shard numbered tensors with FSDP2, tensor parallelism, redistribute and
+distribute_tensor, and each compares its pieces with the whole and all of them with the placements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from holdfast._state.pieces import Pieces, pieces_of
+
+WORLD = 6
+TIMEOUT_S = 110
+
+
+def test_pieces_of_real_processes_agree_with_the_whole(tmp_path: Path) -> None:
+    arguments = [str(WORLD), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [output for process, output in zip(processes, outputs, strict=True) if process.returncode]
+    assert not failed, "\n".join(failed)
+    # A check that was skipped everywhere would pass: each process says how many layouts it compared.
+    assert {int(output.split()[-1]) for output in outputs} == {len(list(checks(WORLD)))}
+
+
+def numbered(shape: Sequence[int]) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(tuple(shape))
+
+
+def check_held(name: str, truth: torch.Tensor, held: Pieces | None) -> None:
+    """Fail, naming the layout, unless the pieces are right here and hold each element equally often over all ranks."""
+    holders = torch.zeros_like(truth)
+    for piece in () if held is None else held.pieces:
+        assert torch.equal(piece.tensor, truth[piece.box.slices()]), f"{name}: wrong values in {piece.box}"
+        assert tuple(piece.tensor.shape) == piece.box.lengths, name
+        holders[piece.box.slices()] += 1
+    assert held is None or held.size == truth.shape, name
+    dist.all_reduce(holders)
+    assert holders.min() >= 1, f"{name}: elements that nobody holds"
+    assert holders.min() == holders.max(), f"{name}: elements held more often than others"
+
+
+def mesh_of(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh over the first ranks; the others are outside it."""
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(tuple(shape)), mesh_dim_names=tuple(names))
+
+
+def check_placements(shape: Sequence[int], placements: Sequence[Placement], size: Sequence[int]) -> None:
+    truth = numbered(size)
+    mesh = mesh_of(shape, "abc"[: len(shape)])
+    name = f"{tuple(placements)} on {tuple(shape)} of {tuple(size)}"
+    if len(shape) < 3:  # of three, the local length cannot always tell whether torch split at once or in order
+        at_once = distribute_tensor(truth.clone(), mesh, placements, src_data_rank=None)
+        check_held(f"distribute_tensor {name}", truth, pieces_of("weight", at_once))
+    if mesh.get_coordinate() is not None:
+        replicated = distribute_tensor(truth.clone(), mesh, [Replicate()] * len(shape))
+        redistributed = replicated.redistribute(mesh, placements)
+        held = pieces_of("weight", redistributed)
+        assert torch.equal(redistributed.full_tensor(), truth), name
+    else:
+        held = None
+    check_held(f"redistribute {name}", truth, held)
+
+
+def check_model(shape: Sequence[int], names: Sequence[str], rows: int, *, rowwise: bool) -> None:
+    """FSDP2 (HSDP with three dimensions) over tensor parallelism of one linear layer."""
+    truth = numbered((rows, 12))
+    mesh = mesh_of(shape, names)
+    held = None
+    if mesh.get_coordinate() is not None:
+        layer = torch.nn.Linear(12, rows, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(truth)
+        if "tp" in names:
+            parallelize_module(layer, mesh["tp"], RowwiseParallel() if rowwise else ColwiseParallel())
+        data_parallel = tuple(name for name in names if name != "tp")
+        fully_shard(layer, mesh=mesh[data_parallel])
+        held = pieces_of("weight", layer.weight)
+        assert held.requires_grad
+    check_held(f"fully_shard {names} {tuple(shape)} rows {rows} rowwise {rowwise}", truth, held)
+
+
+Layout = tuple[tuple[int, ...], list[Placement], tuple[int, int]]
+
+LAYOUTS: list[Layout] = [
+    *(
+        (shape, [_StridedShard(0, split_factor=shape[1]), Shard(0)], (rows, columns))
+        for shape, rows in [((3, 2), 13), ((2, 3), 13), ((2, 3), 10), ((2, 2), 7), ((3, 2), 1)]
+        for columns in (1, 5)
+    ),
+    ((6,), [Shard(0)], (13, 7)),
+    ((4,), [Shard(1)], (13, 7)),
+    ((3, 2), [Shard(0), Shard(0)], (13, 7)),
+    ((2, 3), [Shard(1), Shard(0)], (13, 7)),
+    ((3, 2), [Replicate(), Shard(1)], (13, 7)),
+    ((1, 3, 2), [Shard(0), _StridedShard(1, split_factor=2), Shard(1)], (13, 7)),
+    ((2, 2, 2), [_StridedShard(0, split_factor=2), Replicate(), Shard(0)], (13, 7)),
+    ((2, 2, 2), [Shard(1), Shard(0), Shard(0)], (13, 7)),
+    ((2, 2, 2), [_StridedShard(0, split_factor=4), Shard(0), Shard(0)], (13, 7)),
+    ((2, 2, 2), [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)], (13, 7)),
+]
+
+MODELS: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+    ((6,), ("dp",)),
+    ((3, 2), ("dp", "tp")),
+    ((2, 3), ("dp", "tp")),
+    ((3, 2), ("replicate", "shard")),
+    ((2, 2, 2), ("replicate", "shard", "tp")),
+]
+
+
+def checks(world: int) -> Iterator[Callable[[], None]]:
+    """One check for every layout whose mesh fits into ``world`` processes."""
+    for shape, placements, size in LAYOUTS:
+        if math.prod(shape) <= world:
+            yield partial(check_placements, shape, placements, size)
+    for (mesh_shape, names), rows, rowwise in itertools.product(MODELS, (12, 13, 5), (False, True)):
+        if math.prod(mesh_shape) <= world:
+            yield partial(check_model, mesh_shape, names, rows, rowwise=rowwise)
+
+
+def main(rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    count = 0
+    for check in checks(world):
+        check()
+        count += 1
+    dist.destroy_process_group()
+    print(count)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

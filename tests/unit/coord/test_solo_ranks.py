@@ -1,0 +1,36 @@
+"""One process as all the ranks there are: the same phases, the same errors, nobody to wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast.errors import CheckpointError, StorageError
+
+
+def test_both_kinds_of_phase_merge_the_one_part() -> None:
+    ranks: Ranks = SoloRanks()
+    with ranks as entered:
+        assert entered is ranks
+        assert ranks.scatter("planning", lambda: 2, lambda parts: [sum(parts) + 1]) == 3
+        assert ranks.share("writing", lambda: 2, lambda parts: parts) == [2]
+        ranks.agree("path", "anything")
+        ranks.progress(7)
+        ranks.check()
+    assert (ranks.rank, ranks.size, ranks.is_coordinator) == (0, 1, True)
+
+
+def raising(error: BaseException) -> None:
+    raise error
+
+
+def test_errors_are_named_by_phase_and_interrupts_pass() -> None:
+    ranks = SoloRanks()
+    with pytest.raises(CheckpointError, match=r"^writing failed: ValueError: odd$") as caught:
+        ranks.share("writing", lambda: raising(ValueError("odd\nmore")), lambda parts: None)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert list(caught.value.failures) == [0]
+    with pytest.raises(StorageError, match=r"^full$"):
+        ranks.scatter("writing", lambda: raising(StorageError("full")), lambda parts: parts)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.share("writing", lambda: raising(KeyboardInterrupt()), lambda parts: None)

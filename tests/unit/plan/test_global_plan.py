@@ -1,0 +1,239 @@
+"""What the coordinator makes of the plans of all ranks: one head per key, ties, values once, and who disagrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast._values.lazy import LazyList
+from holdfast.errors import InvalidStateError, RankDisagreementError
+from holdfast.global_plan import plan_together
+from holdfast.local_plan import LocalLeaves
+from holdfast.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from holdfast.metadata import TensorProperties as Properties
+from holdfast.planner import (
+    SavePlan,
+    TensorHead,
+    TensorWriteData,
+    WriteColumns,
+    WriteItem,
+    WriteItemType,
+    write_columns,
+)
+
+FLOAT = Properties(torch.float32)
+
+
+def plan_of(state: dict[str, Any], replica_check: str = "sample") -> SavePlan:
+    return SavePlan(LazyList(LocalLeaves(state, replica_check=replica_check).columns))
+
+
+def shard(key: str, low: list[int], length: list[int], size: list[int]) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(low), torch.Size(length))
+    data = TensorWriteData(chunk, FLOAT, torch.Size(size))
+    return WriteItem(MetadataIndex(key, torch.Size(low)), WriteItemType.SHARD, None, data)
+
+
+def held_nowhere(key: str, size: list[int]) -> SavePlan:
+    """The plan of a rank that knows the key but holds nothing of it: outside a submesh, or an empty shard."""
+    return SavePlan(
+        LazyList(
+            WriteColumns(
+                keys=[key],
+                heads=[TensorHead(FLOAT, torch.Size(size))],
+                key=np.zeros(0, dtype=np.int64),
+                lo=np.zeros((0, len(size)), dtype=np.int64),
+                length=np.ones((0, len(size)), dtype=np.int64),
+                hint=np.zeros(0, dtype=np.int64),
+                is_shard=np.zeros(0, dtype=bool),
+            )
+        )
+    )
+
+
+def keys_written(plans: list[SavePlan]) -> list[list[str]]:
+    return [[item.index.fqn for item in plan.items] for plan in plans]
+
+
+def tensor(metadata: Any, key: str) -> TensorStorageMetadata:
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
+
+
+def test_keys_keep_the_order_in_which_ranks_first_have_them() -> None:
+    states: list[dict[str, Any]] = [
+        {"b": 1, "a": torch.ones(2)},
+        {"c": torch.ones(1), "a": torch.ones(2)},
+        {"d": 4, "b": 1},
+    ]
+    _, metadata = plan_together([plan_of(state) for state in states])
+    assert list(metadata.state_dict_metadata) == ["b", "a", "c", "d"]
+    assert isinstance(metadata.state_dict_metadata["d"], BytesStorageMetadata)
+
+
+def test_what_several_ranks_have_is_written_by_one_of_them() -> None:
+    plans, _ = plan_together([plan_of({"w": torch.ones(2), "step": 3}) for _ in range(4)])
+    written = sorted(key for keys in keys_written(plans) for key in keys)
+    assert written == ["step", "w"]
+
+
+def test_a_single_plan_is_handed_back_as_it_came() -> None:
+    plan = plan_of({"w": torch.ones(2), "step": 3})
+    plans, _ = plan_together([plan])
+    assert plans[0] is plan
+
+
+def test_to_lowest_rank_leaves_everything_shared_with_the_first_holder() -> None:
+    states: list[dict[str, Any]] = [
+        {"w": torch.ones(50)},
+        {"w": torch.ones(50), "x": torch.ones(9)},
+        {"x": torch.ones(9), "y": 1},
+    ]
+    plans, _ = plan_together([plan_of(state) for state in states], to_lowest_rank=True)
+    assert keys_written(plans) == [["w"], ["x"], ["y"]]
+
+
+def test_planner_and_storage_data_of_each_rank_stay_with_it() -> None:
+    plans = [SavePlan(plan_of({"w": torch.ones(2)}).items, f"storage {rank}", f"planner {rank}") for rank in range(2)]
+    together, _ = plan_together(plans)
+    assert [(plan.storage_data, plan.planner_data) for plan in together] == [
+        ("storage 0", "planner 0"),
+        ("storage 1", "planner 1"),
+    ]
+
+
+def test_shards_of_different_ranks_make_one_tensor() -> None:
+    plans = [SavePlan([shard("w", [low, 0], [2, 3], [6, 3])]) for low in (4, 0, 2)]
+    together, metadata = plan_together(plans)
+    assert [tuple(chunk.offsets) for chunk in tensor(metadata, "w").chunks] == [(0, 0), (2, 0), (4, 0)]
+    lows = [write_columns(plan.items).lo.tolist() for plan in together]
+    assert lows == [[[4, 0]], [[0, 0]], [[2, 0]]]
+
+
+def test_tensors_of_different_dimensions_are_planned_together() -> None:
+    states: list[dict[str, Any]] = [
+        {"matrix": torch.ones(2, 3)},
+        {"scalar": torch.tensor(1.0), "cube": torch.ones(2, 2, 2), "n": 1},
+    ]
+    plans, metadata = plan_together([plan_of(state) for state in states])
+    assert keys_written(plans) == [["matrix"], ["scalar", "cube", "n"]]
+    assert [tuple(chunk.sizes) for chunk in tensor(metadata, "scalar").chunks] == [()]
+    assert [tuple(chunk.sizes) for chunk in tensor(metadata, "cube").chunks] == [(2, 2, 2)]
+
+
+# Ties.
+
+
+def test_a_tie_that_all_holders_have_is_kept_and_follows_its_first_key() -> None:
+    states: list[dict[str, Any]] = []
+    for _ in range(3):
+        weight = torch.ones(4)
+        states.append({"first": weight, "second": weight})
+    plans, metadata = plan_together([plan_of(state) for state in states])
+    assert tensor(metadata, "second").alias_of == "first"
+    assert sorted(keys_written(plans)) == [[], [], ["first", "second"]]
+
+
+def test_a_tie_that_only_some_holders_have_is_dropped() -> None:
+    weight = torch.ones(4)
+    tied, loose = {"first": weight, "second": weight}, {"first": torch.ones(4), "second": torch.ones(4)}
+    for states in ([tied, loose], [loose, tied], [tied, loose, tied]):
+        _, metadata = plan_together([plan_of(state) for state in states])
+        assert tensor(metadata, "second").alias_of is None
+
+
+def test_ties_in_opposite_directions_are_dropped() -> None:
+    one, two = torch.ones(4), torch.ones(4)
+    _, metadata = plan_together([plan_of({"a": one, "b": one}), plan_of({"b": two, "a": two})])
+    assert [tensor(metadata, key).alias_of for key in "ab"] == [None, None]
+
+
+def test_a_rank_that_holds_nothing_of_a_key_has_no_say_about_its_ties() -> None:
+    weight = torch.ones(4)
+    tied = {"first": weight, "second": weight}
+    for plans in ([held_nowhere("second", [4]), plan_of(tied)], [plan_of(tied), held_nowhere("second", [4])]):
+        _, metadata = plan_together(plans)
+        assert tensor(metadata, "second").alias_of == "first"
+
+
+# Disagreement.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (torch.ones(4), torch.ones(3), ("torch.float32 [4]", "torch.float32 [3]")),
+        (torch.ones(4), torch.ones(4, 1), ("torch.float32 [4]", "torch.float32 [4, 1]")),
+        (torch.ones(4), torch.ones(4).long(), ("torch.float32 [4]", "torch.int64 [4]")),
+        (torch.ones(4), 1.0, ("torch.float32 [4]", "a value")),
+        (1.0, torch.ones(4), ("a value", "torch.float32 [4]")),
+    ],
+)
+def test_one_key_in_two_kinds_names_both_ranks(one: Any, other: Any, said: tuple[str, str]) -> None:
+    plans = [plan_of({"fine": 1}), plan_of({"w": one}), plan_of({"fine": 1}), plan_of({"w": other})]
+    with pytest.raises(RankDisagreementError) as caught:
+        plan_together(plans)
+    assert str(caught.value).startswith(f"'w' is {said[0]} on rank 1 but {said[1]} on rank 3")
+    assert caught.value.said == {1: said[0], 3: said[1]}
+
+
+def test_a_rank_that_holds_nothing_is_named_when_it_disagrees() -> None:
+    with pytest.raises(RankDisagreementError, match=r"\[5\] on rank 1 but torch.float32 \[4\] on rank 2") as caught:
+        plan_together([plan_of({"fine": 1}), held_nowhere("w", [5]), plan_of({"w": torch.ones(4)})])
+    assert set(caught.value.said) == {1, 2}
+
+
+@pytest.mark.parametrize("contents", [torch.ones(4), np.ones(4), 7, "text", [1, 2]])
+def test_different_contents_of_replicas_name_the_ranks(contents: Any) -> None:
+    other = contents * 2
+    plans = [plan_of({"fine": 1, "w": each}) for each in (contents, contents, other, contents, other)]
+    with pytest.raises(RankDisagreementError) as caught:
+        plan_together(plans)
+    assert "'w' has other contents on rank 2, 4 than on rank 0" in str(caught.value)
+    assert set(caught.value.said) == {0, 1, 2, 3, 4}
+    said = caught.value.said
+    assert said[0] == said[1] == said[3] != said[2] == said[4]
+
+
+def test_different_contents_are_not_looked_at_when_the_check_is_off() -> None:
+    plans = [plan_of({"w": torch.full((3,), float(rank)), "step": rank}, "off") for rank in range(2)]
+    plan_together(plans)
+
+
+def test_values_whose_text_says_nothing_are_not_compared() -> None:
+    plan_together([plan_of({"odd": object()}) for _ in range(2)])
+
+
+# What is not whole.
+
+
+def test_a_hole_is_named_by_its_key() -> None:
+    with pytest.raises(InvalidStateError, match="'w'") as caught:
+        plan_together([SavePlan([shard("w", [0], [2], [6])]), SavePlan([shard("w", [4], [2], [6])])])
+    assert caught.value.key == "w"
+
+
+def test_boxes_that_overlap_without_being_the_same_are_refused() -> None:
+    with pytest.raises(InvalidStateError, match="'w'"):
+        plan_together([SavePlan([shard("w", [0], [4], [6])]), SavePlan([shard("w", [3], [3], [6])])])
+
+
+def test_a_key_that_nobody_holds_is_refused() -> None:
+    with pytest.raises(InvalidStateError, match="'w'"):
+        plan_together([held_nowhere("w", [4]), held_nowhere("w", [4])])
+
+
+def test_a_value_twice_in_one_plan_is_refused() -> None:
+    item = WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO)
+    with pytest.raises(InvalidStateError, match="'step' 2 times"):
+        plan_together([SavePlan([item, item]), SavePlan([])])
+
+
+def test_nothing_at_all_is_a_plan_too() -> None:
+    plans, metadata = plan_together([plan_of({}), plan_of({})])
+    assert keys_written(plans) == [[], []]
+    assert metadata.state_dict_metadata == {}
