@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## train, kill in the middle of a save, resume, and compare
+demo: $(STAMP) ## train on 4 ranks, kill them in the middle of a save, resume on 4 and on 2, and compare
 	@$(BIN)/python examples/demo.py
 
 test: lint types layers unit ## all that CI checks: lint, types, layers, tests

@@ -1,19 +1,23 @@
-"""The main job, end to end: train, be killed in the middle of a save, resume, and lose nothing.
+"""The main job, end to end: train on 4 ranks, be killed in the middle of a save, resume on 4 and on 2, lose nothing.
 
-The same training runs twice. One run is left alone. The other gets SIGKILL while it is writing a checkpoint, is started
-again, and must then produce the same losses, bit by bit. Exits with 0 only when all of that was seen to be so. Writes
-to ./demo-output, and leaves there the last checkpoint and a plot.
+torchrun starts the same training, FSDP2 and AdamW on the CPU, four times. One run is left alone. Another gets SIGKILL
+on every rank while it writes a checkpoint. What that leaves is resumed on 4 ranks, which must give the same losses bit
+by bit, and on 2 ranks, which must give them up to rounding. Exits with 0 only when all of that was seen to be so.
+Writes to ./demo-output, and leaves there the last checkpoint and a plot; no process is left.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,20 +29,25 @@ from rich.console import Console
 from rich.table import Table
 
 import holdfast
-from training import STEPS, STEPS_BETWEEN_SAVES, newest_whole_checkpoint
+from elastic_training import STEPS, STEPS_BETWEEN_SAVES
+from training import newest_whole_checkpoint
 
 OUTPUT = Path("demo-output")
-TRAINING = Path(__file__).with_name("training.py")
+TRAINING = Path(__file__).with_name("elastic_training.py")
 SAVES_BEFORE_THE_KILL = 2
 PAUSE_INSIDE_THE_SAVE_S = 0.005
 """From the first sight of a save's files to the kill: long enough to have written a lot, too short to be done."""
+LIMIT_S = 120.0
+"""How long one run may take."""
+ROUNDING = 1e-3
+"""How far losses may be apart where another number of ranks adds them up in another order, relative to the loss."""
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What one process did, as its log tells."""
+    """What the ranks of one run did, as the log of the first one tells."""
 
     name: str
     seconds: float
@@ -56,10 +65,23 @@ class Kill:
     leftover_bytes: int
 
 
-def start(name: str) -> subprocess.Popen[bytes]:
-    """A training process whose checkpoints are in ``OUTPUT/name``."""
+@contextmanager
+def started(name: str, ranks: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Torchrun with ``ranks`` ranks that train, their checkpoints in ``OUTPUT/name``. All have ended afterwards."""
     (OUTPUT / name).mkdir(exist_ok=True)
-    return subprocess.Popen([sys.executable, str(TRAINING), str(OUTPUT / name), str(OUTPUT / f"{name}.log")])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with (OUTPUT / f"{name}.errors").open("wb") as errors:
+        process = subprocess.Popen(
+            [*launch, str(TRAINING), str(OUTPUT / name), str(OUTPUT / f"{name}.log")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=errors,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks then; with SIGKILL it could not
+            process.wait(LIMIT_S)
 
 
 def read_log(name: str, title: str, seconds: float) -> Run:
@@ -78,70 +100,71 @@ def read_log(name: str, title: str, seconds: float) -> Run:
     return run
 
 
-def run_to_the_end(name: str, title: str) -> Run:
+def run_to_the_end(name: str, title: str, ranks: int) -> Run:
     """A run that nobody disturbs."""
-    started = time.perf_counter()
-    code = start(name).wait()
-    assert code == 0, f"the training ended with exit code {code}"
-    return read_log(name, title, time.perf_counter() - started)
+    began = time.perf_counter()
+    with started(name, ranks) as process:
+        code = process.wait(LIMIT_S)
+    assert code == 0, f"the training ended with exit code {code}: {(OUTPUT / f'{name}.errors').read_text()}"
+    return read_log(name, title, time.perf_counter() - began)
 
 
-def kill_inside_a_save(name: str, first_step: int) -> Kill | None:
-    """Start a run and SIGKILL it while it saves ``first_step`` or a later one; None when the save was faster.
-
-    Data files without a manifest are a save in progress: that is what is waited for, and what must be left.
-    """
-    process = start(name)
-    try:
-        for step in range(first_step, STEPS + 1, STEPS_BETWEEN_SAVES):
-            directory = OUTPUT / name / f"step-{step:06d}"
-            while process.poll() is None and not any(directory.glob("data-*.safetensors")):
-                time.sleep(0.001)
-            time.sleep(PAUSE_INSIDE_THE_SAVE_S)
-            if not (directory / "manifest.json").exists():
-                break
-    finally:
-        process.kill()  # SIGKILL: no handler runs, nothing is flushed
-        code = process.wait()
-    assert code == -signal.SIGKILL, f"the training ended with exit code {code} before it could be killed"
-    if (directory / "manifest.json").exists():
-        return None
-    return Kill(directory=directory, leftover_bytes=sum(file.stat().st_size for file in directory.iterdir()))
-
-
-def killed_run(name: str) -> tuple[Run, Kill]:
-    """A run that was killed inside a save; where a save wins the race, it goes on to the next one."""
-    started = time.perf_counter()
-    step = (SAVES_BEFORE_THE_KILL + 1) * STEPS_BETWEEN_SAVES
-    while step <= STEPS:
-        kill = kill_inside_a_save(name, step)
-        if kill is not None:
-            return read_log(name, "killed", time.perf_counter() - started), kill
-        step += STEPS_BETWEEN_SAVES
+def wait_for_a_save(process: subprocess.Popen[bytes], root: Path, first_step: int) -> Path:
+    """The directory of a save in progress, of ``first_step`` or a later one: data files and no manifest."""
+    until = time.monotonic() + LIMIT_S
+    for step in range(first_step, STEPS + 1, STEPS_BETWEEN_SAVES):
+        directory = root / f"step-{step:06d}"
+        while not any(directory.glob("data-*.safetensors")):
+            assert process.poll() is None, f"the training ended with exit code {process.returncode}, and was not killed"
+            assert time.monotonic() < until, f"no save of step {step} within {LIMIT_S:.0f} s"
+            time.sleep(0.001)
+        time.sleep(PAUSE_INSIDE_THE_SAVE_S)
+        if not (directory / "manifest.json").exists():
+            return directory
     raise AssertionError("every save was faster than the kill; this disk is too fast for the demonstration")
 
 
-def check(whole: Run, killed: Run, resumed: Run, kill: Kill) -> None:
-    """Assert everything that this program claims."""
+def killed_run(name: str, ranks: int) -> tuple[Run, Kill]:
+    """A run whose ranks got SIGKILL inside a save; where a save wins the race, it is resumed until the next one."""
+    began = time.perf_counter()
+    for saves in range(SAVES_BEFORE_THE_KILL, STEPS // STEPS_BETWEEN_SAVES):
+        with started(name, ranks) as process:
+            directory = wait_for_a_save(process, OUTPUT / name, (saves + 1) * STEPS_BETWEEN_SAVES)
+            for rank in range(ranks):  # SIGKILL: no handler runs, nothing is flushed
+                os.kill(int((OUTPUT / f"{name}.log.{rank}.pid").read_text()), signal.SIGKILL)
+            code = process.wait(LIMIT_S)
+        assert code != 0, "torchrun did not see that its ranks were killed"
+        if not (directory / "manifest.json").exists():
+            leftover_bytes = sum(file.stat().st_size for file in directory.iterdir())
+            run = read_log(name, f"killed on {ranks}", time.perf_counter() - began)
+            return run, Kill(directory=directory, leftover_bytes=leftover_bytes)
+    raise AssertionError("every save was faster than the kill; this disk is too fast for the demonstration")
+
+
+def check(whole: Run, killed: Run, resumed: Run, kill: Kill) -> float:
+    """The largest relative difference of a resumed loss from the uninterrupted run's, after all else is asserted."""
     last_saved = int(kill.directory.name.removeprefix("step-")) - STEPS_BETWEEN_SAVES
     assert sorted(whole.losses) == list(range(1, STEPS + 1)), "the uninterrupted run did not take every step"
     assert resumed.resumed_at == last_saved, f"resumed at {resumed.resumed_at}, and {last_saved} was the last whole one"
     assert sorted(resumed.losses) == list(range(last_saved + 1, STEPS + 1)), "the resumed run skipped steps"
-    for run in (killed, resumed):
-        for step, loss in run.losses.items():
-            assert loss.hex() == whole.losses[step].hex(), f"{run.name}: another loss at step {step}"
+    for step, loss in killed.losses.items():
+        assert loss.hex() == whole.losses[step].hex(), f"{killed.name}: another loss at step {step}"
+    return max(abs(loss - whole.losses[step]) / whole.losses[step] for step, loss in resumed.losses.items())
 
 
-def plot(whole: Run, killed: Run, resumed: Run, path: Path) -> None:
-    """Draw both loss curves, and where the one was cut."""
+def plot(whole: Run, killed: Run, resumed: list[Run], path: Path) -> None:
+    """Draw the loss curves, and where the one was cut."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.plot(list(whole.losses), list(whole.losses.values()), color="#c9ced6", linewidth=7, label="uninterrupted")
-    axes.plot(list(killed.losses), list(killed.losses.values()), color="#d1495b", label="until the kill")
-    axes.plot(list(resumed.losses), list(resumed.losses.values()), color="#1f77b4", linestyle="--", label="resumed")
+    axes.plot(list(whole.losses), list(whole.losses.values()), color="#c9ced6", linewidth=9, label=whole.name)
+    axes.plot(list(killed.losses), list(killed.losses.values()), color="#d1495b", linewidth=3, label=killed.name)
+    for run, color, style in zip(resumed, ("#1f77b4", "#edae49"), ("-", "--"), strict=True):
+        axes.plot(
+            list(run.losses), list(run.losses.values()), color=color, linestyle=style, linewidth=2, label=run.name
+        )
     axes.axvline(max(killed.losses), color="#d1495b", linewidth=1, linestyle=":")
     axes.annotate("SIGKILL inside a save", (max(killed.losses), max(whole.losses.values())), (6, -4),
                   textcoords="offset points", color="#d1495b")  # fmt: skip
-    axes.set(xlabel="step", ylabel="loss", title="Killed inside a save and resumed: the same losses")
+    axes.set(xlabel="step", ylabel="loss", title="Killed inside a save and resumed on 4 and on 2 ranks")
     axes.legend(loc="lower left")
     figure.savefig(path, dpi=130)
 
@@ -149,8 +172,8 @@ def plot(whole: Run, killed: Run, resumed: Run, path: Path) -> None:
 def timings(runs: list[Run], checkpoint_bytes: int) -> Table:
     """What each run did and how long it took."""
     table = Table(title=f"Timings ({checkpoint_bytes / 1e6:.0f} MB per checkpoint)", title_justify="left")
-    for column in ("run", "steps", "seconds", "whole saves", "median save", "load"):
-        table.add_column(column, justify="left" if column == "run" else "right")
+    for column in ("run", "steps", "seconds", "saves", "median save", "load"):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for run in runs:
         save_s = statistics.median(run.save_seconds) if run.save_seconds else None
         table.add_row(
@@ -168,44 +191,59 @@ def command(*arguments: str) -> None:
     """Show a command of holdfast and its output; it must succeed."""
     console.print(f"\n[bold]$ holdfast {' '.join(arguments)}[/bold]")
     sys.stdout.flush()
-    subprocess.run([sys.executable, "-m", "holdfast", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "holdfast", *arguments], check=True, timeout=LIMIT_S)
 
 
-def main() -> None:
-    """Run the demonstration."""
-    started = time.perf_counter()
-    shutil.rmtree(OUTPUT, ignore_errors=True)
-    OUTPUT.mkdir()
-    console.print(f"[bold]1[/bold]  training {STEPS} steps, a checkpoint every {STEPS_BETWEEN_SAVES}, undisturbed")
-    whole = run_to_the_end("undisturbed", "uninterrupted")
-    console.print("[bold]2[/bold]  the same again, killed with SIGKILL in the middle of a save")
-    killed, kill = killed_run("interrupted")
+def check_that_nothing_is_found(kill: Kill) -> None:
+    """Assert that what the kill left cannot be mistaken for a checkpoint."""
     try:
         holdfast.load(kill.directory)
     except holdfast.NotFoundError as error:
         console.print(f"   it left {kill.leftover_bytes / 1e6:.0f} MB and no manifest, so: [italic]{error}[/italic]")
     else:
         raise AssertionError("the save that was cut short can be loaded")
-    newest = newest_whole_checkpoint(OUTPUT / "interrupted")
-    console.print(f"[bold]3[/bold]  started again; the newest whole checkpoint is {newest}")
-    resumed = run_to_the_end("interrupted", "resumed")
-    check(whole, killed, resumed, kill)
-    console.print(
-        f"   [green]all {len(resumed.losses)} losses after the crash are bit-equal to the uninterrupted run's[/green]"
-    )
 
-    last = OUTPUT / "interrupted" / f"step-{STEPS:06d}"
+
+def four_runs() -> tuple[Run, Run, list[Run]]:
+    """The uninterrupted run, the killed one, and those that resumed it; everything this program claims is asserted."""
+    console.print(f"[bold]1[/bold]  4 ranks train {STEPS} steps, a checkpoint every {STEPS_BETWEEN_SAVES}, undisturbed")
+    whole = run_to_the_end("undisturbed", "uninterrupted on 4", 4)
+    console.print("[bold]2[/bold]  the same again, all ranks killed with SIGKILL in the middle of a save")
+    killed, kill = killed_run("interrupted", 4)
+    check_that_nothing_is_found(kill)
+    shutil.copytree(OUTPUT / "interrupted", OUTPUT / "on-2-ranks")
+    newest = newest_whole_checkpoint(OUTPUT / "interrupted")
+    console.print(f"[bold]3[/bold]  started again on 4 ranks; the newest whole checkpoint is {newest}")
+    on_4_ranks = run_to_the_end("interrupted", "resumed on 4", 4)
+    difference = check(whole, killed, on_4_ranks, kill)
+    assert difference == 0, f"losses on 4 ranks differ by {difference:.1e}"
+    count = len(on_4_ranks.losses)
+    console.print(f"   [green]all {count} losses after the crash are bit-equal to the uninterrupted run's[/green]")
+    console.print("[bold]4[/bold]  started again on 2 ranks, from the same checkpoint")
+    on_2_ranks = run_to_the_end("on-2-ranks", "resumed on 2", 2)
+    difference = check(whole, killed, on_2_ranks, kill)
+    assert difference < ROUNDING, f"losses on 2 ranks differ by {difference:.1e}"
+    console.print(f"   [green]all {count} losses are those of 4 ranks, within {difference:.1e} of rounding[/green]")
+    return whole, killed, [on_4_ranks, on_2_ranks]
+
+
+def main() -> None:
+    """Run the demonstration."""
+    began = time.perf_counter()
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    OUTPUT.mkdir()
+    whole, killed, resumed = four_runs()
+    last = OUTPUT / "on-2-ranks" / f"step-{STEPS:06d}"
     checkpoint_bytes = sum(file.stat().st_size for file in last.iterdir())
     command("show", str(last))
     command("verify", str(last))
     console.print()
-    console.print(timings([whole, killed, resumed], checkpoint_bytes))
+    console.print(timings([whole, killed, *resumed], checkpoint_bytes))
     plot(whole, killed, resumed, OUTPUT / "loss.png")
-    shutil.rmtree(OUTPUT / "undisturbed")
-    for directory in set((OUTPUT / "interrupted").iterdir()) - {last}:
-        shutil.rmtree(directory)
-    console.print(f"Both loss curves: [bold]{OUTPUT / 'loss.png'}[/bold]. Last checkpoint: [bold]{last}[/bold].")
-    console.print(f"[green]Everything held[/green], in {time.perf_counter() - started:.0f} s.")
+    for path in {*OUTPUT.iterdir(), *last.parent.iterdir()} - {last, last.parent, OUTPUT / "loss.png"}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    console.print(f"The loss curves: [bold]{OUTPUT / 'loss.png'}[/bold]. Last checkpoint: [bold]{last}[/bold].")
+    console.print(f"[green]Everything held[/green], in {time.perf_counter() - began:.0f} s.")
 
 
 if __name__ == "__main__":
