@@ -28,6 +28,7 @@ from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
+from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.global_plan import plan_together
 from holdfast.local_plan import LocalLeaves
@@ -46,7 +47,6 @@ from holdfast.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    ValueBuffer,
     WriteColumns,
     WriteItem,
     WriteItemType,

@@ -11,10 +11,12 @@ import torch
 from holdfast._state.fingerprint import fingerprint_of_tensor, fingerprint_of_value
 from holdfast._state.pieces import Pieces, is_sharded, pieces_of
 from holdfast._state.tensors import as_tensor, check_savable
+from holdfast._values.limits import MAX_DIMENSIONS
 from holdfast.metadata import STATE_DICT_TYPE, TensorProperties
 from holdfast.planner import TensorHead, WriteColumns, padded
 
 _Memory = tuple[object, ...]
+_ZEROS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
 class LocalLeaves:
@@ -27,21 +29,24 @@ class LocalLeaves:
         self.pieces: dict[str, Pieces] = {}
         self._replica_check = replica_check
         self._heads: list[TensorHead | None] = []
-        self._rows: list[tuple[int, tuple[int, ...], tuple[int, ...], bool, int]] = []
+        self._key: list[int] = []
+        self._lo: list[tuple[int, ...]] = []
+        self._length: list[tuple[int, ...]] = []
+        self._is_shard: list[bool] = []
+        self._fingerprints: list[int] = []
         self._firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self._sharded_firsts: dict[_Memory, str] = {}
         for number, (key, leaf) in enumerate(leaves.items()):
             self._add(number, key, leaf)
-        rows = self._rows
         self.columns = WriteColumns(
             keys=list(leaves),
             heads=self._heads,
-            key=np.array([number for number, _, _, _, _ in rows], dtype=np.int64),
-            lo=padded([lo for _, lo, _, _, _ in rows], fill=0),
-            length=padded([length for _, _, length, _, _ in rows], fill=1),
-            hint=np.zeros(len(rows), dtype=np.int64),
-            is_shard=np.array([is_shard for _, _, _, is_shard, _ in rows], dtype=bool),
-            fingerprint=np.array([fingerprint for _, _, _, _, fingerprint in rows], dtype=np.uint64),
+            key=np.array(self._key, dtype=np.int64),
+            lo=padded(self._lo, fill=0),
+            length=padded(self._length, fill=1),
+            hint=np.zeros(len(self._key), dtype=np.int64),
+            is_shard=np.array(self._is_shard, dtype=bool),
+            fingerprint=np.array(self._fingerprints, dtype=np.uint64),
         )
 
     def _add(self, number: int, key: str, leaf: Any) -> None:
@@ -59,18 +64,27 @@ class LocalLeaves:
         else:
             self._heads.append(None)
             checked = self._replica_check != "off"
-            self._rows.append((number, (), (), False, fingerprint_of_value(leaf) if checked else 0))
+            self._add_row(number, (), (), False, fingerprint_of_value(leaf) if checked else 0)
 
     def _add_whole(self, number: int, tensor: torch.Tensor) -> None:
         shape = tensor.shape
-        self._rows.append((number, (0,) * len(shape), shape, False, self._fingerprint(tensor)))
+        self._add_row(number, _ZEROS[len(shape)], shape, False, self._fingerprint(tensor))
+
+    def _add_row(
+        self, number: int, lo: tuple[int, ...], length: tuple[int, ...], is_shard: bool, fingerprint: int
+    ) -> None:
+        self._key.append(number)
+        self._lo.append(lo)
+        self._length.append(length)
+        self._is_shard.append(is_shard)
+        self._fingerprints.append(fingerprint)
 
     def _add_sharded(self, number: int, key: str, leaf: torch.Tensor) -> None:
         self.pieces[key] = pieces = pieces_of(key, leaf)
         for piece in pieces.pieces:
             check_savable(key, piece.tensor)
             fingerprint = self._fingerprint(piece.tensor)
-            self._rows.append((number, piece.box.offsets, piece.box.lengths, True, fingerprint))
+            self._add_row(number, piece.box.offsets, piece.box.lengths, True, fingerprint)
         alias_of = None
         if pieces.pieces:
             memory = tuple((piece.tensor.data_ptr(), piece.box, piece.tensor.stride()) for piece in pieces.pieces)

@@ -19,9 +19,10 @@ from holdfast._state.tensors import empty_quantized, torch_dtype
 from holdfast._torchformat.objects import serialize_object
 from holdfast._values.box import Box
 from holdfast._values.dtypes import DTYPES
+from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ValueBuffer, read_columns
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
 from holdfast.storage import StorageReader
 
 

@@ -33,10 +33,11 @@ from holdfast._values import dtypes
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
+from holdfast._values.value_buffer import ValueBuffer
 from holdfast._version import __version__
 from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata, StorageMeta
-from holdfast.planner import SavePlan, SavePlanner, TensorHead, ValueBuffer, padded, write_columns
+from holdfast.planner import SavePlan, SavePlanner, TensorHead, padded, write_columns
 from holdfast.storage import StorageWriter, WriteResult
 
 # What one file's header may take before another file is begun; safetensors itself reads 100 MB.
