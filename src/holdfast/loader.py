@@ -207,6 +207,7 @@ def _load_once(
         with torch.no_grad():
             reader.read_data(plan, planner).wait()
 
+    ranks.follow(lambda: reader.bytes_read)
     ranks.share("reading the metadata", read_metadata, _one_attempt)
     plan = ranks.scatter("planning the load", plan_locally, plan_globally)
     ranks.share("reading the checkpoint", read, lambda done: None)

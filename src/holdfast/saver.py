@@ -108,6 +108,7 @@ def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner,
         writer.finish(metadata, results)
         return metadata
 
+    ranks.follow(lambda: writer.bytes_written)
     try:
         plan = ranks.scatter("planning the save", plan_locally, plan_globally)
         return ranks.share("writing the checkpoint", write, publish)

@@ -34,6 +34,9 @@ class WriteResult:
 class StorageWriter(abc.ABC):
     """Writes the items of a plan to a medium and publishes the whole."""
 
+    bytes_written: int = 0
+    """Bytes given to the medium so far, where the storage counts them: how ranks see that a slow one still works."""
+
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, to ``checkpoint_id`` when it is given."""

@@ -76,6 +76,7 @@ class ChannelRanks:
         self._step = 0
         self._phase = "starting"
         self._progress = 0
+        self._count: Callable[[], int] | None = None
         self._awaited_since: float | None = None
         self._parts: dict[int, dict[int, Message]] = {}
         self._wholes: dict[int, bytes] = {}
@@ -156,6 +157,10 @@ class ChannelRanks:
     def progress(self, bytes_done: int) -> None:
         """Show the others that the work of this phase goes on; any thread."""
         self._progress = bytes_done
+
+    def follow(self, count: Callable[[], int]) -> None:
+        """Ask ``count`` at every heartbeat how far the work is; any thread may be asked to run it."""
+        self._count = count
 
     def _together(
         self,
@@ -298,7 +303,8 @@ class ChannelRanks:
 
     def _sign(self, beat: int, moved: int) -> Sign:
         working = self._awaited_since is None
-        return Sign(beat=beat, phase=self._phase, progress=self._progress, moved=moved, working=working)
+        progress = self._progress + (0 if self._count is None else self._count())
+        return Sign(beat=beat, phase=self._phase, progress=progress, moved=moved, working=working)
 
     def _tick(self) -> None:
         """Decide what has to be decided now: who is lost, and whether the operation has failed."""

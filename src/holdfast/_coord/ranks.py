@@ -62,6 +62,10 @@ class Ranks(Protocol):
         """Show the others that the work of this phase goes on; any thread."""
         ...
 
+    def follow(self, count: Callable[[], int]) -> None:
+        """Ask ``count`` now and then, in another thread, how far the work is, and show that to the others."""
+        ...
+
 
 class SoloRanks:
     """One process that is all the ranks there are."""
@@ -96,6 +100,9 @@ class SoloRanks:
         """Nothing to do: there is nobody else who could have failed."""
 
     def progress(self, bytes_done: int) -> None:
+        """Nothing to do: nobody waits."""
+
+    def follow(self, count: Callable[[], int]) -> None:
         """Nothing to do: nobody waits."""
 
 

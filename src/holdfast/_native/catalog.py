@@ -225,7 +225,7 @@ class DataFiles:
     @property
     def bytes_read(self) -> int:
         """Bytes that the system delivered from these files."""
-        return sum(file.bytes_read for file, _ in self._files.values())
+        return sum(file.bytes_read for file, _ in tuple(self._files.values()))
 
     def __iter__(self) -> Iterator[InputFile]:
         return (file for file, _ in self._files.values())

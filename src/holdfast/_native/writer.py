@@ -77,6 +77,12 @@ class NativeWriter(StorageWriter):
         self._attempt = attempt or secrets.token_hex(8)
         self._packer: Packer | None = None
 
+    @property
+    def bytes_written(self) -> int:  # type: ignore[override]
+        """Bytes of data files that the system took from the save under way."""
+        packer = self._packer
+        return 0 if packer is None else sum(file.output.bytes_written for file in tuple(packer.files))
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
         if checkpoint_id is not None:

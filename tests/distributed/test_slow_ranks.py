@@ -1,0 +1,59 @@
+"""A rank whose own part takes longer than the deadline, and one that stands still."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import RankLostError
+
+DEADLINE_S = 2.0
+PARTS = 14
+
+
+class SlowPlanner(holdfast.DefaultSavePlanner):
+    """Takes its time over each of many tensors, so that bytes keep moving; or over just one."""
+
+    def __init__(self, *, pause_s: float, at_once: bool) -> None:
+        super().__init__()
+        self._pause_s = pause_s
+        self._at_once = at_once
+        self._seen = 0
+
+    def transform_object(self, write_item: holdfast.WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        self._seen += 1
+        if not self._at_once or self._seen == 1:
+            time.sleep(self._pause_s)  # the slowness itself, which is what is tested
+        return super().transform_object(write_item, object)
+
+
+def save_slowly(path: str, at_once: bool) -> str:
+    rank = torch.distributed.get_rank()
+    # Each of 17 MiB, so that a slab is written, and counted, for every tensor.
+    state = {f"{rank}.{number}": torch.full((17 << 20,), number, dtype=torch.uint8) for number in range(PARTS)}
+    slow = SlowPlanner(pause_s=DEADLINE_S * 3.5 if at_once else DEADLINE_S * 3.5 / PARTS, at_once=at_once)
+    planner = slow if rank == 1 else holdfast.DefaultSavePlanner()
+    try:
+        holdfast.save(state, path, planner=planner, deadline_s=DEADLINE_S)
+    except RankLostError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_slow_rank_whose_bytes_move_is_waited_for(pool: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    assert pool.run(2, save_slowly, path, False, timeout_s=60) == ["saved", "saved"]
+    assert len(holdfast.load(path)) == 2 * PARTS
+
+
+def test_a_rank_that_stands_still_is_given_up_by_name(pool: Any, tmp_path: Path) -> None:
+    said = pool.run(2, save_slowly, str(tmp_path / "checkpoint"), True, timeout_s=60)
+    assert all("rank 1" in text and "no progress" in text for text in said)
+    with pytest.raises(holdfast.NotFoundError):
+        holdfast.load(str(tmp_path / "checkpoint"))
