@@ -1,8 +1,8 @@
 """Boxes of stored chunks into their targets: the read engine.
 
 Wanted boxes become segments: the 1 MiB blocks they touch, which are verified, or exactly their bytes when verification
-is off. Segments in file order are coalesced into jobs of at most one slab. Where the file is in the page cache and the
-bytes go to one place as they are, they are read straight into it; else through a slab.
+is off. Segments in file order are coalesced into jobs of at most 4 MiB, or one slab for a GPU. Where the file is in the
+page cache and the bytes go to one place as they are, they are read straight into it; else through a slab.
 """
 
 from __future__ import annotations
