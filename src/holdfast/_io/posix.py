@@ -12,9 +12,11 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import os
 import stat
 from collections.abc import Iterator
+from typing import cast
 
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
 
@@ -189,6 +191,15 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
         except FileNotFoundError:
             if not missing_ok:
                 raise
+
+
+@contextlib.contextmanager
+def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    """A stream on ``path``, opened as ``open`` does and closed at the end of the block."""
+    with reporting("open", path):
+        stream = open(path, mode)  # noqa: SIM115 - what the block itself raises is not about opening
+    with stream:
+        yield cast(io.IOBase, stream)
 
 
 def list_names(path: str | os.PathLike[str]) -> list[str]:

@@ -1,0 +1,22 @@
+"""Where torch's format keeps an item: the values behind ``Metadata.storage_data`` of a ``.metadata`` file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StorageInfo:
+    """The bytes of one item; ``transform_descriptors`` name the stream transforms that they went through."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StoragePrefix:
+    """How the names of one rank's files begin."""
+
+    prefix: str
