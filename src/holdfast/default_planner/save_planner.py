@@ -112,9 +112,12 @@ class DefaultSavePlanner(SavePlanner):
     def _plan_together(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         all_plans, metadata = plan_together(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
         if self.flatten_state_dict:
-            paths = dict(self.mappings) if any(path_mapping(plan.planner_data) is None for plan in all_plans) else {}
+            paths = dict(self.mappings)  # a subclass may have put something else into the plans
             for plan in all_plans:
                 paths.update(path_mapping(plan.planner_data) or {})
+            stored = metadata.state_dict_metadata
+            if len(paths) > len(stored):
+                paths = {key: path for key, path in paths.items() if key in stored}
             metadata = dataclasses.replace(metadata, planner_data=paths, paths=paths)
         return all_plans, metadata
 
