@@ -236,6 +236,30 @@ def test_another_coordinator_refuses_a_plan_that_it_never_saw() -> None:
     assert job.plan(states()[:2]).was_planned
 
 
+@pytest.mark.parametrize("keeps", ["usable", "nothing"])
+def test_storage_that_makes_new_plans_loses_the_benefit_or_is_refused_but_loses_no_data(keeps: str) -> None:
+    job = Job(2)
+    expected = job.plan(states()[:2]).items
+    planners = job.planners(states()[:2])
+    plans, _ = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    made = [SavePlan([], "new", None, usable=plan.usable or keeps == "nothing") for plan in plans]
+    if keeps == "nothing":
+        with pytest.raises(holdfast.InvalidStateError, match="left out that it is not usable"):
+            planners[1].finish_plan(made[1])
+        return
+    finished = [planner.finish_plan(plan) for planner, plan in zip(planners, made, strict=True)]
+    assert Planned([], [], Metadata({}), finished).items == expected
+
+
+def test_a_planner_with_plans_to_remember_can_be_sent_to_another_process() -> None:
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner.set_up_planner({"w": torch.ones(2)})
+    planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0])
+    again = pickle.loads(pickle.dumps(planner))
+    again.set_up_planner({"w": torch.zeros(2)})
+    assert not again.create_local_plan().usable
+
+
 def test_a_subclass_keeps_its_plans_to_itself() -> None:
     class Mine(DefaultSavePlanner):
         pass

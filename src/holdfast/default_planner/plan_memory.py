@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from holdfast.planner import SavePlan, WriteColumns, write_columns
 _KEPT_ROUNDS = 4
 """So many saves back an unchanged plan is recognised: enough for a few models that take turns."""
 
+_lock = threading.RLock()  # of all memories: planners are sent to other processes, and locks cannot be
 PlanTogether = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
 
 
@@ -79,10 +81,11 @@ class PlanMemory:
 
     def draft(self, columns: WriteColumns, plan: SavePlan) -> Draft:
         """What this rank sends for ``plan``: itself, or the name of the planning that had the same one."""
-        self._drafts += 1
-        recent = [each for each in self._remembered if self._drafts - each.round < _KEPT_ROUNDS]
-        known = next((each for each in recent if _is_same(each, columns, plan.planner_data)), None)
-        self._remembered = [each for each in recent if each is not known]
+        with _lock:
+            self._drafts += 1
+            recent = [each for each in self._remembered if self._drafts - each.round < _KEPT_ROUNDS]
+            known = next((each for each in recent if _is_same(each, columns, plan.planner_data)), None)
+            self._remembered = [each for each in recent if each is not known]
         if known is None:
             return Draft(columns=columns, planner_data=plan.planner_data, to_send=plan, known=None)
         named = NamedPlan([], usable=False, planning=known.planning, fingerprint=columns.fingerprint)
@@ -92,6 +95,12 @@ class PlanMemory:
         self, plans: list[SavePlan], plan_together: PlanTogether, *, manner: object = None
     ) -> tuple[list[SavePlan], Metadata]:
         """What ``plan_together`` makes of ``plans``, or made of the same ones, in the same manner, in a recent save."""
+        with _lock:
+            return self._plan_once(plans, plan_together, manner)
+
+    def _plan_once(
+        self, plans: list[SavePlan], plan_together: PlanTogether, manner: object
+    ) -> tuple[list[SavePlan], Metadata]:
         self._plannings += 1
         self._outcomes = {
             name: each for name, each in self._outcomes.items() if self._plannings - each.round < _KEPT_ROUNDS
@@ -140,15 +149,21 @@ class PlanMemory:
     def finish(self, draft: Draft, plan: SavePlan) -> SavePlan:
         """The final plan of this rank, remembered for the saves to come."""
         planning = plan.planning if isinstance(plan, NamedPlan) else ""
+        known = draft.known
         if not plan.usable:
-            if draft.known is None or draft.known.planning != planning:
+            if known is None or planning not in ("", known.planning):
                 raise InvalidStateError(
                     "the coordinator says that the plan of this rank has not changed, but it has; "
                     "leave enable_plan_caching out"
                 )
-            plan = dataclasses.replace(draft.known.final, storage_data=plan.storage_data)
+            planning = known.planning
+            plan = dataclasses.replace(known.final, storage_data=plan.storage_data)
+        elif not planning and known is not None and len(known.final.items) > len(plan.items) == 0:
+            raise InvalidStateError(
+                "the storage made a new plan and left out that it is not usable; leave enable_plan_caching out"
+            )
         final = _snapshot(plan)
-        if planning:  # else storage that rebuilds plans has lost the name
+        if planning:  # else storage made a new plan, without the name
             self._remembered.append(
                 _Remembered(
                     columns=draft.columns,
