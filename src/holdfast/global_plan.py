@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast._plan.balance import SPLIT_BYTES, Held, assign, replica_groups
 from holdfast._plan.coverage import check_coverage
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyDict, LazyList
 from holdfast._values.limits import MAX_FILE_BYTES
 from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
@@ -48,7 +49,8 @@ def plan_together(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> tup
         return _placed(plans, _assigned(rows, heads, len(plans), to_lowest_rank), heads)
     if _ties_differ(plans[0], heads):
         return _placed(plans, rows, heads)
-    return plans, _metadata(rows.take(_by_place(rows)), heads)
+    order = _by_place(rows)
+    return plans, _metadata(rows if order is None else rows.take(order), heads)
 
 
 def check_contents(plans: list[SavePlan]) -> None:
@@ -94,6 +96,8 @@ def _placed(
 ) -> tuple[list[SavePlan], Metadata]:
     """Plans of just ``rows``, each with its position among the chunks of its tensor as hint; and the metadata."""
     order = _by_place(rows)
+    if order is None:
+        return _plans(plans, dataclasses.replace(rows, hint=np.zeros_like(rows.hint)), heads), _metadata(rows, heads)
     in_place = rows.take(order)
     starts = np.searchsorted(in_place.key, np.arange(len(heads)))
     hint = np.empty(len(order), dtype=np.int64)
@@ -324,27 +328,33 @@ def _table(rows: _Rows, keys: list[str], heads: Mapping[str, TensorHead | None])
     )
 
 
-def _by_place(rows: _Rows) -> np.ndarray:
-    """The order of ``rows`` by key and place."""
-    if (np.diff(rows.key) > 0).all():  # every key has one row, in order
-        return np.arange(len(rows.key))
-    return np.lexsort((*rows.lo.T[::-1], rows.key))
+def _by_place(rows: _Rows) -> np.ndarray | None:
+    """The order of ``rows`` by key and place; None when every key has one row and they are in order."""
+    return None if (np.diff(rows.key) > 0).all() else np.lexsort((*rows.lo.T[::-1], rows.key))
 
 
 def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
     """What a checkpoint of ``rows``, which are in order, says of itself."""
     _check_tiling(rows, heads)
-    bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1)).tolist()
-    entries: dict[str, STORAGE_TYPES] = {}
-    for number, (key, head) in enumerate(heads.items()):
+    bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
+    return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))
+
+
+class _Entries(NamedTuple):
+    """What the metadata says of each key: chunks from ``bounds[n]`` to ``bounds[n + 1]`` of the boxes for key n."""
+
+    heads: list[TensorHead | None]
+    bounds: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+
+    def item(self, row: int) -> STORAGE_TYPES:
+        head = self.heads[row]
         if head is None:
-            entries[key] = BytesStorageMetadata()
-            continue
-        chunks = ChunkColumns(rows.lo, rows.length, bounds[number], bounds[number + 1], len(head.size))
-        entries[key] = TensorStorageMetadata(
-            head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind
-        )
-    return Metadata(entries)
+            return BytesStorageMetadata()
+        first, stop = self.bounds[row : row + 2].tolist()
+        chunks = ChunkColumns(self.lo, self.length, first, stop, len(head.size))
+        return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind)
 
 
 def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:

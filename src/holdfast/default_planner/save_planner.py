@@ -114,7 +114,8 @@ class DefaultSavePlanner(SavePlanner):
         if self.flatten_state_dict:
             paths = dict(self.mappings)  # a subclass may have put something else into the plans
             for plan in all_plans:
-                paths.update(path_mapping(plan.planner_data) or {})
+                if plan.planner_data is not self.mappings:
+                    paths.update(path_mapping(plan.planner_data) or {})
             stored = metadata.state_dict_metadata
             if len(paths) > len(stored):
                 paths = {key: path for key, path in paths.items() if key in stored}
