@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
 ]
 
 QUANTIZED = {"qint8", "qint32", "quint8", "quint2x4", "quint4x2"}

@@ -131,7 +131,7 @@ def _view(buffer: Buffer) -> memoryview:
     return buffer.view
 
 
-class LocalFiles:
+class FilePacker:
     """Writes items to new files in ``directory``; ``sync`` makes each durable before ``write`` returns."""
 
     def __init__(self, directory: str | os.PathLike[str], items: PlannedItems, *, sync: bool) -> None:

@@ -83,7 +83,7 @@ class _Open(io.RawIOBase):
             self._below.flush()
 
 
-class StreamFiles:
+class StreamPacker:
     """Writes items to files in ``directory`` of the file system ``fs``."""
 
     def __init__(
