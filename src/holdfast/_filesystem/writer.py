@@ -43,7 +43,6 @@ from holdfast.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
@@ -249,10 +248,8 @@ def _places(metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> 
 
 
 def _change(metadata: Metadata, index: MetadataIndex, info: ChangedInfo) -> None:
-    entry = metadata.state_dict_metadata[index.fqn]
-    assert isinstance(entry, TensorStorageMetadata)
-    properties = entry.properties.duplicate()
-    properties.dtype = info.dtype
+    entry: Any = metadata.state_dict_metadata[index.fqn]
+    properties = dataclasses.replace(entry.properties, dtype=info.dtype)
     chunks = entry.chunks
     if info.size != entry.size:
         chunks = [ChunkStorageMetadata(torch.Size([0] * len(info.size)), info.size)]
