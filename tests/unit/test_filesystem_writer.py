@@ -329,6 +329,14 @@ def test_a_rank_has_one_file_for_each_thread_or_each_item(path: str, tmp_path: P
         assert (target["one"], target["two"], target["three"]) == (1, 2, 3)
 
 
+@pytest.mark.parametrize("items", [0, 1, 3])
+def test_no_file_is_made_for_nothing(path: str, items: int) -> None:
+    state = {f"t{number}": numbered(3) for number in range(items)}
+    holdfast.save(state, storage_writer=FileSystemWriter(path, thread_count=8))
+    assert sorted(os.listdir(path)) == [".metadata", *(f"__0_{number}.distcp" for number in range(items))]
+    torch_loads({key: torch.zeros(3) for key in state}, path)
+
+
 def item(key: str, size: tuple[int, ...] | None) -> WriteItem:
     if size is None:
         return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)

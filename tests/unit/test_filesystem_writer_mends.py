@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,28 @@ def test_ours_reports_a_full_disk_under_local_files(
     monkeypatch.undo()
     holdfast.save(state_of(2), storage_writer=FileSystemWriter(path, thread_count=4))
     assert is_whole(path, 2)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 6])
+def test_a_failure_while_bytes_are_summed_ends_the_save(
+    path: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The end of an archive waits for the sums of all its pieces; one that never comes must not be waited for.
+    real, calls = zlib.crc32, []
+
+    def failing(data: Any, value: int = 0) -> int:
+        if len(data) > 1 << 20:
+            calls.append(len(data))
+            if len(calls) == number:
+                raise MemoryError("no memory")
+        return real(data, value)
+
+    monkeypatch.setattr(zlib, "crc32", failing)
+    state = {"a": torch.zeros(40 << 20, dtype=torch.uint8), "b": torch.zeros(60 << 20, dtype=torch.uint8)}
+    with pytest.raises((CheckpointError, MemoryError), match="no memory"):
+        holdfast.save(state, storage_writer=FileSystemWriter(path))
+    assert len(calls) >= number
+    assert os.listdir(path) == []
 
 
 class FailsInTheMiddle(DefaultSavePlanner):

@@ -111,7 +111,7 @@ def whole_syncs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-@pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 2}])
+@pytest.mark.parametrize("options", [{}, {"thread_count": 2}, {"single_file_per_rank": False, "thread_count": 2}])
 def test_any_file_system_will_do(whole_syncs: list[None], options: dict[str, Any]) -> None:
     memory = Memory()
     holdfast.save(STATE, storage_writer=in_memory(memory, **options))
