@@ -64,7 +64,8 @@ def as_writer(writer: Any) -> StorageWriter:
 
 
 def as_reader(reader: Any) -> StorageReader:
-    """``reader`` in the protocol of this library."""
+    """``reader`` in the protocol of this library; one that stands for two shows the one that it has chosen."""
+    reader = getattr(reader, "behind", reader)
     return TorchReader(reader) if is_torchs(reader) else reader
 
 

@@ -74,6 +74,10 @@ class _TorchLoadPlan(LoadPlan):
 class _TorchMetadata(Metadata):
     theirs: Any = field(default=None, compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Other ranks are told once, and in our words.
+        return Metadata, tuple(getattr(self, each.name) for each in dataclasses.fields(Metadata))
+
 
 # From torch.
 
