@@ -403,3 +403,54 @@ def test_a_rank_that_fails_alone_is_heard_of_by_all(pool: Pool, tmp_path: Path) 
     assert told[0] == told[1]
     assert "rank 1" in told[0]
     assert "no plan" in told[0]
+
+
+# What torch does beside it.
+
+
+def different_values_under_one_key(directory: str) -> tuple[Any, str]:
+    rank = dist.get_rank()
+    mine = {"step": rank, "weight": torch.full((3,), float(rank))}
+    dcp.save(mine, checkpoint_id=os.path.join(directory, "torch"))
+    mixed: dict[str, Any] = {"step": None, "weight": torch.zeros(3)}
+    dcp.load(mixed, checkpoint_id=os.path.join(directory, "torch"))
+    with pytest.raises(holdfast.RankDisagreementError) as caught:
+        holdfast.save(mine, os.path.join(directory, "ours"))
+    return (mixed["step"], mixed["weight"].tolist()), str(caught.value)
+
+
+@pytest.mark.timeout(90)
+def test_different_values_under_one_key_are_mixed_by_torch_and_refused_here(pool: Pool, tmp_path: Path) -> None:
+    for mixed, told in pool.run(2, different_values_under_one_key, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert mixed == (0, [1.0] * 3), "a state that no rank ever had"
+        assert "has other contents on rank 1 than on rank 0" in told
+    assert not (tmp_path / "ours" / "manifest.json").exists()
+
+
+class CannotTravel(Exception):
+    """Unpickling one needs more than it gives; torch's coordinator dies of it and the others wait for it."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+class FailsUnspeakably(dcp.DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        if dist.get_rank() == 1:
+            raise CannotTravel("it is broken", "beyond words")
+        return super().create_local_plan()
+
+
+def fails_unspeakably(path: str) -> str:
+    planner: Any = FailsUnspeakably()
+    with pytest.raises(holdfast.CheckpointError) as caught:
+        holdfast.save({"a": 1}, path, planner=planner)
+    holdfast.save({"a": 1}, path)
+    return str(caught.value)
+
+
+@pytest.mark.timeout(90)
+def test_an_exception_that_cannot_be_pickled_is_told_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, fails_unspeakably, str(tmp_path / "x"), timeout_s=TIMEOUT_S):
+        assert told.startswith("rank 1: planning the save failed: CannotTravel: it is broken")

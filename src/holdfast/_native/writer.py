@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -38,7 +39,7 @@ from holdfast._values.lazy import LazyList
 from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
 from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
 from holdfast._version import __version__
-from holdfast.errors import InternalError, InvalidStateError
+from holdfast.errors import InternalError, InvalidStateError, StorageError
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, padded, write_columns
 from holdfast.storage import StorageWriter, WriteResult
@@ -202,10 +203,24 @@ class NativeWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
-        """Check what was written against ``metadata``, write the index, publish the manifest."""
+        """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
+        reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
+        try:
+            self._publish(metadata, reports)
+        except BaseException:
+            if not may_be_published(self.path, self._attempt):
+                for name in (file.name for report in reports for file in report.files):
+                    with contextlib.suppress(StorageError):
+                        posix.remove(os.path.join(self.path, name))
+            self.abandon()
+            raise
+        self._unfinished = None
+        self._close()
+
+    def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
         manifest, index = merge_reports(
             metadata,
-            [self._named(report_of(result), writer) for writer, result in enumerate(results)],
+            reports,
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
             user_metadata=encode_value(self.user_metadata, key="user_metadata"),
@@ -218,8 +233,6 @@ class NativeWriter(StorageWriter):
             index=index,
             overwrite=self.overwrite,
         )
-        self._unfinished = None
-        self._close()
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""
