@@ -133,13 +133,14 @@ def load(
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
         reader = reader_at(state_dict, verify=verify, allow_pickle=allow_pickle)
         return load_without_target(reader, keys, SoloRanks, allow_pickle=allow_pickle)
-    if keys is not None:
-        raise ValueError("a target says itself which keys it wants; keys are for load(path)")
-    checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
     ranks = partial(participants, process_group, no_dist=no_dist, deadline_s=deadline_s)
     first = ranks()
     with first:
-        first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
+        checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
+        if keys is not None:
+            raise ValueError("a target says itself which keys it wants; keys are for load(path)")
+        if not isinstance(state_dict, MutableMapping):
+            raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
         if storage_reader is None:
             storage_reader = reader_at(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
         elif not verify:
@@ -150,8 +151,7 @@ def load(
             planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
-        if not isinstance(state_dict, MutableMapping):
-            raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
+        first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
     return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle)
 
 

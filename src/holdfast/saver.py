@@ -73,10 +73,9 @@ def save(
         StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
             where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
     """
-    checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
+        checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
         if storage_writer is None:
             storage_writer = _writer_at(
                 checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
@@ -85,6 +84,7 @@ def save(
             raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
         elif checkpoint_id is not None:
             storage_writer.reset(checkpoint_id)
+        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
             planner = WholeSavePlanner(replica_check=replica_check)
         return save_with(state_dict, storage_writer, planner, ranks, use_collectives=use_collectives)
