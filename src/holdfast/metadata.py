@@ -7,7 +7,7 @@ columns to this library (see ``ChunkColumns``). Fields that torch does not have 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,16 +152,18 @@ class StorageMeta:
 class Metadata:
     """Everything a checkpoint says of itself.
 
-    ``planner_data`` of the default planner maps each key to its path in the state; ``user_metadata`` is what the
-    caller gave to be kept beside the state.
+    ``planner_data`` is the planner's own; that of the default planner maps each key to its path in the state.
+    ``user_metadata`` is what the caller gave to be kept beside the state. ``paths`` maps keys to paths whatever a
+    planner put in the place of the default planner's data.
     """
 
-    state_dict_metadata: dict[str, STORAGE_TYPES]
+    state_dict_metadata: MutableMapping[str, STORAGE_TYPES]
     planner_data: Any = None
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
     version: str | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
