@@ -37,12 +37,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import holdfast
 from disk import cache_dropping, drop_caches, empty_folder, read_through_cache, require_space
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast.detect import reader_for
 from machine import describe_machine
 from shards import local_parts, sharded_state, sharded_target
 from states import Shapes, State, byte_count, clear, different_keys, large_shapes, small_shapes
 
-TORCH, HOLDFAST, UNVERIFIED = "torch", "holdfast", "holdfast, verify=False"
+TORCH, HOLDFAST, VERIFIED = "torch", "holdfast", "holdfast, verify=True"
 COLD, WARM = "cold", "warm"
 RESHARDED = "resharded, "
 REQUIRED = 2.0
@@ -60,15 +61,15 @@ def load_with_holdfast(target: State, path: Path) -> None:
     holdfast.load(dict(target), storage_reader=reader_for(path))
 
 
-def load_unverified(target: State, path: Path) -> None:
-    """The same, without looking at checksums, as torch does."""
-    holdfast.load(dict(target), storage_reader=reader_for(path, verify=False))
+def load_verified(target: State, path: Path) -> None:
+    """The same with all checksums, also of what the page cache holds; torch looks at none."""
+    holdfast.load(dict(target), storage_reader=FileSystemReader(path, verify=True))
 
 
 LOADERS: dict[str, Callable[[State, Path], None]] = {
     TORCH: load_with_torch,
     HOLDFAST: load_with_holdfast,
-    UNVERIFIED: load_unverified,
+    VERIFIED: load_verified,
 }
 
 
