@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections import Counter
@@ -24,10 +23,11 @@ from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.reader import NativeReader
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
-from holdfast._state.paths import stored_paths, unflatten
+from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._torchformat.remote import is_remote, remote_reader
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state
+from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.participants import DEADLINE_S, participants
@@ -162,12 +162,7 @@ def reader_at(
         raise ValueError("load needs a checkpoint_id or a storage_reader")
     if is_remote(checkpoint_id):
         return as_reader(remote_reader(checkpoint_id, allow_pickle=allow_pickle))
-    try:
-        detect = importlib.import_module("holdfast.detect")
-    except ModuleNotFoundError:
-        return NativeReader(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
-    reader: StorageReader = detect.reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
-    return reader
+    return reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
 def load_with(
@@ -202,7 +197,7 @@ def load_without_target(
         stored = metadata.state_dict_metadata[key]
         if isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad:
             leaves[key] = leaves[key].requires_grad_()
-    return unflatten(leaves, stored_paths(metadata))
+    return unflatten(leaves, restorable_paths(metadata))
 
 
 def _leaves(keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.futures import Future
 
+from holdfast._adapt import final_save_plan
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
 from holdfast._filesystem.file_packer import FilePacker
 from holdfast._filesystem.host_copies import HostCopyStager
@@ -167,6 +168,7 @@ class _FileSystemWriter(StorageWriter):
         prefix = getattr(plan.storage_data, "prefix", None)
         if not isinstance(prefix, str):
             raise InternalError("the plan did not pass through prepare_global_plan of this storage")
+        plan, planner = final_save_plan(plan, planner)
         items = PlannedItems(plan, planner)
         rows = items.files(single_file=self.single_file_per_rank, thread_count=self.thread_count)
         self._files = files = self._new_files(items)
