@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from holdfast._adapt import final_save_plan
+from holdfast._adapt import final_save_plan, is_torchs
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
 from holdfast._filesystem.file_packer import FilePacker
 from holdfast._filesystem.host_copies import HostCopyStager
@@ -36,6 +36,7 @@ from holdfast._filesystem.stream_packer import StreamPacker, StreamTransform, _S
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
+from holdfast._torchformat.translate import metadata_from_torch
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError
 from holdfast.metadata import (
@@ -148,7 +149,8 @@ class _FileSystemWriter(StorageWriter):
         self.fs.mkdir(self.path)
         if not self.overwrite:
             check_unpublished(self.fs, self.metadata_path)
-        plan = _with_arrays_as_values(plan)
+        if not is_torchs(plan):
+            plan = _with_arrays_as_values(plan)
         if not self.use_collectives and self.rank is not None:
             plan = dataclasses.replace(plan, storage_data=self._prefixes([self.rank])[0])
         return plan
@@ -194,6 +196,7 @@ class _FileSystemWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Publish ``metadata``, with where everything is; then remove the files of the checkpoint that it replaces."""
+        metadata = metadata_from_torch(metadata)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = _places(metadata, results)

@@ -33,7 +33,7 @@ from holdfast._plan.packing import pack_order
 from holdfast._state.paths import TypedKey, path_mapping
 from holdfast._state.raw import MemorySource, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
-from holdfast._torchformat.translate import save_plan_from_torch
+from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_torch
 from holdfast._values import dtypes
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
@@ -164,7 +164,7 @@ class NativeWriter(StorageWriter):
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
         reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
         try:
-            self._publish(metadata, reports)
+            self._publish(metadata_from_torch(metadata), reports)
         except BaseException:
             if not may_be_published(self.path, self._attempt):
                 for name in (file.name for report in reports for file in report.files):
