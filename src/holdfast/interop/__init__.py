@@ -1,0 +1,1 @@
+"""Where this library meets torch's own: with ``_torchformat`` the only place that may import its checkpoint package."""
