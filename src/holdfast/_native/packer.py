@@ -168,7 +168,11 @@ class Packer:
                     yield job
                     job = _following(job)
                 at = job.end - job.base
-                job.pieces.append((chunk.source, start, stop, at))
+                if start and job.pieces:  # the block before it is in the same job, so one copy does for both
+                    source, first, _, place = job.pieces[-1]
+                    job.pieces[-1] = source, first, stop, place
+                else:
+                    job.pieces.append((chunk.source, start, stop, at))
                 job.blocks.append((at, at + stop - start, len(self.digests)))
                 job.end += stop - start
                 self.digests.append(0)

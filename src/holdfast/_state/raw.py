@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.tensors import word_dtype, words_of_quantized
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast.errors import InvalidStateError
@@ -90,8 +91,10 @@ class ScatteredSource:
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
 
 
-def source_of(tensor: torch.Tensor) -> MemorySource | ScatteredSource:
+def source_of(tensor: torch.Tensor) -> Source:
     """The bytes of ``tensor``."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.source
     if tensor.is_cpu:
         if tensor.is_quantized:
             tensor = words_of_quantized(tensor)
