@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from holdfast._filesystem.writer import _FileSystemWriter
 from holdfast._io import posix
 from holdfast._io.pages import give_back_pages
 from holdfast._native.writer import NativeWriter
@@ -155,9 +156,7 @@ def _writer(
 ) -> StorageWriter:
     if to == "native":
         return NativeWriter(target, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
-    from holdfast.filesystem import FileSystemWriter
-
-    return FileSystemWriter(target, overwrite=overwrite)
+    return _FileSystemWriter(target, overwrite=overwrite)
 
 
 # --- from a checkpoint -----------------------------------------------------------------------------------------------
