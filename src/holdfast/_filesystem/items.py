@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class ChangedInfo(StorageInfo):
     """The place of a tensor that the planner has changed on its way out: what is there has this dtype and size."""
 
-    dtype: torch.dtype | None = None
-    size: torch.Size | None = None
+    dtype: torch.dtype = field(kw_only=True)
+    size: torch.Size = field(kw_only=True)
 
 
 class PlannedItems:
@@ -101,7 +101,7 @@ class PlannedItems:
                 )
             size = content.shape if content.shape != shape else head.size
             offset = offset if content.shape == shape else torch.Size([0] * content.dim())
-            info = ChangedInfo(*place, content.dtype, size)
+            info = ChangedInfo(*place, dtype=content.dtype, size=size)
         return WriteResult(MetadataIndex(key, offset, None if hint < 0 else hint), span[1], info)
 
 

@@ -52,7 +52,7 @@ class _SerialCpuLoader(_TensorLoader):
 
 
 class _OverlappingCpuLoader(_TensorLoader):
-    """Copies from the accelerator run ahead of the caller, small tensors first, on ``stream`` (the current one if None).
+    """Copies from the accelerator run ahead of the caller, small ones first, on ``stream`` (the current one if None).
 
     At least ``inflight_threshhold`` bytes are under way while there are as many left, and at most one tensor more.
     """

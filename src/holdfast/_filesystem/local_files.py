@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -168,9 +168,6 @@ class LocalFiles:
             # What cannot be removed is invisible; the error that led here is the one to tell.
             with contextlib.suppress(StorageError):
                 file.output.abandon()
-
-    def close(self) -> None:
-        """Nothing: files are closed as soon as they are complete."""
 
     def _jobs(self, files: list[tuple[str, list[int]]]) -> Iterator[_Job]:
         for name, rows in files:

@@ -35,7 +35,7 @@ def is_local(fs: FileSystemBase) -> bool:
 
 
 def file_prefixes(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int], *, save_id: str) -> list[str]:
-    """How the names of each rank's files begin: as torch's do, unless such names are taken; then with the id as well."""
+    """How the names of each rank's files begin: like torch's, and where such names are taken with the id as well."""
     marker = f"{save_id}_" if _has_files_of(fs, directory, ranks) else ""
     return [f"__{rank}_{marker}" for rank in ranks]
 
@@ -70,7 +70,7 @@ def publish(
     replaced = _named_files(fs, target)
     try:
         with posix.reporting("write", str(staged)), fs.create_stream(staged, "wb") as stream:
-            stream.write(data)  # type: ignore[attr-defined]
+            stream.write(data)
             if sync:
                 posix.sync_stream(stream, str(staged))
         _move(fs, staged, target, overwrite=overwrite)
@@ -127,7 +127,7 @@ def _read(fs: FileSystemBase, path: PathLike) -> bytes:
     if not fs.exists(path):
         return b""
     with posix.reporting("read", str(path)), fs.create_stream(path, "rb") as stream:
-        data: bytes = stream.read(MAX_METADATA_BYTES + 1)  # type: ignore[attr-defined]
+        data: bytes = stream.read(MAX_METADATA_BYTES + 1)
     return data
 
 

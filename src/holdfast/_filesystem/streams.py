@@ -23,6 +23,7 @@ from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import run_bounded
 from holdfast._state.raw import source_of
 from holdfast._torchformat.archive_writing import tensor_archive
+from holdfast.errors import StorageError
 from holdfast.planner import WriteItem
 from holdfast.storage import WriteResult
 
@@ -46,7 +47,7 @@ class _StorageWriterTransforms:
         self.extensions = tuple(extensions or ())
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
-        """A stream for one item that ends up in ``raw_stream``, which stays open; and how to read it, last one first."""
+        """A stream for one item that ends up in ``raw_stream``, which stays open; and how to read it, last first."""
         stream: Any = _Open(raw_stream)
         for extension in self.extensions:
             stream = extension.transform_to(stream)
@@ -133,7 +134,7 @@ class StreamFiles:
             self.names.append(name)
         ring = SlabRing(1)
         try:
-            with posix.reporting("write", str(path)), self._fs.create_stream(path, "wb") as stream:
+            with self._fs.create_stream(path, "wb") as stream:
                 position = 0
 
                 def count(nbytes: int) -> None:
@@ -150,6 +151,8 @@ class StreamFiles:
                     results.append(self._items.result(row, content, name, span, transforms=descriptors))
                 if self._sync:
                     posix.sync_stream(stream, str(path))
+        except OSError as error:
+            raise StorageError.from_os(error, "write", str(path)) from error
         finally:
             ring.close()
 

@@ -1,8 +1,8 @@
 """Writers of torch's own on-disk format: ``.metadata`` and ``__<rank>_<n>.distcp`` files, over any file system.
 
-What torch's writer promises, this one keeps: its options, its names, files that torch reads on any number of ranks. What
-it does not: a save is whole or invisible, the checkpoint that it replaces stays until then, a failure of any thread is
-the failure of the save, and what is visible is durable.
+What torch's writer promises, this one keeps: its options, its names, files that torch reads on any number of ranks.
+And what it does not: a save is whole or invisible, the checkpoint that it replaces stays until then, a failure of any
+thread is the failure of the save, and what is visible is durable.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.futures import Future
 
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
+from holdfast._filesystem.host_copies import HostCopyStager
 from holdfast._filesystem.items import ChangedInfo, PlannedItems
 from holdfast._filesystem.local_files import LocalFiles
 from holdfast._filesystem.publish import (
@@ -36,7 +37,14 @@ from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError
-from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -131,7 +139,7 @@ class _FileSystemWriter(StorageWriter):
         self._files = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of ``rank`` and ``use_collectives``; without collectives each rank publishes metadata of its own."""
+        """Take note of ``rank`` and ``use_collectives``; without collectives each rank has metadata of its own."""
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True) or self.rank is None
 
@@ -242,7 +250,7 @@ def _places(metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> 
 
 def _change(metadata: Metadata, index: MetadataIndex, info: ChangedInfo) -> None:
     entry = metadata.state_dict_metadata[index.fqn]
-    assert isinstance(entry, TensorStorageMetadata) and info.dtype is not None and info.size is not None
+    assert isinstance(entry, TensorStorageMetadata)
     properties = entry.properties.duplicate()
     properties.dtype = info.dtype
     chunks = entry.chunks
@@ -251,3 +259,40 @@ def _change(metadata: Metadata, index: MetadataIndex, info: ChangedInfo) -> None
     metadata.state_dict_metadata[index.fqn] = dataclasses.replace(
         entry, properties=properties, size=info.size, chunks=chunks
     )
+
+
+class FileSystemWriter(_FileSystemWriter, HostCopyStager):
+    """Writes a checkpoint in torch's format to the directory ``path``, and stages asynchronous saves by host copies.
+
+    The arguments are those of ``_FileSystemWriter``, and ``cache_staged_state_dict``: keep the copies for the next.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransform] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+    ) -> None:
+        _FileSystemWriter.__init__(
+            self,
+            path=path,
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+        )
+        HostCopyStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of ``state_dict`` on the CPU; nothing is copied ahead any more, because nothing is left to copy."""
+        self.per_thread_copy_ahead = 0
+        return super().stage(state_dict)
