@@ -11,12 +11,16 @@ import typer
 from rich.text import Text
 
 from holdfast.cli.terminal import counted, output_console, progress_bar, shown_bytes, shown_name
+from holdfast.errors import CheckpointError
 
 EXAMPLES = """\b
 Examples:
   holdfast convert checkpoints/step-100 model.pt --to pt
   holdfast convert model.pt checkpoints/imported --to native
   holdfast convert old-dcp-checkpoint checkpoints/imported --to native"""
+
+# How messages of the library name what is an option here.
+_OPTIONS = {"overwrite=True": "--overwrite", "allow_pickle=True": "--allow-pickle", "verify=False": "--no-verify"}
 
 
 class TargetFormat(str, Enum):
@@ -68,6 +72,10 @@ def convert_command(
                 verify=verify,
                 on_progress=on_progress,
             )
+    except CheckpointError as error:
+        for argument, option in _OPTIONS.items():
+            error.args = (error.message.replace(argument, option),)
+        raise
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:

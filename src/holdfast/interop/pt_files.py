@@ -136,10 +136,10 @@ def write_pt(state: Mapping[Any, Any], path: _Path, *, overwrite: bool = False) 
     content, storages = _pickled(state)
     temporary = f"{name}.{secrets.token_hex(8)}.tmp"
     try:
-        with posix.open_stream(temporary, "xb") as stream:
-            with posix.reporting("write", name):
-                _write_archive(stream, content, storages)
-                stream.flush()
+        # Around the stream, because closing it writes too.
+        with posix.reporting("write", name), posix.open_stream(temporary, "xb") as stream:
+            _write_archive(stream, content, storages)
+            stream.flush()
             posix.sync_file(stream.fileno(), temporary)
         (posix.replace if overwrite else posix.link_new)(temporary, name)
     except BaseException:
