@@ -77,7 +77,9 @@ class PlannedItems:
     def stored(self, content: Content) -> Content:
         """``content``, as torch.save bytes where it is a tensor of more than plain memory."""
         if isinstance(content, torch.Tensor) and content.is_quantized:
-            return serialize_object(content.detach().cpu().clone())
+            tensor = content.detach().cpu()
+            # torch.save keeps the whole storage of a view.
+            return serialize_object(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
         return content
 
     def result(

@@ -1,203 +1,120 @@
-"""Items into the streams of any file system, through the transforms that the user gave: one thread for each file.
+"""Items of any file system, and items that went through stream transforms: read whole, through streams.
 
-Offsets count what reached the stream, so that nobody has to ask it for its position.
+Files are read side by side, the items of one file one after the other in file order. Memory is that of one item for
+each of few files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from holdfast._filesystem.base import FileSystemBase, PathLike
-from holdfast._filesystem.items import Content, PlannedItems
-from holdfast._filesystem.loaders import tensor_loader
-from holdfast._io import posix
-from holdfast._io.buffers import SLAB_BYTES, SlabRing
+from holdfast._filesystem.delivery import Delivery, Item, buffer_of
 from holdfast._io.pipeline import run_bounded
-from holdfast._state.raw import source_of
-from holdfast._torchformat.archive_writing import tensor_archive
-from holdfast.errors import StorageError
-from holdfast.planner import WriteItem
-from holdfast.storage import WriteResult
+from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
+
+_FILES_AT_ONCE = 4
 
 
-class StreamTransform(Protocol):
-    """What changes bytes on their way to a file, such as compression: torch's ``StreamTransformExtension``."""
+class TransformRegistry(Protocol):
+    """What knows stream transforms by their descriptors, as torch's ExtensionRegistry does."""
 
-    def transform_to(self, output: Any, /) -> Any:
-        """A stream that writes the changed bytes to ``output``, and closes it when it is closed."""
-        ...
-
-    def get_descriptor(self) -> str:
-        """What readers need to undo it."""
+    def from_descriptor_list(self, descriptors: Iterable[str]) -> Sequence[Any]:
+        """The transforms, each with ``transform_from(stream)``, in the order to be applied."""
         ...
 
 
-class _StorageWriterTransforms:
-    """The transforms of a writer; ``extensions`` are applied in their order."""
-
-    def __init__(self, extensions: Sequence[StreamTransform] | None = None) -> None:
-        self.extensions = tuple(extensions or ())
-
-    def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
-        """A stream for one item that ends up in ``raw_stream``, which stays open; and how to read it, last first."""
-        stream: Any = _Open(raw_stream)
-        for extension in self.extensions:
-            stream = extension.transform_to(stream)
-        return stream, [extension.get_descriptor() for extension in reversed(self.extensions)]
-
-
-class _Open(io.RawIOBase):
-    """A stream that others may close without closing the one below; ``count`` is told of the bytes that passed."""
-
-    def __init__(self, below: Any, count: Callable[[int], None] | None = None) -> None:
-        self._below = below
-        self._count = count
-
-    def writable(self) -> bool:
-        """Yes."""
-        return True
-
-    def write(self, data: Any, /) -> int:
-        """Write all of ``data``."""
-        rest = memoryview(data).cast("B")
-        nbytes = rest.nbytes
-        while rest.nbytes:
-            # Buffered streams take everything, raw ones may not; some do not tell.
-            taken = self._below.write(rest)
-            rest = rest[rest.nbytes if taken is None else taken :]
-        if self._count is not None:
-            self._count(nbytes)
-        return nbytes
-
-    def flush(self) -> None:
-        """Pass on what may wait below."""
-        if not self.closed and not self._below.closed:
-            self._below.flush()
-
-
-class StreamFiles:
-    """Writes items to files in ``directory`` of the file system ``fs``."""
+class StreamRead:
+    """One batch of reads through streams of ``fs``; ``bytes_read`` counts what came."""
 
     def __init__(
-        self,
-        fs: FileSystemBase,
-        directory: PathLike,
-        items: PlannedItems,
-        *,
-        transforms: _StorageWriterTransforms,
-        thread_count: int,
-        copy_ahead: int,
-        sync: bool,
+        self, fs: FileSystemBase, directory: PathLike, delivery: Delivery, registry: TransformRegistry | None
     ) -> None:
         self._fs = fs
         self._directory = directory
-        self._items = items
-        self._transforms = transforms
-        self._thread_count = thread_count
-        self._copy_ahead = copy_ahead
-        self._sync = sync
+        self._delivery = delivery
+        self._registry = registry
         self._lock = threading.Lock()
-        self.names: list[str] = []
-        self.bytes_written = 0
+        self.bytes_read = 0
 
-    def write(self, files: list[tuple[str, list[int]]]) -> list[WriteResult]:
-        """Write the named ``files``, each with its rows; on an error they are left to ``abandon``."""
-        results: list[list[WriteResult]] = [[] for _ in files]
-        run_bounded(
-            (
-                partial(self._write_file, name, rows, result)
-                for (name, rows), result in zip(files, results, strict=True)
-            ),
-            workers=self._thread_count,
-            ahead=0,
-        )
-        return [result for file in results for result in file]
+    def run(self, items: Sequence[Item]) -> None:
+        """Read and deliver ``items``."""
+        by_file: dict[str, list[Item]] = {}
+        for item in sorted(items, key=lambda each: (each.place.relative_path, each.place.offset)):
+            by_file.setdefault(item.place.relative_path, []).append(item)
+        run_bounded(self._jobs(by_file), workers=_FILES_AT_ONCE, ahead=0)
 
-    def abandon(self) -> None:
-        """Remove the files."""
-        for name in self.names:
-            # Whatever the file system says: what cannot be removed is invisible, the error that led here is to be told.
-            with contextlib.suppress(Exception):
-                self._fs.rm_file(self._fs.concat_path(self._directory, name))
+    def _jobs(self, by_file: dict[str, list[Item]]) -> Iterator[Callable[[], None]]:
+        for name, items in by_file.items():
+            yield partial(self._read_file, name, items)
 
-    def _write_file(self, name: str, rows: list[int], results: list[WriteResult]) -> None:
+    def _read_file(self, name: str, items: list[Item]) -> None:
         path = self._fs.concat_path(self._directory, name)
-        with self._lock:
-            self.names.append(name)
-        ring = SlabRing(1)
         try:
-            with self._fs.create_stream(path, "wb") as stream:
-                position = 0
-
-                def count(nbytes: int) -> None:
-                    nonlocal position
-                    position += nbytes
-                    with self._lock:
-                        self.bytes_written += nbytes
-
-                counted = _Open(stream, count)
-                for row, content in self._contents(rows):
-                    start = position
-                    descriptors = self._write_item(row, self._items.stored(content), counted, ring)
-                    span = start, position - start
-                    results.append(self._items.result(row, content, name, span, transforms=descriptors))
-                if self._sync:
-                    posix.sync_stream(stream, str(path))
+            with self._fs.create_stream(path, "rb") as stream:
+                for item in items:
+                    self._deliver(item, self._transformed(item, self._read(stream, item)))
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise CorruptError(f"{str(path)!r} is missing; use another checkpoint", path=str(path)) from error
         except OSError as error:
-            raise StorageError.from_os(error, "write", str(path)) from error
-        finally:
-            ring.close()
+            raise StorageError.from_os(error, "read", str(path)) from error
 
-    def _write_item(self, row: int, content: Content, stream: _Open, ring: SlabRing) -> list[str]:
-        """Write one item, transformed, and return how to read it."""
-        if not self._transforms.extensions:
-            _write_content(stream, content, ring)
-            return []
-        transformed, descriptors = self._transforms.transform_save_stream(self._items.item(row), stream)
-        _write_content(transformed, content, ring)
-        transformed.close()
-        return descriptors
+    def _read(self, stream: Any, item: Item) -> bytes:
+        place = item.place
+        stream.seek(place.offset)
+        pieces, missing = [], place.length
+        while missing and (piece := stream.read(missing)):
+            pieces.append(piece)
+            missing -= len(piece)
+        with self._lock:
+            self.bytes_read += place.length - missing
+        if missing:
+            raise CorruptError(
+                f"{place.relative_path!r} is truncated: it ends before byte {place.offset + place.length}; "
+                "use another checkpoint",
+                path=place.relative_path,
+                key=item.key,
+            )
+        return b"".join(pieces)
 
-    def _contents(self, rows: list[int]) -> Iterator[tuple[int, Content]]:
-        """The values, then the tensors, which may be copied from a device ahead of time."""
-        loader = tensor_loader(self._tensor, thread_count=self._thread_count, copy_ahead=self._copy_ahead)
-        for row in rows:
-            if not self._items.is_value[row]:
-                loader.add(self._items.nbytes[row], row)
-        loader.start_loading()
-        for row in rows:
-            if self._items.is_value[row]:
-                yield row, self._items.content(row)
-        for tensor, row in loader.values():
-            yield row, tensor
+    def _transformed(self, item: Item, data: bytes) -> bytes:
+        descriptors = item.place.transform_descriptors
+        if not descriptors:
+            return data
+        if self._registry is None:
+            raise UnsupportedVersionError(
+                f"{item.key!r} went through the stream transforms {list(descriptors)}; give FileSystemReader an "
+                "_extension_registry that knows them"
+            )
+        try:
+            stream: Any = io.BytesIO(data)
+            for transform in self._registry.from_descriptor_list(descriptors):
+                stream = transform.transform_from(stream)
+            result: bytes = stream.read()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Extensions are anyone's code, and say in their own ways that they do not know a name or cannot decode.
+            raise CorruptError(
+                f"the stream transforms {list(descriptors)} of {item.key!r} could not be undone: "
+                f"{type(error).__name__}: {error}",
+                path=item.place.relative_path,
+                key=item.key,
+            ) from error
+        return result
 
-    def _tensor(self, row: int) -> torch.Tensor:
-        content = self._items.content(row)
-        assert isinstance(content, torch.Tensor)
-        return content
-
-
-def _write_content(stream: Any, content: Content, ring: SlabRing) -> None:
-    if not isinstance(content, torch.Tensor):
-        stream.write(content)
-        return
-    archive = tensor_archive(content.dtype, tuple(content.shape))
-    source = source_of(content)
-    stream.write(archive.head)
-    checksum = 0
-    with ring.lend() as slab:
-        for start in range(0, archive.data_bytes, SLAB_BYTES):
-            stop = min(start + SLAB_BYTES, archive.data_bytes)
-            source.copy_out(start, stop, slab, 0)
-            piece = slab.view[: stop - start]
-            checksum = zlib.crc32(piece, checksum)
-            stream.write(piece)
-    stream.write(archive.tail(checksum))
+    def _deliver(self, item: Item, data: bytes) -> None:
+        # Planners expect one call at a time.
+        with self._lock:
+            if item.is_value:
+                self._delivery.give_value(item, data)
+                return
+            tensors = self._delivery.resolve(item.rows)
+            self._delivery.fill(item, tensors, buffer_of(data), 0, len(data))
+            self._delivery.commit(item, tensors)

@@ -31,7 +31,7 @@ from holdfast._filesystem.publish import (
     metadata_name,
     publish,
 )
-from holdfast._filesystem.streams import StreamFiles, StreamTransform, _StorageWriterTransforms
+from holdfast._filesystem.stream_files import StreamFiles, StreamTransform, _StorageWriterTransforms
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
