@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._filesystem.writer import _FileSystemWriter
 from holdfast._io import posix
 from holdfast._io.pages import give_back_pages
@@ -33,7 +34,8 @@ from holdfast._values.lazy import LazyList
 from holdfast.checkpoint import Checkpoint, StoredTensor
 from holdfast.checkpoint import open as open_checkpoint
 from holdfast.default_planner import DefaultSavePlanner
-from holdfast.errors import AlreadyPublishedError, InvalidStateError, UnsafeError
+from holdfast.detect import is_torch_format
+from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.interop.pt_files import read_pt, write_pt
 from holdfast.metadata import STATE_DICT_TYPE, StorageMeta, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
@@ -89,6 +91,8 @@ def convert(
             writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
             tensors, values = _from_pt(source, writer, progress, allow_pickle=allow_pickle, verify=verify)
         else:
+            if verify and is_torch_format(source):
+                _check_torch(source)
             with open_checkpoint(source, verify=verify, allow_pickle=allow_pickle) as checkpoint:
                 leaves = _Leaves(checkpoint, progress, plain_only=to != "native" and not allow_pickle)
                 if to == "pt":
@@ -157,6 +161,19 @@ def _writer(
     if to == "native":
         return NativeWriter(target, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     return _FileSystemWriter(target, overwrite=overwrite)
+
+
+def _check_torch(source: _Path) -> None:
+    """CorruptError where a checksum is wrong: torch's format has them for whole chunks, which are not read as such."""
+    damage = next(iter(verify_torch_checkpoint(source).damage), None)
+    if damage is not None:
+        raise CorruptError(
+            f"{damage.file!r} is damaged in bytes {damage.span[0]} to {damage.span[1]}, which hold part of "
+            f"{damage.key!r}: {damage.problem}; use another checkpoint",
+            path=os.path.join(source, damage.file),
+            key=damage.key,
+            span=damage.span,
+        )
 
 
 # --- from a checkpoint -----------------------------------------------------------------------------------------------
