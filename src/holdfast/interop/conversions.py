@@ -193,10 +193,9 @@ class _StoredSource:
         itemsize = self._stored.dtype.itemsize
         for box in flat_range_boxes(self._stored.shape, start // itemsize, stop // itemsize):
             nbytes = box.volume * itemsize
-            # One at a time, because each has buffers of its own to read through.
+            # One at a time, because each has buffers of its own; it is read by several threads anyway.
             with self._lock:
-                piece = source_of(self._stored[box.slices()])
-            piece.copy_out(0, nbytes, buffer, at)
+                source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
             at += nbytes
         self._progress.add(stop - start)
 
