@@ -7,6 +7,7 @@ import io
 import os
 import platform
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping, MutableSequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch.futures import Future
 
+from holdfast._adapt import final_save_plan
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT
 from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
@@ -29,11 +31,12 @@ from holdfast._plan.packing import pack_order
 from holdfast._state.paths import TypedKey
 from holdfast._state.raw import MemorySource, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
+from holdfast._torchformat.translate import save_plan_from_torch
 from holdfast._values import dtypes
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
-from holdfast._values.value_buffer import ValueBuffer
+from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
 from holdfast._version import __version__
 from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata, StorageMeta
@@ -43,13 +46,52 @@ from holdfast.storage import StorageWriter, WriteResult
 # What one file's header may take before another file is begun; safetensors itself reads 100 MB.
 _MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
 
+# How many attempts that failed a coordinator tells of; whoever missed so many leaves them to a sweep.
+_MOST_FAILED = 8
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class WriterNumber:
-    """What the coordinator tells each rank through ``SavePlan.storage_data``."""
+    """What the coordinator tells each rank through ``SavePlan.storage_data``: ``failed`` names attempts to be removed.
+
+    A planner that keeps its plans brings an old one back: ``is_spent`` is how it is known.
+    """
 
     attempt: str
     writer: int
+    failed: tuple[str, ...] = ()
+    is_spent: bool = False
+
+
+class _Held:
+    """The files of one attempt, open and locked, which tells others that their writer lives."""
+
+    def __init__(self, packer: Packer, path: str, attempt: str) -> None:
+        self.packer = packer
+        self.attempt = attempt
+        self._path = path
+        self._is_closed = False
+        self._when_forgotten: weakref.finalize[..., NativeWriter] | None = None
+
+    def follow(self, writer: NativeWriter) -> None:
+        """End when ``writer`` does, which tells of a failure where nobody else does.
+
+        The coordinator's files are then removed, for it knows that it did not publish; others cannot know.
+        """
+        self._when_forgotten = weakref.finalize(writer, self.remove if writer.is_coordinator else self.close)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._when_forgotten is not None:
+            self._when_forgotten.detach()
+        self._is_closed = True
+        self.packer.close()
+
+    def remove(self) -> None:
+        """Remove the files, unless they are let go already or part of what is published."""
+        if not self._is_closed and not may_be_published(self._path, self.attempt):
+            self.packer.abandon()
+        self.close()
 
 
 class NativeWriter(StorageWriter):
@@ -75,20 +117,22 @@ class NativeWriter(StorageWriter):
         self.user_metadata = dict(user_metadata or {})
         self._given_attempt = attempt
         self._attempt = attempt or secrets.token_hex(8)
-        self._packer: Packer | None = None
+        self.is_coordinator = True
+        self._unfinished: str | None = None
+        self._failed: tuple[str, ...] = ()
+        self._held: _Held | None = None
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
         """Bytes of data files that the system took from the save under way."""
-        packer = self._packer
-        return 0 if packer is None else sum(file.output.bytes_written for file in tuple(packer.files))
+        held = self._held
+        return 0 if held is None else sum(file.output.bytes_written for file in tuple(held.packer.files))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
+        self._begin_attempt()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
-        self._attempt = self._given_attempt or secrets.token_hex(8)
-        self._close()
 
     def storage_meta(self) -> StorageMeta | None:
         """The path and the attempt."""
@@ -96,6 +140,13 @@ class NativeWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the directory; refuse early what could not be published."""
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "a native checkpoint is planned by all ranks together; leave use_collectives at True, "
+                "or use FileSystemWriter"
+            )
+        self.is_coordinator = is_coordinator
+        self._begin_attempt()
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
         encode_value(self.user_metadata, key="user_metadata")
@@ -104,7 +155,7 @@ class NativeWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
         paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-        for key in write_columns(plan.items).keys:
+        for key in write_columns(save_plan_from_torch(plan).items).keys:
             check_key(key)
             path = paths.get(key, ())
             for element in path:
@@ -114,28 +165,47 @@ class NativeWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans, each with the attempt and the number of its writer."""
+        self._unfinished = self._attempt
         return [
-            dataclasses.replace(plan, storage_data=WriterNumber(attempt=self._attempt, writer=number))
-            for number, plan in enumerate(plans)
+            dataclasses.replace(
+                plan, storage_data=WriterNumber(attempt=self._attempt, writer=writer, failed=self._failed)
+            )
+            for writer, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
-        if not isinstance(plan.storage_data, WriterNumber):
+        plan, planner = final_save_plan(plan, planner)
+        number = plan.storage_data
+        if not isinstance(number, WriterNumber):
             raise InternalError("the plan did not pass through prepare_global_plan of native storage")
+        if self._held is not None and self._held.attempt in number.failed:
+            self._held.remove()
         self._close()
-        self._attempt = plan.storage_data.attempt
+        if number.is_spent:
+            # Nobody could tell this rank the attempt; finish gives its files the names that they should have.
+            number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer)
+            plan = dataclasses.replace(plan, storage_data=number)
+        else:
+            self._attempt = number.attempt
+        number.is_spent = True
         work = _WriterWork(self.path, plan, planner, allow_pickle=self.allow_pickle)
-        self._packer = work.packer
+        self._held = _Held(work.packer, self.path, self._attempt)
+        self._held.follow(self)
+        try:
+            report = work.run()
+        except BaseException:
+            self.abandon()
+            raise
         done: Future[MutableSequence[WriteResult]] = Future()
-        done.set_result(LazyList(work.run()))
+        done.set_result(LazyList(report))
         return done
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Check what was written against ``metadata``, write the index, publish the manifest."""
         manifest, index = merge_reports(
             metadata,
-            [report_of(result) for result in results],
+            [self._named(report_of(result), writer) for writer, result in enumerate(results)],
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
             user_metadata=encode_value(self.user_metadata, key="user_metadata"),
@@ -148,25 +218,42 @@ class NativeWriter(StorageWriter):
             index=index,
             overwrite=self.overwrite,
         )
+        self._unfinished = None
         self._close()
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""
-        packer, self._packer = self._packer, None
-        if packer is None:
-            return
-        if may_be_published(self.path, self._attempt):
-            packer.close()
-        else:
-            packer.abandon()
+        if self._held is not None:
+            self._held.remove()
+        self._close()
+
+    def _named(self, report: WriteReport, writer: int) -> WriteReport:
+        """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""
+        prefix = f"data-{self._attempt}-"
+        files = list(report.files)
+        for number, file in enumerate(files):
+            if not file.name.startswith(prefix):
+                name = f"{prefix}{writer}-{number}.safetensors"
+                posix.replace(os.path.join(self.path, file.name), os.path.join(self.path, name))
+                files[number] = dataclasses.replace(file, name=name)
+        return dataclasses.replace(report, files=files)
+
+    def _begin_attempt(self) -> None:
+        """Have a new attempt; the coordinator, who alone knows how the last one ended, removes what it left."""
+        if self._unfinished is not None:
+            if not may_be_published(self.path, self._unfinished):
+                self._failed = (*self._failed, self._unfinished)[-_MOST_FAILED:]
+            self._unfinished = None
+            self.abandon()
+        self._attempt = self._given_attempt or secrets.token_hex(8)
 
     def _close(self) -> None:
-        packer, self._packer = self._packer, None
-        if packer is not None:
-            packer.close()
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packer": None}
+        return {**self.__dict__, "_held": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -229,6 +316,9 @@ class _WriterWork:
             try:
                 json = encode_value(buffer.value, key=key)
             except InvalidStateError as error:
+                if isinstance(buffer, SavedValueBuffer):
+                    self._blobs[key] = "opaque", buffer.getvalue()
+                    return
                 if not self._allow_pickle:
                     raise InvalidStateError(
                         f"{error.message}; convert it, or pass allow_pickle=True on both sides", key=key
