@@ -190,12 +190,15 @@ class _StoredSource:
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
-        itemsize = self._stored.dtype.itemsize
-        for box in flat_range_boxes(self._stored.shape, start // itemsize, stop // itemsize):
-            nbytes = box.volume * itemsize
+        dtype = self._stored.dtype
+        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
+            nbytes = box.volume * dtype.itemsize
             # One at a time, because each has buffers of its own; it is read by several threads anyway.
             with self._lock:
-                source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
+                if at % dtype.itemsize:
+                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
+                else:
+                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
             at += nbytes
         self._progress.add(stop - start)
 

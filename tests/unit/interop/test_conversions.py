@@ -268,7 +268,7 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
 
 # Memory.
 
-LIMIT_BEYOND_THE_LARGEST = 256 << 20
+LIMIT = 256 << 20
 SCRIPT = """
 import json, sys
 import torch
@@ -296,12 +296,12 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_memory_stays_below_the_largest_tensor_and_a_quarter_gibibyte(tmp_path: Path) -> None:
+def test_memory_stays_below_a_quarter_gibibyte(tmp_path: Path) -> None:
     if not os.path.exists("/proc/self/clear_refs"):
         pytest.skip("no way to measure the peak of resident memory here")
     if shutil.disk_usage(tmp_path).free < 4 << 30:
         pytest.skip("not enough disk here")
-    largest = 96 << 20
+    largest = 96 << 20  # the promise is this much more than the limit; reading in pieces keeps more
     state = {f"layer.{number}": torch.full((largest // 4,), float(number)) for number in range(6)}  # 576 MiB
     state["turned"] = torch.arange(6 << 20, dtype=torch.float32).view(2048, -1).t()
     torch.save(state, tmp_path / "source.pt")
@@ -325,7 +325,7 @@ def test_memory_stays_below_the_largest_tensor_and_a_quarter_gibibyte(tmp_path: 
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     assert len(found) == len(steps)
-    over = {step: growth >> 20 for step, growth in found.items() if growth > largest + LIMIT_BEYOND_THE_LARGEST}
+    over = {step: growth >> 20 for step, growth in found.items() if growth > LIMIT}
     assert not over, f"MiB of {found}"
     last = torch.load(tmp_path / "again.pt", weights_only=True, mmap=True)
     assert all(torch.equal(last[key], tensor) for key, tensor in state.items())
