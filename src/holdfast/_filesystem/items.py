@@ -47,13 +47,15 @@ class PlannedItems:
         self.is_value: list[bool] = [columns.heads[key] is None for key in columns.key.tolist()]
 
     def files(self, *, single_file: bool, thread_count: int) -> list[list[int]]:
-        """The rows of each file: one for each thread, or one for each item; values come first in a file."""
+        """The rows of each file: one for each thread that has any, or for each item; values come first in a file."""
         rows = range(len(self.nbytes))
         if not single_file:
             return [[row] for row in rows]
         values = [row for row in rows if self.is_value[row]]
         tensors = [row for row in rows if not self.is_value[row]]
-        return split_by_size(thread_count, values, tensors, [self.nbytes[row] for row in tensors])
+        buckets = split_by_size(thread_count, values, tensors, [self.nbytes[row] for row in tensors])
+        # A file without items is named nowhere: nobody could ever tell that it belongs to the checkpoint.
+        return [bucket for bucket in buckets if bucket]
 
     def item(self, row: int) -> WriteItem:
         """The item of ``row``."""

@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Sequence
 
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
+from holdfast._filesystem.reader import METADATA_NAME, rank_metadata_name
 from holdfast._io import posix
 from holdfast._torchformat.pickling import encode_metadata
 from holdfast._torchformat.unpickling import decode_metadata
@@ -20,13 +21,12 @@ from holdfast._values.limits import MAX_METADATA_BYTES
 from holdfast.errors import AlreadyPublishedError, CheckpointError
 from holdfast.metadata import Metadata
 
-METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
 
 
 def metadata_name(rank: int | None) -> str:
     """The name of the metadata of all ranks, or of one that saves on its own."""
-    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+    return METADATA_NAME if rank is None else rank_metadata_name(rank)
 
 
 def is_local(fs: FileSystemBase) -> bool:

@@ -19,9 +19,9 @@ import torch
 from torch.futures import Future
 
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
+from holdfast._filesystem.file_packer import FilePacker
 from holdfast._filesystem.host_copies import HostCopyStager
 from holdfast._filesystem.items import ChangedInfo, PlannedItems
-from holdfast._filesystem.local_files import LocalFiles
 from holdfast._filesystem.publish import (
     DATA_SUFFIX,
     check_unpublished,
@@ -31,7 +31,7 @@ from holdfast._filesystem.publish import (
     metadata_name,
     publish,
 )
-from holdfast._filesystem.stream_files import StreamFiles, StreamTransform, _StorageWriterTransforms
+from holdfast._filesystem.stream_packer import StreamPacker, StreamTransform, _StorageWriterTransforms
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
@@ -43,7 +43,6 @@ from holdfast.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
@@ -106,7 +105,7 @@ class _FileSystemWriter(StorageWriter):
         self.save_id = _generate_uuid()
         self.rank: int | None = None
         self.use_collectives = True
-        self._files: LocalFiles | StreamFiles | None = None
+        self._files: FilePacker | StreamPacker | None = None
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
@@ -178,10 +177,10 @@ class _FileSystemWriter(StorageWriter):
         done.set_result(results)
         return done
 
-    def _new_files(self, items: PlannedItems) -> LocalFiles | StreamFiles:
+    def _new_files(self, items: PlannedItems) -> FilePacker | StreamPacker:
         if is_local(self.fs) and not self.transforms.extensions:
-            return LocalFiles(self.path, items, sync=self.sync_files)
-        return StreamFiles(
+            return FilePacker(self.path, items, sync=self.sync_files)
+        return StreamPacker(
             self.fs,
             self.path,
             items,
@@ -249,10 +248,8 @@ def _places(metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> 
 
 
 def _change(metadata: Metadata, index: MetadataIndex, info: ChangedInfo) -> None:
-    entry = metadata.state_dict_metadata[index.fqn]
-    assert isinstance(entry, TensorStorageMetadata)
-    properties = entry.properties.duplicate()
-    properties.dtype = info.dtype
+    entry: Any = metadata.state_dict_metadata[index.fqn]
+    properties = dataclasses.replace(entry.properties, dtype=info.dtype)
     chunks = entry.chunks
     if info.size != entry.size:
         chunks = [ChunkStorageMetadata(torch.Size([0] * len(info.size)), info.size)]

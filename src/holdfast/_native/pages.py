@@ -1,7 +1,7 @@
 """Files as jobs of whole pages: how bytes from many sources reach a file that is written past the page cache.
 
-Nothing is shared between jobs: each copies its pieces into a slab of its own and writes whole pages. Where the last
-piece ends inside a page, the next job writes that page, with the bytes that this one has in its slab. So what was
+Nothing is shared between jobs: each has its bytes copied into a slab of its own and writes whole pages. Where the last
+byte lies inside a page, the next job writes that page, with the bytes that this one has in its slab. So what was
 looked at in the slab (hashed, say) is what is written, whatever happens to the sources meanwhile.
 """
 
@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from holdfast._io.buffers import Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, OutputFile
-from holdfast._state.raw import Source
 
 Job = TypeVar("Job", bound="PageJob")
 
@@ -23,14 +22,13 @@ Job = TypeVar("Job", bound="PageJob")
 class PageJob:
     """Bytes of one file up to ``end``; ``before`` has those ahead of the first, from the start of its page on.
 
-    A piece is a source, a range of its bytes, and where in the slab they go.
+    What the bytes are is a subclass's to say.
     """
 
     file: OutputFile
     base: int
     end: int
     before: PageJob | None = None
-    pieces: list[tuple[Source, int, int, int]] = field(default_factory=list)
     is_last: bool = False
     tail: bytes = b""
     is_filled: threading.Event = field(default_factory=threading.Event)
@@ -42,7 +40,7 @@ def following(job: Job) -> Job:
 
 
 def filled_slab(job: Job, ring: SlabRing, fill: Callable[[Job, Slab], None]) -> Slab:
-    """A slab into which ``fill`` has put the pieces of ``job``."""
+    """A slab into which ``fill`` has put the bytes of ``job``."""
     try:
         slab = ring.acquire()
         try:

@@ -50,6 +50,10 @@ class Source(Protocol):
         ...
 
 
+class DistantSource:
+    """A source that has to fetch its bytes from somewhere: it wants to be asked for much at a time."""
+
+
 class MemorySource:
     """Bytes that lie in this process's memory; ``owner`` keeps them there."""
 

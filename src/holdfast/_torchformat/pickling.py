@@ -11,7 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from holdfast._torchformat.places import StorageInfo
-from holdfast.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import metadata as torch_metadata
@@ -37,7 +37,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 def _entry(theirs: Any, entry: Any) -> torch_metadata.STORAGE_TYPES:
-    if not isinstance(entry, TensorStorageMetadata):
+    if not hasattr(entry, "chunks"):  # by shape, not by class: torch may be the one who drives
         bytes_entry: torch_metadata.BytesStorageMetadata = theirs.BytesStorageMetadata()
         return bytes_entry
     ours = entry.properties

@@ -27,7 +27,7 @@ from holdfast._io.pages import give_back_pages
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.paths import unflatten
-from holdfast._state.raw import Buffer, Source, source_of
+from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
 from holdfast._values.lazy import LazyList
@@ -179,7 +179,7 @@ def _check_torch(source: _Path) -> None:
 # --- from a checkpoint -----------------------------------------------------------------------------------------------
 
 
-class _StoredSource:
+class _StoredSource(DistantSource):
     """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
 
     def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _Progress) -> None:

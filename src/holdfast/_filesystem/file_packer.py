@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -39,8 +39,12 @@ _ARCHIVE_FRAME_BYTES = 1400
 
 @dataclass(slots=True)
 class _Job(PageJob):
-    """``needs_others``: it has the end of an archive whose data is also in jobs before it."""
+    """A piece: a source, a range of its bytes, their place in the slab.
 
+    ``needs_others``: it has the end of an archive whose data is also in jobs before it.
+    """
+
+    pieces: list[tuple[Source, int, int, int]] = field(default_factory=list)
     owner: _File | None = None
     needs_others: bool = False
 
@@ -131,7 +135,7 @@ def _view(buffer: Buffer) -> memoryview:
     return buffer.view
 
 
-class LocalFiles:
+class FilePacker:
     """Writes items to new files in ``directory``; ``sync`` makes each durable before ``write`` returns."""
 
     def __init__(self, directory: str | os.PathLike[str], items: PlannedItems, *, sync: bool) -> None:

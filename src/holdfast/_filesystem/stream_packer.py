@@ -49,7 +49,8 @@ class _StorageWriterTransforms:
     def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
         """A stream for one item that ends up in ``raw_stream``, which stays open; and how to read it, last first."""
         stream: Any = _Open(raw_stream)
-        for extension in self.extensions:
+        # Each writes into the one made before: so the last to be applied is the first to be made.
+        for extension in reversed(self.extensions):
             stream = extension.transform_to(stream)
         return stream, [extension.get_descriptor() for extension in reversed(self.extensions)]
 
@@ -83,7 +84,7 @@ class _Open(io.RawIOBase):
             self._below.flush()
 
 
-class StreamFiles:
+class StreamPacker:
     """Writes items to files in ``directory`` of the file system ``fs``."""
 
     def __init__(
