@@ -40,9 +40,9 @@ def plan_together(
 ) -> tuple[list[SavePlan], Metadata]:
     """The plan of each rank, and the metadata of what they write.
 
-    InvalidStateError unless the boxes of each tensor tile it exactly, where ``is_whole`` says that these are all the
-    plans there are; RankDisagreementError where ranks say different
-    things of one key, or hold different contents where they should hold the same.
+    InvalidStateError unless the boxes of each tensor tile it exactly, which is asked of them where ``is_whole``, that
+    is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
+    hold different contents where they should hold the same.
     """
     tables = [write_columns(plan.items) for plan in plans]
     for table in tables:

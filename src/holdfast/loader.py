@@ -106,8 +106,8 @@ def load(
     Args:
         state_dict: the target, of the same shape as what was saved. Tensors, on any device, are filled; other values
             are set in it; Stateful objects get load_state_dict. Meta tensors are replaced by CPU ones.
-        checkpoint_id: the directory of the checkpoint, or the URL of one that torch's fsspec storage reads. A storage
-            here is torch's old form.
+        checkpoint_id: the directory of the checkpoint, or the URL of one that torch's fsspec storage reads, which
+            needs ``allow_pickle``. A storage here is torch's old form.
         storage_reader: where to read from instead of ``checkpoint_id``; ours or torch's.
         planner: what to read instead of everything in the target; ours or torch's.
         process_group: the ranks that take part, instead of all.
@@ -162,7 +162,7 @@ def reader_at(
     if checkpoint_id is None:
         raise ValueError("load needs a checkpoint_id or a storage_reader")
     if is_remote(checkpoint_id):
-        return as_reader(remote_reader(checkpoint_id))
+        return as_reader(remote_reader(checkpoint_id, allow_pickle=allow_pickle))
     try:
         detect = importlib.import_module("holdfast.detect")
     except ModuleNotFoundError:

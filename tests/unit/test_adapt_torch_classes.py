@@ -22,7 +22,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 import holdfast
 from holdfast._adapt import as_load_planner, as_reader, as_save_planner, as_writer, is_torchs
 from holdfast._torchformat import translate
-from holdfast.interop.torch_storage import FileSystemWriter as NativeLikeTorchs
+from holdfast.interop import torch_storage as interop_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -58,7 +58,12 @@ def test_torchs_things_are_told_by_the_names_of_their_classes(tmp_path: Path) ->
     assert is_torchs(Mine())
     assert is_torchs(dcp.FileSystemReader(tmp_path))
     assert is_torchs(dcp.HuggingFaceStorageWriter(str(tmp_path)))
-    for ours in (holdfast.DefaultSavePlanner(), holdfast.NativeWriter(tmp_path), NativeLikeTorchs(tmp_path), object()):
+    for ours in (
+        holdfast.DefaultSavePlanner(),
+        holdfast.NativeWriter(tmp_path),
+        interop_storage.FileSystemWriter(tmp_path),
+        object(),
+    ):
         assert not is_torchs(ours)
         assert as_save_planner(ours) is ours
         assert as_load_planner(ours, allow_pickle=False) is ours
@@ -341,7 +346,9 @@ def test_ids_and_storages_of_torch_itself(tmp_path: Path, scheme: str, same: Cal
         loaded = target()
         dcp.load(loaded, storage_reader=FsspecReader(url))
         same(loaded, state())
-        assert holdfast.load(url)["step"] == 7
+        assert holdfast.load(url, allow_pickle=True)["step"] == 7
+        with pytest.raises(holdfast.UnsafeError, match="unpickles"):
+            holdfast.load(target(), url)
         with pytest.raises(ValueError, match="user_metadata"):
             holdfast.save(state(), url, user_metadata={"a": 1})
     else:
@@ -360,7 +367,7 @@ def test_schemes_that_nobody_knows_are_refused() -> None:
     with pytest.raises(ValueError, match="nosuchscheme"):
         holdfast.save({"a": 1}, "nosuchscheme://x")
     with pytest.raises(ValueError, match="nosuchscheme"):
-        holdfast.load({"a": 1}, "nosuchscheme://x")
+        holdfast.load({"a": 1}, "nosuchscheme://x", allow_pickle=True)
 
 
 def test_hugging_face_storage(path: str) -> None:

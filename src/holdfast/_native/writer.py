@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import platform
 import secrets
-import weakref
 from collections.abc import Iterator, Mapping, MutableSequence
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.futures import Future
 from holdfast._adapt import final_save_plan
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT
+from holdfast._native.attempt import Held, WriterNumber
 from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
@@ -38,7 +39,7 @@ from holdfast._values.lazy import LazyList
 from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
 from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
 from holdfast._version import __version__
-from holdfast.errors import InternalError, InvalidStateError
+from holdfast.errors import InternalError, InvalidStateError, StorageError
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, padded, write_columns
 from holdfast.storage import StorageWriter, WriteResult
@@ -48,50 +49,6 @@ _MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
 
 # How many attempts that failed a coordinator tells of; whoever missed so many leaves them to a sweep.
 _MOST_FAILED = 8
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class WriterNumber:
-    """What the coordinator tells each rank through ``SavePlan.storage_data``: ``failed`` names attempts to be removed.
-
-    A planner that keeps its plans brings an old one back: ``is_spent`` is how it is known.
-    """
-
-    attempt: str
-    writer: int
-    failed: tuple[str, ...] = ()
-    is_spent: bool = False
-
-
-class _Held:
-    """The files of one attempt, open and locked, which tells others that their writer lives."""
-
-    def __init__(self, packer: Packer, path: str, attempt: str) -> None:
-        self.packer = packer
-        self.attempt = attempt
-        self._path = path
-        self._is_closed = False
-        self._when_forgotten: weakref.finalize[..., NativeWriter] | None = None
-
-    def follow(self, writer: NativeWriter) -> None:
-        """End when ``writer`` does, which tells of a failure where nobody else does.
-
-        The coordinator's files are then removed, for it knows that it did not publish; others cannot know.
-        """
-        self._when_forgotten = weakref.finalize(writer, self.remove if writer.is_coordinator else self.close)
-
-    def close(self) -> None:
-        """Let go of the files."""
-        if self._when_forgotten is not None:
-            self._when_forgotten.detach()
-        self._is_closed = True
-        self.packer.close()
-
-    def remove(self) -> None:
-        """Remove the files, unless they are let go already or part of what is published."""
-        if not self._is_closed and not may_be_published(self._path, self.attempt):
-            self.packer.abandon()
-        self.close()
 
 
 class NativeWriter(StorageWriter):
@@ -120,7 +77,7 @@ class NativeWriter(StorageWriter):
         self.is_coordinator = True
         self._unfinished: str | None = None
         self._failed: tuple[str, ...] = ()
-        self._held: _Held | None = None
+        self._held: Held | None = None
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
@@ -190,8 +147,8 @@ class NativeWriter(StorageWriter):
             self._attempt = number.attempt
         number.is_spent = True
         work = _WriterWork(self.path, plan, planner, allow_pickle=self.allow_pickle)
-        self._held = _Held(work.packer, self.path, self._attempt)
-        self._held.follow(self)
+        self._held = Held(work.packer, self.path, self._attempt)
+        self._held.end_with(self, removing=self.is_coordinator)
         try:
             report = work.run()
         except BaseException:
@@ -202,10 +159,24 @@ class NativeWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
-        """Check what was written against ``metadata``, write the index, publish the manifest."""
+        """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
+        reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
+        try:
+            self._publish(metadata, reports)
+        except BaseException:
+            if not may_be_published(self.path, self._attempt):
+                for name in (file.name for report in reports for file in report.files):
+                    with contextlib.suppress(StorageError):
+                        posix.remove(os.path.join(self.path, name))
+            self.abandon()
+            raise
+        self._unfinished = None
+        self._close()
+
+    def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
         manifest, index = merge_reports(
             metadata,
-            [self._named(report_of(result), writer) for writer, result in enumerate(results)],
+            reports,
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
             user_metadata=encode_value(self.user_metadata, key="user_metadata"),
@@ -218,8 +189,6 @@ class NativeWriter(StorageWriter):
             index=index,
             overwrite=self.overwrite,
         )
-        self._unfinished = None
-        self._close()
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""

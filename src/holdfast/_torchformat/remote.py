@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from holdfast.errors import UnsafeError
+
 
 def is_remote(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Whether the id is a URL and not a path."""
@@ -16,8 +18,12 @@ def remote_writer(url: str | os.PathLike[str], *, overwrite: bool) -> Any:
     return _storage("FsspecWriter", url)(os.fspath(url), overwrite=overwrite)
 
 
-def remote_reader(url: str | os.PathLike[str]) -> Any:
-    """The reader of torch for ``url``; ValueError where there is none."""
+def remote_reader(url: str | os.PathLike[str], *, allow_pickle: bool) -> Any:
+    """The reader of torch for ``url``; ValueError where there is none, UnsafeError unless it may unpickle."""
+    if not allow_pickle:
+        raise UnsafeError(
+            f"the reader of URLs unpickles what it finds; pass allow_pickle=True if you trust {os.fspath(url)!r}"
+        )
     return _storage("FsspecReader", url)(os.fspath(url))
 
 
