@@ -26,7 +26,7 @@ from holdfast._io import posix
 from holdfast._io.pages import give_back_pages
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import unflatten
+from holdfast._state.paths import Path, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
@@ -305,8 +305,12 @@ class _Leaves:
             else self.value(key)
             for key, entry in entries.items()
         }
-        paths = self.metadata.planner_data
-        return unflatten(leaves, paths if isinstance(paths, dict) else {})
+        return unflatten(leaves, self.paths())
+
+    def paths(self) -> dict[str, Path]:
+        """Where each key is in the state, as far as the checkpoint says so."""
+        said = self.metadata.planner_data
+        return {key: path for key, path in said.items() if type(path) is tuple} if isinstance(said, dict) else {}
 
 
 def _check_plain(key: str, value: object) -> None:
@@ -333,8 +337,7 @@ class _CopyPlanner(DefaultSavePlanner):
     ) -> None:
         """Take the paths of the checkpoint; the state that is given is empty."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        paths = self._leaves.metadata.planner_data
-        self.mappings = paths if isinstance(paths, dict) else {}
+        self.mappings = self._leaves.paths()
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf."""
