@@ -23,7 +23,7 @@ import torch
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._filesystem.writer import _FileSystemWriter
 from holdfast._io import posix
-from holdfast._io.pages import give_back_pages
+from holdfast._io.pages import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.paths import Path, unflatten
@@ -380,7 +380,8 @@ def _from_pt(
 ) -> tuple[int, int]:
     """Save what is in the file, and tell how many tensors and values that were."""
     found = read_pt(path, allow_pickle=allow_pickle, verify=verify)
-    metadata = save(found.state, storage_writer=writer, planner=_MappedPlanner(progress, found.is_mapped), no_dist=True)
+    planner = _MappedPlanner(progress, MappedFile(path) if found.is_unchanged_file else None)
+    metadata = save(found.state, storage_writer=writer, planner=planner, no_dist=True)
     entries = metadata.state_dict_metadata.values()
     tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
     return tensors, len(entries) - tensors
@@ -389,31 +390,31 @@ def _from_pt(
 class _MappedSource:
     """The bytes of a tensor that stands for part of a file; pages of the file are given back once they are copied."""
 
-    def __init__(self, tensor: torch.Tensor, progress: _Progress, is_mapped: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, progress: _Progress, file: MappedFile | None) -> None:
         self._tensor = tensor
         self._source = source_of(tensor)
         self._progress = progress
-        self._is_mapped = is_mapped
+        self._file = file
         self.nbytes = self._source.nbytes
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         self._source.copy_out(start, stop, buffer, at)
-        if self._is_mapped and self._tensor.is_contiguous():
-            give_back_pages(self._tensor.data_ptr() + start, stop - start)
-        elif self._is_mapped:
+        if self._file is not None and self._tensor.is_contiguous():
+            self._file.give_back(self._tensor.data_ptr() + start, stop - start)
+        elif self._file is not None:
             storage = self._tensor.untyped_storage()
-            give_back_pages(storage.data_ptr(), storage.nbytes())
+            self._file.give_back(storage.data_ptr(), storage.nbytes())
         self._progress.add(stop - start)
 
 
 class _MappedPlanner(DefaultSavePlanner):
     """Saves a state of mapped tensors without keeping them in memory."""
 
-    def __init__(self, progress: _Progress, is_mapped: bool) -> None:
+    def __init__(self, progress: _Progress, file: MappedFile | None) -> None:
         super().__init__()
         self._progress = progress
-        self._is_mapped = is_mapped
+        self._file = file
 
     def create_local_plan(self) -> SavePlan:
         """What the default planner plans; its bytes are what there is to do."""
@@ -427,4 +428,4 @@ class _MappedPlanner(DefaultSavePlanner):
         data = super().transform_object(write_item, object)
         if not isinstance(data, torch.Tensor) or data.is_quantized:
             return data
-        return LazyTensor(_MappedSource(data, self._progress, self._is_mapped), data.shape, data.dtype)
+        return LazyTensor(_MappedSource(data, self._progress, self._file), data.shape, data.dtype)

@@ -66,10 +66,15 @@ _TYPED_STORAGES: dict[torch.dtype, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtFile:
-    """What a file holds; ``is_mapped`` says that the tensors are not in memory but stand for the file."""
+    """What a file holds.
+
+    ``is_mapped`` says that the tensors are not in memory but stand for the file; ``is_unchanged_file`` that nobody can
+    have written to that memory since.
+    """
 
     state: Any
     is_mapped: bool
+    is_unchanged_file: bool
 
 
 def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> PtFile:
@@ -82,7 +87,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     name = os.fspath(path)
     if not posix.exists(name):
         raise NotFoundError(f"there is no file {name!r}")
-    is_archive = _check_archive(name, verify=verify)
+    is_archive, is_native_order = _check_archive(name, verify=verify)
     try:
         state = torch.load(name, map_location="cpu", weights_only=not allow_pickle, mmap=is_archive)
     except pickle.UnpicklingError as error:
@@ -96,14 +101,16 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
-    return PtFile(state=state, is_mapped=is_archive)
+    # torch swaps bytes in place; and code that a pickle runs may do anything.
+    is_unchanged = is_archive and is_native_order and not allow_pickle
+    return PtFile(state=state, is_mapped=is_archive, is_unchanged_file=is_unchanged)
 
 
-def _check_archive(name: str, *, verify: bool) -> bool:
-    """Whether the file is an archive; CorruptError when its records are not what was written."""
+def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
+    """Whether the file is an archive, and in this machine's byte order; CorruptError when a record is damaged."""
     with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
         if not zipfile.is_zipfile(stream):
-            return False
+            return False, False
         try:
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
@@ -114,9 +121,13 @@ def _check_archive(name: str, *, verify: bool) -> bool:
                     with archive.open(record) as file:
                         while file.read(_CHECKED_BYTES):
                             pass
+                said = [record for record in records if record.filename.endswith("/byteorder")]
+                is_native_order = all(
+                    record.CRC != 0 and archive.read(record) == sys.byteorder.encode() for record in said
+                )
         except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
             raise CorruptError(f"{name!r} is a damaged archive: {error}; use another file", path=name) from error
-    return True
+    return True, is_native_order
 
 
 def _is_pickle(name: str) -> bool:
