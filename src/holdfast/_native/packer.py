@@ -21,7 +21,7 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.header import HeaderEntry, encode_header
 from holdfast._native.pages import PageJob, filled_slab, following, write_pages
 from holdfast._native.report import WrittenFile
-from holdfast._state.raw import Source
+from holdfast._state.raw import DistantSource, Source
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast.errors import InternalError, StorageError
 
@@ -201,7 +201,22 @@ class Packer:
         return filled_slab(job, ring, self._fill)
 
     def _fill(self, job: _Job, slab: Slab) -> None:
-        view, digests = slab.view, self.digests
-        for source, start, stop, at, slot in job.blocks:
-            source.copy_out(start, stop, slab, at)
+        view, digests, filled = slab.view, self.digests, 0
+        for number, (source, start, stop, at, slot) in enumerate(job.blocks):
+            if not isinstance(source, DistantSource):
+                source.copy_out(start, stop, slab, at)
+            elif at >= filled:
+                end = _end_of_run(job.blocks, number)
+                source.copy_out(start, end, slab, at)
+                filled = at + end - start
             digests[slot] = digest(view[at : at + stop - start])
+
+
+def _end_of_run(blocks: list[tuple[Source, int, int, int, int]], number: int) -> int:
+    """Where the last of the blocks ends that follow block ``number`` in its source."""
+    source, _, end, _, _ = blocks[number]
+    for other, start, stop, _, _ in blocks[number + 1 :]:
+        if other is not source or start != end:
+            break
+        end = stop
+    return end

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.tensors import word_dtype, words_of_quantized
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast.errors import InvalidStateError
@@ -47,6 +48,10 @@ class Source(Protocol):
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         ...
+
+
+class DistantSource:
+    """A source that has to fetch its bytes from somewhere: it wants to be asked for much at a time."""
 
 
 class MemorySource:
@@ -90,8 +95,10 @@ class ScatteredSource:
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
 
 
-def source_of(tensor: torch.Tensor) -> MemorySource | ScatteredSource:
+def source_of(tensor: torch.Tensor) -> Source:
     """The bytes of ``tensor``."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.source
     if tensor.is_cpu:
         if tensor.is_quantized:
             tensor = words_of_quantized(tensor)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._native.verify import VerifyReport, verify_checkpoint
-from holdfast.cli.terminal import counted, error_console, output_console, shown_bytes, shown_name
+from holdfast.cli.terminal import counted, output_console, progress_bar, shown_bytes, shown_name
 from holdfast.detect import is_torch_format
 
 EXAMPLES = """\b
@@ -38,7 +34,7 @@ def verify_command(
     A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
     """
     verify = verify_torch_checkpoint if is_torch_format(path) else verify_checkpoint
-    with _progress_bar() as on_progress:
+    with progress_bar("verifying") as on_progress:
         report = verify(path, on_progress=on_progress)
     if as_json:
         typer.echo(json.dumps(_as_json(path, report)))
@@ -46,18 +42,6 @@ def verify_command(
         _print_report(output_console(), report)
     if not report.ok:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """What to tell about progress; None where nobody would see it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True) as progress:
-        task = progress.add_task("verifying", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:
