@@ -26,7 +26,7 @@ from holdfast._io import posix
 from holdfast._io.pages import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import Path, unflatten
+from holdfast._state.paths import Path, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
@@ -309,8 +309,7 @@ class _Leaves:
 
     def paths(self) -> dict[str, Path]:
         """Where each key is in the state, as far as the checkpoint says so."""
-        said = self.metadata.planner_data
-        return {key: path for key, path in said.items() if type(path) is tuple} if isinstance(said, dict) else {}
+        return restorable_paths(self.metadata)
 
 
 def _check_plain(key: str, value: object) -> None:
