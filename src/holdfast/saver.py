@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._coord.ranks import Ranks
@@ -69,49 +69,70 @@ def save(
     """
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
-        if storage_writer is None:
-            if checkpoint_id is None:
-                raise ValueError("save needs a checkpoint_id or a storage_writer")
-            storage_writer = NativeWriter(
-                checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
-            )
-        elif not overwrite or allow_pickle or user_metadata is not None:
-            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
-        elif checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)
+        writer = writer_for(
+            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+        )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-        if planner is None:
-            planner = WholeSavePlanner(replica_check=replica_check)
-        return _save(state_dict, storage_writer, planner, ranks)
+        saving = Saving(writer, planner or WholeSavePlanner(replica_check=replica_check), ranks)
+        ranks.follow(lambda: writer.bytes_written)
+        try:
+            plan = saving.plan(state_dict)
+            return saving.write(lambda: writer.write_data(saving.planner.finish_plan(plan), saving.planner).wait())
+        except BaseException:
+            writer.abandon()
+            raise
 
 
-def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> Metadata:
-    metadata: Metadata | None = None
+def writer_for(
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+    user_metadata: Mapping[str, Any] | None,
+) -> StorageWriter:
+    """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or native files there."""
+    if storage_writer is None:
+        if checkpoint_id is None:
+            raise ValueError("save needs a checkpoint_id or a storage_writer")
+        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+    if not overwrite or allow_pickle or user_metadata is not None:
+        raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
+    if checkpoint_id is not None:
+        storage_writer.reset(checkpoint_id)
+    return storage_writer
 
-    def plan_locally() -> SavePlan:
+
+class Saving:
+    """One save in the two steps that all ranks take together; what goes wrong in one is raised on every rank."""
+
+    def __init__(self, writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> None:
+        self.writer = writer
+        self.planner = planner
+        self.ranks = ranks
+        self._metadata: Metadata | None = None
+
+    def plan(self, state: Mapping[Any, Any]) -> SavePlan:
+        """What this rank is to write of ``state``; the planner has yet to finish it."""
+        return self.ranks.scatter("planning the save", lambda: self._plan_locally(state), self._plan_globally)
+
+    def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
+        """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
+        return self.ranks.share("writing the checkpoint", write, self._publish)
+
+    def _plan_locally(self, state: Mapping[Any, Any]) -> SavePlan:
+        writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks = ranks.size
         planner.set_up_planner(expose(state), writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    def plan_globally(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+    def _plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self.planner.create_global_plan(plans)
+        return self.writer.prepare_global_plan(plans)
 
-    def write() -> MutableSequence[WriteResult]:
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
-
-    def publish(results: list[MutableSequence[WriteResult]]) -> Metadata:
-        assert metadata is not None
-        writer.finish(metadata, results)
-        return metadata
-
-    ranks.follow(lambda: writer.bytes_written)
-    try:
-        plan = ranks.scatter("planning the save", plan_locally, plan_globally)
-        return ranks.share("writing the checkpoint", write, publish)
-    except BaseException:
-        writer.abandon()
-        raise
+    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata:
+        assert self._metadata is not None
+        self.writer.finish(self._metadata, results)
+        return self._metadata
