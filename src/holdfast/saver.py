@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._coord.ranks import Ranks
 from holdfast._native.writer import NativeWriter
+from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
@@ -74,9 +75,9 @@ def save(
         )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         saving = Saving(writer, planner or WholeSavePlanner(replica_check=replica_check), ranks)
-        ranks.follow(lambda: writer.bytes_written)
+        ranks.follow(lambda: TURNS.bytes_done + writer.bytes_written)
         try:
-            plan = saving.plan(state_dict)
+            plan = saving.plan(state_dict, before=TURNS.settle)
             return saving.write(lambda: writer.write_data(saving.planner.finish_plan(plan), saving.planner).wait())
         except BaseException:
             writer.abandon()
@@ -112,9 +113,17 @@ class Saving:
         self.ranks = ranks
         self._metadata: Metadata | None = None
 
-    def plan(self, state: Mapping[Any, Any]) -> SavePlan:
-        """What this rank is to write of ``state``; the planner has yet to finish it."""
-        return self.ranks.scatter("planning the save", lambda: self._plan_locally(state), self._plan_globally)
+    def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
+        """What this rank is to write of ``state``; the planner has yet to finish it.
+
+        ``before`` is called first: what it raises is raised on every rank.
+        """
+
+        def plan_locally() -> SavePlan:
+            before()
+            return self._plan_locally(state)
+
+        return self.ranks.scatter("planning the save", plan_locally, self._plan_globally)
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""

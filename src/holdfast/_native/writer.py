@@ -7,8 +7,8 @@ import io
 import os
 import platform
 import secrets
-from collections.abc import Iterator, Mapping, MutableSequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -18,9 +18,11 @@ from torch.futures import Future
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT
 from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
+from holdfast._native.image import Image
+from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
-from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
+from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer, Placed
 from holdfast._native.publish import check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, report_of
 from holdfast._native.tree import check_key, encode_path
@@ -75,13 +77,13 @@ class NativeWriter(StorageWriter):
         self.user_metadata = dict(user_metadata or {})
         self._given_attempt = attempt
         self._attempt = attempt or secrets.token_hex(8)
-        self._packer: Packer | None = None
+        self._files: _Files | None = None
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
         """Bytes of data files that the system took from the save under way."""
-        packer = self._packer
-        return 0 if packer is None else sum(file.output.bytes_written for file in tuple(packer.files))
+        files = self._files
+        return 0 if files is None else files.bytes_written
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
@@ -95,11 +97,10 @@ class NativeWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.path, save_id=self._attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the directory; refuse early what could not be published."""
+        """Refuse early what could not be published; nothing is on disk before something is written."""
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
         encode_value(self.user_metadata, key="user_metadata")
-        posix.make_directories(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
@@ -121,15 +122,58 @@ class NativeWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
-        if not isinstance(plan.storage_data, WriterNumber):
-            raise InternalError("the plan did not pass through prepare_global_plan of native storage")
-        self._close()
-        self._attempt = plan.storage_data.attempt
-        work = _WriterWork(self.path, plan, planner, allow_pickle=self.allow_pickle)
-        self._packer = work.packer
+        work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
-        done.set_result(LazyList(work.run()))
+        done.set_result(self._pack(work, Packer(work.next_file, pinned=_wants_pinned()), work.chunks()))
         return done
+
+    def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
+        """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied."""
+        work = self._work(plan, planner)
+        chunks = list(work.chunks())
+        return StagedFiles(work, chunks, Image(work.next_file, chunks))
+
+    def stream_staged(
+        self, staged: StagedFiles, *, slabs: int, check: Callable[[], None], on_copied: Callable[[], None]
+    ) -> MutableSequence[WriteResult]:
+        """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between.
+
+        ``check`` is called before each chunk and raises to give up.
+        """
+
+        def checked() -> Iterator[Chunk]:
+            for chunk in staged.chunks:
+                check()
+                yield chunk
+
+        work = staged.work
+        packer = Packer(work.next_file, pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied)
+        return self._pack(work, packer, checked())
+
+    def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
+        """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
+        self._close()
+        work, image = staged.work, staged.image
+        self._attempt, self._files = work.attempt, files
+        posix.make_directories(self.path)
+        written = image.written(files.write(image.files, memory))
+        return self._written(work, written, image.placed, image.digests)
+
+    def _work(self, plan: SavePlan, planner: SavePlanner) -> _WriterWork:
+        return _WriterWork(plan, planner, path=self.path, allow_pickle=self.allow_pickle)
+
+    def _pack(self, work: _WriterWork, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
+        self._close()
+        self._attempt, self._files = work.attempt, packer
+        posix.make_directories(self.path)
+        return self._written(work, packer.write(chunks), packer.placed, packer.digests)
+
+    def _written(
+        self, work: _WriterWork, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]
+    ) -> MutableSequence[WriteResult]:
+        if files:
+            posix.sync_directory(self.path)
+        return LazyList(work.report(files, placed, digests))
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Check what was written against ``metadata``, write the index, publish the manifest."""
@@ -152,26 +196,51 @@ class NativeWriter(StorageWriter):
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""
-        packer, self._packer = self._packer, None
-        if packer is None:
+        files, self._files = self._files, None
+        if files is None:
             return
         if may_be_published(self.path, self._attempt):
-            packer.close()
+            files.close()
         else:
-            packer.abandon()
+            files.abandon()
 
     def _close(self) -> None:
-        packer, self._packer = self._packer, None
-        if packer is not None:
-            packer.close()
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packer": None}
+        return {**self.__dict__, "_files": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+class _Files(Protocol):
+    """The data files of a save under way, whoever writes them."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the system took."""
+        ...
+
+    def close(self) -> None:
+        """Close the files, which ends the sign that their writer lives."""
+        ...
+
+    def abandon(self) -> None:
+        """Close and remove the files."""
+        ...
+
+
+class ImageOutput(_Files, Protocol):
+    """Whoever writes file images from memory: this process, or another that has the same memory."""
+
+    def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
+        """What was written, durably."""
+        ...
 
 
 class _Planned(NamedTuple):
@@ -186,11 +255,14 @@ class _Planned(NamedTuple):
 
 
 class _WriterWork:
-    """One ``write_data``: the plan, and what became of it."""
+    """One ``write_data``: the plan, and what became of it. Values are encoded at once, before anything is written."""
 
-    def __init__(self, path: str, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, *, path: str, allow_pickle: bool) -> None:
+        if not isinstance(plan.storage_data, WriterNumber):
+            raise InternalError("the plan did not pass through prepare_global_plan of native storage")
         self._path = path
-        self._number: WriterNumber = plan.storage_data
+        self._number = plan.storage_data
+        self.attempt = self._number.attempt
         self._planner = planner
         self._columns = write_columns(plan.items)
         self._allow_pickle = allow_pickle
@@ -198,22 +270,14 @@ class _WriterWork:
         self._blobs: dict[str, tuple[str, bytes]] = {}
         self._aliases: dict[str, WrittenTensor] = {}
         self._written: dict[str, WrittenTensor] = {}
-        self._rows: list[tuple[str, Box, int]] = []
+        self.rows: list[tuple[str, Box, int]] = []
         self._planned: list[_Planned] = []
         self._header_bytes: list[int] = []
         self._planned_bytes: list[int] = []
-        self.packer = Packer(self._open_file, pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
-
-    def run(self) -> WriteReport:
-        """Write everything and tell where it went."""
         for row, key in enumerate(self._columns.key.tolist()):
             if self._columns.heads[key] is None:
                 self._take_value(row)
         self._plan_chunks()
-        files = self.packer.write(self._chunks())
-        if files:
-            posix.sync_directory(self._path)
-        return self._report(files)
 
     def _take_value(self, row: int) -> None:
         """Encode the value of ``row``, before anything is written: for the manifest, or as bytes like a tensor's."""
@@ -272,9 +336,8 @@ class _WriterWork:
         name = chunk_name(key, box, head.size)
         return _Planned(row, key, head, box, name, header_entry_bytes(name, box.lengths))
 
-    def _open_file(self, number: int) -> DataFile:
-        """The next data file, with room for as many of the chunks still to come as one header should hold."""
-        start = len(self.packer.placed)
+    def next_file(self, number: int, start: int) -> DataFile:
+        """Data file ``number``, with room for as many of the chunks from ``start`` on as one header should hold."""
         sizes = np.cumsum(self._header_bytes[start:])
         count = max(1, int(np.searchsorted(sizes, _MOST_HEADER_BYTES, side="right")))
         name = f"data-{self._number.attempt}-{self._number.writer}-{number}.safetensors"
@@ -285,7 +348,8 @@ class _WriterWork:
             expected_bytes=sum(self._planned_bytes[start : start + count]),
         )
 
-    def _chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[Chunk]:
+        """Everything that has bytes, in file order."""
         for planned in self._planned:
             yield self._chunk_of(planned)
         for key, (kind, data) in self._blobs.items():
@@ -324,25 +388,48 @@ class _WriterWork:
         known = self._written.setdefault(key, written)
         if known is not written and known != written:
             raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
-        self._rows.append((key, box, nbytes))
+        self.rows.append((key, box, nbytes))
 
-    def _report(self, files: list[WrittenFile]) -> WriteReport:
+    def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
+        """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
         ids = {key: number for number, key in enumerate(self._written)}
-        placed = self.packer.placed
         return WriteReport(
             files=files,
             keys=list(self._written),
             tensors=list(self._written.values()),
-            key=np.array([ids[key] for key, _, _ in self._rows], dtype=np.int64),
+            key=np.array([ids[key] for key, _, _ in self.rows], dtype=np.int64),
             file=np.array([place.file for place in placed], dtype=np.int64),
             offset=np.array([place.offset for place in placed], dtype=np.int64),
-            nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),
-            lo=padded([box.offsets for _, box, _ in self._rows], fill=0),
-            length=padded([box.lengths for _, box, _ in self._rows], fill=1),
-            digests=np.array(self.packer.digests, dtype=np.uint64),
+            nbytes=np.array([nbytes for _, _, nbytes in self.rows], dtype=np.int64),
+            lo=padded([box.offsets for _, box, _ in self.rows], fill=0),
+            length=padded([box.lengths for _, box, _ in self.rows], fill=1),
+            digests=np.array(digests, dtype=np.uint64),
             aliases=self._aliases,
             values=self._values,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedFiles:
+    """The files of one writer as they will lie in memory: ``image`` says what is to be copied where."""
+
+    work: _WriterWork
+    chunks: list[Chunk]
+    image: Image
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each chunk."""
+        return [key for key, _, _ in self.work.rows]
+
+    def forget_sources(self) -> None:
+        """Let go of the tensors, now that they are copied."""
+        self.chunks.clear()
+        self.image.copies.clear()
+
+
+def _wants_pinned() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def _written(

@@ -23,6 +23,7 @@ _MOVE_SIGNATURE = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_si
 _move_large = ctypes.CFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 _move_small = ctypes.PYFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 _LARGE_BYTES = 256 << 10
+_ISSUED_BYTES = 8 << 20
 
 
 def _move(target: int, source: int, nbytes: int) -> None:
@@ -48,6 +49,10 @@ class Source(Protocol):
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         ...
 
+    def pieces(self, limit: int) -> Iterator[torch.Tensor]:
+        """All bytes in order, at most ``limit`` at a time, as uint8 tensors where they are."""
+        ...
+
 
 class MemorySource:
     """Bytes that lie in this process's memory; ``owner`` keeps them there."""
@@ -62,6 +67,13 @@ class MemorySource:
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         _move(buffer.address + at, self._address + start, stop - start)
+
+    def pieces(self, limit: int) -> Iterator[torch.Tensor]:
+        """All bytes in order, at most ``limit`` at a time, as uint8 tensors that share the memory."""
+        for start in range(0, self.nbytes, limit):
+            count = min(limit, self.nbytes - start)
+            memory = (ctypes.c_uint8 * count).from_address(self._address + start)
+            yield torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class ScatteredSource:
@@ -88,6 +100,33 @@ class ScatteredSource:
             else:
                 aligned = torch.empty(box.lengths, dtype=self._dtype).copy_(piece)
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor lives."""
+        return self._tensor.device
+
+    def issue(self, target: torch.Tensor, at: int) -> None:
+        """Queue, on the current stream, copying all bytes into ``target`` (uint8: pinned, or on the device) at ``at``.
+
+        Nothing larger than a few MiB is allocated for it. The target has them when the stream is that far.
+        """
+        if self._tensor.is_contiguous() and not _is_lazy(self._tensor):
+            target[at : at + self.nbytes].copy_(_flat_bytes(self._tensor), non_blocking=True)
+            return
+        for piece in self.pieces(_ISSUED_BYTES):
+            target[at : at + piece.numel()].copy_(piece, non_blocking=True)
+            at += piece.numel()
+
+    def pieces(self, limit: int) -> Iterator[torch.Tensor]:
+        """All bytes in order, at most ``limit`` at a time, as uint8 tensors on the device of the tensor."""
+        for start in range(0, self.nbytes, limit):
+            stop = min(start + limit, self.nbytes)
+            parts = [
+                _flat_bytes(_as_words(self._tensor[box.slices()].resolve_conj().resolve_neg().contiguous()))
+                for box, _, _ in _boxes(self._tensor.shape, start, stop, self._dtype.itemsize)
+            ]
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def source_of(tensor: torch.Tensor) -> MemorySource | ScatteredSource:

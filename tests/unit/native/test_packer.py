@@ -64,7 +64,7 @@ def chunk_of(name: str, source: BytesSource) -> Chunk:
 
 
 def packer_in(directory: Path, *, header_bytes: int) -> Packer:
-    def open_file(number: int) -> DataFile:
+    def open_file(number: int, start: int) -> DataFile:
         name = f"data-{number}.safetensors"
         return DataFile(str(directory / name), name, header_bytes=header_bytes, expected_bytes=1 << 20)
 
