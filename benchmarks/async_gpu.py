@@ -6,8 +6,8 @@
     python3 benchmarks/async_gpu.py --table small.json large.json large-torch.json
 
 The state has the shapes of an 8-billion-parameter model in bf16. Limits are measured in the same run: the bandwidth of
-copies to pinned memory, a clone on the device, and O_DIRECT writes of the same size. Steps are matrix products, timed by
-CUDA events; nothing synchronises the device while a save is under way. Each kind of save is loaded back and compared.
+copies to pinned memory, a clone on the device, and O_DIRECT writes of the same size. Steps are matrix products, timed
+by CUDA events; nothing synchronises the device while a save is under way. Each kind of save is loaded back and compared.
 With --device cpu and a small --size everything runs without a GPU, which shows that the script works and nothing else.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -78,7 +79,7 @@ class Device:
         """Bytes per second of copies to pinned host memory."""
         source = torch.empty(512 * MIB, dtype=torch.uint8, device=self.name)
         target = torch.empty(512 * MIB, dtype=torch.uint8, pin_memory=self.is_cuda)
-        times = [self.timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(8)]
+        times = [self.timed(partial(target.copy_, source, non_blocking=True)) for _ in range(8)]
         del target
         if self.is_cuda:
             getattr(torch._C, "_host_emptyCache", lambda: None)()
@@ -147,7 +148,7 @@ class Steps:
         if self._device.is_cuda and marks:
             marks[-1][1].synchronize()
         found: dict[str, list[float]] = {}
-        for (before, start), (after, end) in zip(marks, marks[1:], strict=False):
+        for (before, start), (after, end) in itertools.pairwise(marks):
             if before == after:
                 milliseconds = start.elapsed_time(end) if self._device.is_cuda else (end - start) * 1e3
                 found.setdefault(after, []).append(milliseconds)

@@ -130,6 +130,8 @@ class BlockingAsyncStager(AsyncStager):
         memory = self._memory if self.cache_staged_state_dict else HostMemory()
         copied = _Copied(state_dict, memory, is_shared=False)
         Staging(copied.copies, copied.region, mode="copy", accelerator=CUDA).begin()
+        if not self.cache_staged_state_dict:
+            copied.region.unpin()  # from here on the memory belongs to the tensors alone
         return copied.state
 
     def synchronize_staging(self) -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous saves of CUDA tensors: whatever the streams do after the call, the checkpoint is the state at the call."""
+"""Asynchronous saves of CUDA tensors: whatever streams do after the call, the checkpoint is the state at the call."""
 
 from __future__ import annotations
 

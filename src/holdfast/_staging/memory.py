@@ -28,11 +28,12 @@ class Region:
     ``pin`` makes it fit for copies from a device.
     """
 
+    _pinned_by: Accelerator | None = None
+
     def __init__(self, nbytes: int, *, is_shared: bool) -> None:
         self.nbytes = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
         self.is_shared = is_shared
         self.descriptor = -1
-        self._pinned_by: Accelerator | None = None
         size = self.nbytes + HUGE_PAGE
         try:
             if is_shared:
@@ -78,11 +79,18 @@ class Region:
             accelerator.pin(self.address, self.nbytes)
             self._pinned_by = accelerator
 
-    def close(self) -> None:
-        """Give the memory back as soon as nobody holds a view of it."""
+    def unpin(self) -> None:
+        """Take that back: memory that CUDA knows must not go before it has forgotten it."""
         accelerator, self._pinned_by = self._pinned_by, None
         if accelerator is not None:
             accelerator.unpin(self.address)
+
+    def __del__(self) -> None:
+        self.unpin()
+
+    def close(self) -> None:
+        """Give the memory back as soon as nobody holds a view of it."""
+        self.unpin()
         self.tensor = torch.empty(0, dtype=torch.uint8)
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:

@@ -29,10 +29,14 @@ class Fingerprints:
     """The numbers of all ``copies`` as they are when this is made, taken on the current streams of their devices."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._places = [(copy.name, copy.at, copy.source.nbytes) for copy in copies]
-        self._numbers = [_number(copy.source) for copy in copies]
-        devices = {number.device for number in self._numbers if number.is_cuda}
-        self._taken = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._places: dict[torch.device, list[tuple[str, int, int]]] = {}
+        numbers: dict[torch.device, list[torch.Tensor]] = {}
+        for copy in copies:
+            number = _number(copy.source)
+            self._places.setdefault(number.device, []).append((copy.name, copy.at, copy.source.nbytes))
+            numbers.setdefault(number.device, []).append(number)
+        self._numbers = {device: torch.stack(each) for device, each in numbers.items()}
+        self._taken = [torch.cuda.current_stream(each).record_event() for each in numbers if each.type == "cuda"]
 
     def compare(self, region: Region) -> None:
         """InvalidStateError, naming the tensors, unless ``region`` holds what there was at the call."""
@@ -40,8 +44,9 @@ class Fingerprints:
             event.synchronize()
         wrong = [
             name
-            for (name, at, nbytes), number in zip(self._places, self._numbers, strict=True)
-            if int(_number(MemorySource(region, region.address + at, nbytes))) != int(number)
+            for device, places in self._places.items()
+            for (name, at, nbytes), number in zip(places, self._numbers[device].tolist(), strict=True)
+            if int(_number(MemorySource(region, region.address + at, nbytes))) != number
         ]
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
