@@ -7,7 +7,7 @@
 
 The state has the shapes of an 8-billion-parameter model in bf16. Limits are measured in the same run: the bandwidth of
 copies to pinned memory, a clone on the device, and O_DIRECT writes of the same size. Steps are matrix products, timed
-by CUDA events; nothing synchronises the device while a save is under way. Each kind of save is loaded back and compared.
+by CUDA events; nothing synchronises the device while a save is under way. Each kind of save is loaded and compared.
 With --device cpu and a small --size everything runs without a GPU, which shows that the script works and nothing else.
 """
 

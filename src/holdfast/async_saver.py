@@ -146,7 +146,7 @@ def async_save(
             job.begin(state_dict)
             _start(job, handle, stack.pop_all())
         except BaseException:
-            TURNS.pass_on(handle)
+            TURNS.pass_on(handle, is_begun=False)
             raise
     _catch_up(job, handle)
     return handle
@@ -170,11 +170,14 @@ def _start(job: Job, handle: AsyncSave, stack: contextlib.ExitStack) -> None:
             with stack:
                 metadata = job.run()
         except BaseException as error:
+            job.cancel()
+            TURNS.pass_on(handle)
             handle.fail(error)
         else:
+            TURNS.pass_on(handle)
             handle.succeed(metadata)
 
-    TURNS.start(handle, work)
+    TURNS.start(work)
 
 
 def _catch_up(job: Job, handle: AsyncSave) -> None:
@@ -199,7 +202,7 @@ def _progress(
     # Only now: it is for people, and takes a while to import.
     from holdfast._staging.progress import TerminalProgress
 
-    return TerminalProgress("checkpoint" if checkpoint_id is None else os.fspath(checkpoint_id))
+    return TerminalProgress("checkpoint" if checkpoint_id is None else os.path.basename(os.fspath(checkpoint_id)))
 
 
 def _optimizers(state: Any) -> Iterator[torch.optim.Optimizer]:
@@ -259,7 +262,7 @@ def prewarm(
                 if is_shared:
                     TURNS.writer_process().prepare(region)
         finally:
-            TURNS.pass_on(handle)
+            TURNS.pass_on(handle, is_begun=False)
     return TURNS.memory.nbytes
 
 

@@ -90,7 +90,7 @@ class NativeWriter(StorageWriter):
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
         self._attempt = self._given_attempt or secrets.token_hex(8)
-        self._close()
+        self.close()
 
     def storage_meta(self) -> StorageMeta | None:
         """The path and the attempt."""
@@ -152,7 +152,7 @@ class NativeWriter(StorageWriter):
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
         """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
-        self._close()
+        self.close()
         work, image = staged.work, staged.image
         self._attempt, self._files = work.attempt, files
         posix.make_directories(self.path)
@@ -163,7 +163,7 @@ class NativeWriter(StorageWriter):
         return _WriterWork(plan, planner, path=self.path, allow_pickle=self.allow_pickle)
 
     def _pack(self, work: _WriterWork, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
-        self._close()
+        self.close()
         self._attempt, self._files = work.attempt, packer
         posix.make_directories(self.path)
         return self._written(work, packer.write(chunks), packer.placed, packer.digests)
@@ -192,7 +192,7 @@ class NativeWriter(StorageWriter):
             index=index,
             overwrite=self.overwrite,
         )
-        self._close()
+        self.close()
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""
@@ -204,7 +204,8 @@ class NativeWriter(StorageWriter):
         else:
             files.abandon()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the files of a save that is over, which ends the sign that their writer lives."""
         files, self._files = self._files, None
         if files is not None:
             files.close()

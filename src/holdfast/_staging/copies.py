@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Literal
 
@@ -73,17 +73,13 @@ class Staging:
         if self._transfer is not None and self._mode == "device" and not self._transfer.clone():
             logger.warning("the device has no room for a clone of the state; it is copied to the host instead")
             self._mode = "copy"
-        if self._mode != "copy" or self._transfer is None:
+        if self._mode != "copy":
             copy_in_parallel(local, self._region)
-        else:
+            return
+        if self._transfer is not None:
             self._transfer.issue()
-            try:
-                copy_in_parallel(local, self._region)
-            except BaseException:
-                self._transfer.wait()  # the memory is the next save's only when nothing is on its way there
-                raise
-        if self._mode == "copy":
-            self._end()
+        self._copy_beside(local)
+        self._end()
 
     def _copy_now(self, remote: Sequence[Copy]) -> None:
         if remote:
@@ -98,11 +94,24 @@ class Staging:
         try:
             if self._transfer is not None:
                 self._transfer.issue()
-            copy_in_parallel(self._later, self._region)
+            self._copy_beside(self._later)
             self._end()
         except BaseException as error:
-            if not self._copied.done():
-                self._copied.set_exception(error)
+            self.cancel(error)
+            raise
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Let nobody wait for copies that will not come; what is done already stays done."""
+        if not self._copied.done():
+            self._copied.set_exception(error or CancelledError())
+
+    def _copy_beside(self, local: Sequence[Copy]) -> None:
+        """Copy within the host while the devices copy."""
+        try:
+            copy_in_parallel(local, self._region)
+        except BaseException:
+            if self._transfer is not None:
+                self._transfer.wait()  # the memory is the next save's only when nothing is on its way there
             raise
 
     def _end(self) -> None:
@@ -119,8 +128,7 @@ class Staging:
         """Return when the tensors may be changed by what the caller's streams get from here on; never raises."""
         if self._mode == "device" and self._transfer is not None:
             return  # the clone is in the caller's stream
-        self._copied.exception()
-        if self._transfer is not None and self._mode == "overlap":
+        if self._copied.exception() is None and self._transfer is not None and self._mode == "overlap":
             self._transfer.fence()
 
 

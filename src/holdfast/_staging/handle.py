@@ -124,12 +124,12 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         logger.error("a save in the background failed: %s", error)
         if not self.staging_completion.done():
             self.staging_completion.set_exception(error)
-        self.set_exception(error)
         self.tell()
+        self.set_exception(error)
 
     def take_unobserved(self) -> BaseException | None:
         """The error that nobody has asked for, if there is one: from now on somebody has."""
-        if self._is_observed or not self.done():
+        if self._is_observed:
             return None
         self._is_observed = True
         return super().exception(0)

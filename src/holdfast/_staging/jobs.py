@@ -6,6 +6,7 @@ much of it as the way of staging wants. ``run`` runs in the background and ends 
 
 from __future__ import annotations
 
+import abc
 import io
 import logging
 import threading
@@ -73,7 +74,7 @@ CHANGES = Changes()
 """What this process wrote last."""
 
 
-class Job:
+class Job(abc.ABC):
     """What all ways have in common.
 
     ``is_streaming`` after ``begin`` says that the caller has to wait until the background has copied the state.
@@ -87,14 +88,20 @@ class Job:
         self._steps = steps
         self._handle = handle
         self._options = options
+        self._staging: Staging | None = None
 
+    @abc.abstractmethod
     def begin(self, state: Mapping[Any, Any]) -> None:
         """The half that the caller waits for."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(self) -> Metadata:
         """The half in the background."""
-        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Let nobody wait for copies that will not come."""
+        if self._staging is not None:
+            self._staging.cancel()
 
     def _take_turn(self) -> None:
         TURNS.take(self._handle, wait=self._options.when_busy == "wait")
@@ -115,16 +122,15 @@ class Job:
         wanted = self._options.copy_now
         return {key for key in keys if any(key == name or key.startswith(f"{name}.") for name in wanted)}
 
-    def _stage(self, copies: list[Copy], region: Region, at_once: Collection[str]) -> Staging:
+    def _stage(self, copies: list[Copy], region: Region, at_once: Collection[str]) -> None:
         """Begin to copy; the handle knows how to protect what is left for later."""
         options, handle = self._options, self._handle
         handle.enter("staging")
-        staging = Staging(copies, region, mode=options.stage, accelerator=options.accelerator, at_once=at_once)
-        staging.begin()
-        handle.guard_with(staging.fence)
-        if staging.is_done:
+        self._staging = Staging(copies, region, mode=options.stage, accelerator=options.accelerator, at_once=at_once)
+        self._staging.begin()
+        handle.guard_with(self._staging.fence)
+        if self._staging.is_done:
             handle.enter("staged")
-        return staging
 
 
 class NativeJob(Job):
@@ -135,7 +141,6 @@ class NativeJob(Job):
         self._writer = writer
         self._staged: StagedFiles | None = None
         self._region: Region | None = None
-        self._staging: Staging | None = None
         self._fingerprints: Fingerprints | None = None
 
     def begin(self, state: Mapping[Any, Any]) -> None:
@@ -153,11 +158,13 @@ class NativeJob(Job):
             self._fingerprints = Fingerprints(image.copies)
         at_once = self._at_once(staged.keys) if options.copy_now else ()
         names = {copy.name for key, copy in zip(staged.keys, image.copies, strict=True) if key in at_once}
-        self._staging = self._stage(image.copies, self._region, names)
+        self._stage(image.copies, self._region, names)
 
     def run(self) -> Metadata:
         """Copy what is left, write, publish."""
-        return self._steps.write(self._stream if self.is_streaming else self._write)
+        metadata = self._steps.write(self._stream if self.is_streaming else self._write)
+        self._writer.close()
+        return metadata
 
     def _write(self) -> MutableSequence[WriteResult]:
         staged, region = self._staged, self._region
@@ -215,7 +222,6 @@ class ForeignJob(Job):
         super().__init__(steps, handle, options)
         self._plan_to_write: SavePlan | None = None
         self._planner: SavePlanner = steps.planner
-        self._staging: Staging | None = None
 
     def begin(self, state: Mapping[Any, Any]) -> None:
         """Plan, ask the planner for all data, and copy it; a state over the bound is written at once instead."""
@@ -240,7 +246,7 @@ class ForeignJob(Job):
         ]
         kept = [_kept(each, region, at) for each, at in zip(data, places, strict=True)]
         self._planner = _CopiedPlanner(self._steps.planner, columns, kept)
-        self._staging = self._stage(copies, region, self._at_once({copy.name for copy in copies}))
+        self._stage(copies, region, self._at_once({copy.name for copy in copies}))
 
     def run(self) -> Metadata:
         """Copy what is left, let the storage write and publish."""

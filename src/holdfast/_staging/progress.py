@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from holdfast._staging.handle import AsyncSave
@@ -14,7 +15,12 @@ class TerminalProgress:
         self._name = name
         # Without a thread of its own: the save's threads call often enough.
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), auto_refresh=False
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
         )
         self._task = self._progress.add_task(name, total=None)
 

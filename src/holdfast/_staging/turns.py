@@ -7,6 +7,7 @@ background of the same number.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -41,28 +42,21 @@ class Turns:
             self._changed.wait_for(lambda: self._current is None)
             self._current = handle
 
-    def pass_on(self, handle: AsyncSave) -> None:
-        """End the turn of ``handle``."""
+    def pass_on(self, handle: AsyncSave, *, is_begun: bool = True) -> None:
+        """End the turn of ``handle``, which is done right after if the save was ``is_begun``."""
         with self._changed:
             if self._current is handle:
                 self._current = None
-                self._last = handle if handle.done() else self._last
+                self._last = handle if is_begun else self._last
                 self._changed.notify_all()
 
-    def start(self, handle: AsyncSave, work: Callable[[], None]) -> None:
-        """Run ``work`` in the background, then pass on; the interpreter does not end before it has."""
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self.pass_on(handle)
-
+    def start(self, work: Callable[[], None]) -> None:
+        """Run ``work`` in the background; the interpreter does not end before it has."""
         try:
-            threading.Thread(target=run, name="holdfast-save", daemon=False).start()
+            threading.Thread(target=work, name="holdfast-save", daemon=False).start()
         except RuntimeError:
             # An interpreter that shuts down starts no threads.
-            run()
+            work()
 
     def settle(self) -> None:
         """Return when no save is under way in the background; raises the error of one that nobody has asked for."""
@@ -73,7 +67,10 @@ class Turns:
     def raise_unobserved(self) -> None:
         """Raise the error of the last save, if nobody has asked for it."""
         last = self._last
-        error = None if last is None else last.take_unobserved()
+        if last is None:
+            return
+        concurrent.futures.wait([last])  # its turn is over, so this is a matter of moments
+        error = last.take_unobserved()
         if error is not None:
             logger.error("nobody has asked what became of the last save, which failed; its error is raised now")
             raise error

@@ -1,6 +1,7 @@
 """The process that writes: it is given memory and says what became of it. It loads no torch and runs nobody's code.
 
-It ends when its parent does, and then leaves no file of a save that was under way.
+It ends when its parent does, and then removes the files that it was writing. Those that it has reported as written it
+leaves: they may be part of a published checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class _Server:
         self._connection = connection
         self._memory = memory
         self._files: ImageFiles | None = None
+        self._is_reported = False
         self._lock = threading.Lock()
         self._told_at = 0.0
 
@@ -43,11 +45,11 @@ class _Server:
                     self._let_go(is_abandoned=isinstance(order, Abandon))
                     send(self._connection, Done([]))
         except (EOFError, BrokenPipeError):
-            self._let_go(is_abandoned=True)
+            self._let_go(is_abandoned=not self._is_reported)
 
     def _write(self, files: list[FileImage]) -> None:
         self._let_go(is_abandoned=False)
-        self._files = ImageFiles(check=self._check)
+        self._files, self._is_reported = ImageFiles(check=self._check), False
         try:
             written = self._files.write(files, self._memory)
         except _Stopped:
@@ -58,6 +60,7 @@ class _Server:
         except Exception as error:
             send(self._connection, Failed(f"the process that writes failed: {type(error).__name__}: {error}"))
         else:
+            self._is_reported = True
             send(self._connection, Done(written))
 
     def _check(self) -> None:
