@@ -124,7 +124,7 @@ class NativeWriter(StorageWriter):
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
-        done.set_result(self._pack(work, Packer(work.next_file, pinned=_wants_pinned()), work.chunks()))
+        done.set_result(self._pack(work, Packer(pinned=_wants_pinned()), work.chunks()))
         return done
 
     def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
@@ -147,7 +147,7 @@ class NativeWriter(StorageWriter):
                 yield chunk
 
         work = staged.work
-        packer = Packer(work.next_file, pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied)
+        packer = Packer(pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied)
         return self._pack(work, packer, checked())
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
@@ -166,7 +166,7 @@ class NativeWriter(StorageWriter):
         self.close()
         self._attempt, self._files = work.attempt, packer
         posix.make_directories(self.path)
-        return self._written(work, packer.write(chunks), packer.placed, packer.digests)
+        return self._written(work, packer.write(chunks, work.next_file), packer.placed, packer.digests)
 
     def _written(
         self, work: _WriterWork, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]
@@ -270,8 +270,8 @@ class _WriterWork:
         self._values: dict[str, Json] = {}
         self._blobs: dict[str, tuple[str, bytes]] = {}
         self._aliases: dict[str, WrittenTensor] = {}
-        self._written: dict[str, WrittenTensor] = {}
-        self.rows: list[tuple[str, Box, int]] = []
+        self._written: dict[str, tuple[int, WrittenTensor]] = {}
+        self._rows: list[tuple[int, Box, int]] = []
         self._planned: list[_Planned] = []
         self._header_bytes: list[int] = []
         self._planned_bytes: list[int] = []
@@ -362,21 +362,21 @@ class _WriterWork:
 
     def _chunk_of(self, planned: _Planned) -> Chunk:
         """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
-        _, key, head, box, name, header_bytes = planned
-        tensor = self._planner.resolve_row(self._columns, planned.row)
+        row, key, head, box, name, header_bytes = planned
+        tensor = self._planner.resolve_row(self._columns, row)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidStateError(f"the planner gave a {type(tensor).__name__} for the tensor {key!r}", key=key)
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
             check_savable(key, tensor)
-        size = head.size
-        if tensor.shape != box.lengths:
+        size, shape = head.size, tensor.shape
+        if shape != box.lengths:
             if size != box.lengths:
                 raise InvalidStateError(
-                    f"the planner gave a piece of shape {list(tensor.shape)} for a box of {list(box.lengths)} of "
+                    f"the planner gave a piece of shape {list(shape)} for a box of {list(box.lengths)} of "
                     f"{key!r}; only whole tensors may change their shape while being saved",
                     key=key,
                 )
-            size, box = tensor.shape, whole(tensor.shape)
+            size, box = shape, whole(shape)
             name = chunk_name(key, box, size)
             header_bytes = header_entry_bytes(name, box.lengths)
         source = source_of(tensor)
@@ -386,24 +386,29 @@ class _WriterWork:
         return Chunk(name, stored_dtype_name(dtype), stored_shape(dtype, box.lengths), source, header_bytes)
 
     def _enter(self, key: str, box: Box, nbytes: int, written: WrittenTensor) -> None:
-        known = self._written.setdefault(key, written)
+        number, known = self._written.setdefault(key, (len(self._written), written))
         if known is not written and known != written:
             raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
-        self.rows.append((key, box, nbytes))
+        self._rows.append((number, box, nbytes))
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each chunk that there has been."""
+        keys = list(self._written)
+        return [keys[number] for number, _, _ in self._rows]
 
     def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
         """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
-        ids = {key: number for number, key in enumerate(self._written)}
         return WriteReport(
             files=files,
             keys=list(self._written),
-            tensors=list(self._written.values()),
-            key=np.array([ids[key] for key, _, _ in self.rows], dtype=np.int64),
+            tensors=[written for _, written in self._written.values()],
+            key=np.array([number for number, _, _ in self._rows], dtype=np.int64),
             file=np.array([place.file for place in placed], dtype=np.int64),
             offset=np.array([place.offset for place in placed], dtype=np.int64),
-            nbytes=np.array([nbytes for _, _, nbytes in self.rows], dtype=np.int64),
-            lo=padded([box.offsets for _, box, _ in self.rows], fill=0),
-            length=padded([box.lengths for _, box, _ in self.rows], fill=1),
+            nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),
+            lo=padded([box.offsets for _, box, _ in self._rows], fill=0),
+            length=padded([box.lengths for _, box, _ in self._rows], fill=1),
             digests=np.array(digests, dtype=np.uint64),
             aliases=self._aliases,
             values=self._values,
@@ -417,11 +422,6 @@ class StagedFiles:
     work: _WriterWork
     chunks: list[Chunk]
     image: Image
-
-    @property
-    def keys(self) -> list[str]:
-        """The key of each chunk."""
-        return [key for key, _, _ in self.work.rows]
 
     def forget_sources(self) -> None:
         """Let go of the tensors, now that they are copied."""

@@ -156,8 +156,8 @@ class NativeJob(Job):
         self._region = TURNS.memory.region(image.nbytes, is_shared=options.in_process)
         if options.prove:
             self._fingerprints = Fingerprints(image.copies)
-        at_once = self._at_once(staged.keys) if options.copy_now else ()
-        names = {copy.name for key, copy in zip(staged.keys, image.copies, strict=True) if key in at_once}
+        at_once = self._at_once(staged.work.keys) if options.copy_now else ()
+        names = {copy.name for key, copy in zip(staged.work.keys, image.copies, strict=True) if key in at_once}
         self._stage(image.copies, self._region, names)
 
     def run(self) -> Metadata:
