@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._adapt import id_and_storage
+from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.writer import NativeWriter
 from holdfast._staging.accelerator import CUDA
 from holdfast._staging.copies import Mode, Staging
@@ -22,6 +24,7 @@ from holdfast._staging.proof import trained_keys
 from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import SavePlanner
 from holdfast.saver import Saving, writer_for
@@ -56,7 +59,7 @@ class AsyncCheckpointerType(enum.Enum):
 @collector_paused()
 def async_save(
     state_dict: Mapping[Any, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
     *,
     stage: Mode = "copy",
     copy_now: Sequence[str] = (),
@@ -66,6 +69,7 @@ def async_save(
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
+    use_collectives: bool = True,
     overwrite: bool = True,
     allow_pickle: bool = False,
     user_metadata: Mapping[str, Any] | None = None,
@@ -93,6 +97,7 @@ def async_save(
         async_checkpointer_type: whether a thread writes native files, or a process. Other storage is always a thread's.
         async_stager: who copies the state, instead of this library; so does a storage writer that is a stager.
         no_dist: this process saves alone, whatever others do.
+        use_collectives: as for ``save``.
         overwrite: as for ``save``.
         allow_pickle: as for ``save``.
         user_metadata: as for ``save``; copied now.
@@ -116,6 +121,7 @@ def async_save(
         CheckpointError: the save before failed, and nobody has asked its handle; or as ``save``. What fails later is
             raised by ``result`` of the handle.
     """
+    checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
     handle = AsyncSave(_progress(progress, checkpoint_id))
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with contextlib.ExitStack() as stack:
@@ -136,15 +142,19 @@ def async_save(
             allow_pickle=allow_pickle,
             user_metadata=copy.deepcopy(user_metadata),
         )
-        stack.push(lambda kind, error, trace: None if error is None else writer.abandon())
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         ranks.follow(lambda: TURNS.bytes_done)
-        saving = Saving(writer, planner or WholeSavePlanner(replica_check=replica_check), ranks)
+        planner = planner or WholeSavePlanner(replica_check=replica_check)
+        those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
+        saving = Saving(writer, planner, those, use_collectives=use_collectives)
+        stack.push(lambda kind, error, trace: None if error is None else saving.writer.abandon())
+        if async_stager is None and isinstance(writer, AsyncStager):
+            async_stager = writer
         job = _job(saving, handle, options, async_stager)
         job.chosen = _chosen(warn_unchanged, saving.planner, list(_optimizers(state_dict)))
         try:
             job.begin(state_dict)
-            _start(job, handle, stack.pop_all())
+            _start(job, handle, stack.pop_all(), None if use_collectives else ranks)
         except BaseException:
             TURNS.pass_on(handle, is_begun=False)
             raise
@@ -153,10 +163,8 @@ def async_save(
 
 
 def _job(saving: Saving, handle: AsyncSave, options: Options, stager: AsyncStager | None) -> Job:
-    """The way in which this save is done: torch's rule is that a stager comes first, then a writer that is one."""
+    """The way in which this save is done."""
     writer = saving.writer
-    if stager is None and isinstance(writer, AsyncStager):
-        stager = writer
     if stager is not None:
         return StagerJob(saving, handle, options, stager)
     if isinstance(writer, NativeWriter):
@@ -164,11 +172,20 @@ def _job(saving: Saving, handle: AsyncSave, options: Options, stager: AsyncStage
     return ForeignJob(saving, handle, options)
 
 
-def _start(job: Job, handle: AsyncSave, stack: contextlib.ExitStack) -> None:
+def _start(job: Job, handle: AsyncSave, stack: contextlib.ExitStack, together: Ranks | None) -> None:
+    """Run the second half in the background; among ``together``, if each of them has saved apart from the others."""
+
+    def run() -> Metadata:
+        if together is None:
+            return job.run()
+        found: list[Metadata] = []
+        together.share("saving apart from each other", lambda: found.append(job.run()), lambda done: None)
+        return found[0]
+
     def work() -> None:
         try:
             with stack:
-                metadata = job.run()
+                metadata = run()
         except BaseException as error:
             job.cancel()
             TURNS.pass_on(handle)

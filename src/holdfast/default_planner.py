@@ -70,6 +70,7 @@ class DefaultSavePlanner(SavePlanner):
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.replica_check = replica_check
         self.ranks = 1
+        self.is_apart = False
         self.mappings: dict[str, Path] = {}
 
     def set_up_planner(
@@ -94,7 +95,9 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
-        all_plans, metadata = plan_together(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
+        all_plans, metadata = plan_together(
+            all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank, is_whole=not self.is_apart
+        )
         if self.flatten_state_dict:
             merged: dict[str, Path] = {}
             for plan in all_plans:

@@ -35,11 +35,14 @@ class _Rows:
         return _Rows(**{each.name: getattr(self, each.name)[chosen] for each in dataclasses.fields(self)})
 
 
-def plan_together(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> tuple[list[SavePlan], Metadata]:
+def plan_together(
+    plans: list[SavePlan], *, to_lowest_rank: bool = False, is_whole: bool = True
+) -> tuple[list[SavePlan], Metadata]:
     """The plan of each rank, and the metadata of what they write.
 
-    InvalidStateError unless the boxes of each tensor tile it exactly; RankDisagreementError where ranks say different
-    things of one key, or hold different contents where they should hold the same.
+    InvalidStateError unless the boxes of each tensor tile it exactly, which is asked of them where ``is_whole``, that
+    is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
+    hold different contents where they should hold the same.
     """
     tables = [write_columns(plan.items) for plan in plans]
     for table in tables:
@@ -54,7 +57,7 @@ def plan_together(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> tup
             dataclasses.replace(plan, items=LazyList(_table(rows.take(np.flatnonzero(rows.rank == rank)), keys, heads)))
             for rank, plan in enumerate(plans)
         ]
-    return plans, _metadata(rows, heads)
+    return plans, _metadata(rows, heads, is_whole=is_whole)
 
 
 def _check_values_once(table: WriteColumns) -> None:
@@ -189,10 +192,11 @@ def _table(rows: _Rows, keys: list[str], heads: Mapping[str, TensorHead | None])
     )
 
 
-def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
+def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None], *, is_whole: bool) -> Metadata:
     if (np.diff(rows.key) <= 0).any():  # else every key has one row, in order
         rows = rows.take(np.lexsort((*rows.lo.T[::-1], rows.key)))
-    _check_tiling(rows, heads)
+    if is_whole:
+        _check_tiling(rows, heads)
     bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
     return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))
 

@@ -21,7 +21,8 @@ from holdfast._io.buffers import SLAB_BYTES
 from holdfast._native.image import Copy
 from holdfast._native.image_files import ImageFiles
 from holdfast._native.report import report_of
-from holdfast._native.writer import ImageOutput, NativeWriter, StagedFiles
+from holdfast._native.work import StagedFiles
+from holdfast._native.writer import ImageOutput, NativeWriter
 from holdfast._staging.accelerator import CUDA, Accelerator
 from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.handle import AsyncSave

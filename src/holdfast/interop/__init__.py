@@ -1,0 +1,7 @@
+"""Living together with torch.distributed.checkpoint in one program."""
+
+from __future__ import annotations
+
+from holdfast.interop.replacing import Replacement, use_in_torch
+
+__all__ = ["Replacement", "use_in_torch"]
