@@ -258,7 +258,10 @@ class ForeignJob(Job):
                 self._staging.finish()
                 self._handle.enter("staged")
             self._handle.enter("writing")
-            return self._steps.writer.write_data(self._plan_to_write, self._planner).wait()
+            results = self._steps.writer.write_data(self._plan_to_write, self._planner).wait()
+            if self.is_streaming:
+                self._handle.enter("staged")
+            return results
 
         return self._steps.write(write)
 

@@ -44,7 +44,7 @@ class _Server:
                 else:
                     self._let_go(is_abandoned=isinstance(order, Abandon))
                     send(self._connection, Done([]))
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self._let_go(is_abandoned=not self._is_reported)
 
     def _write(self, files: list[FileImage]) -> None:
