@@ -21,7 +21,7 @@ from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.handle import AsyncSave, AsyncSaveResponse
 from holdfast._staging.jobs import ForeignJob, Job, NativeJob, Options, StagerJob
 from holdfast._staging.proof import trained_keys
-from holdfast._staging.turns import TURNS
+from holdfast._staging.turns import TURNS, Background
 from holdfast._state.collector import collector_paused
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.metadata import Metadata
@@ -124,7 +124,9 @@ def async_save(
     checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
     handle = AsyncSave(_progress(progress, checkpoint_id))
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
+    background = Background()
     with contextlib.ExitStack() as stack:
+        stack.callback(background.call_off)
         stack.enter_context(ranks)
         options = Options(
             stage=_checked("stage", stage, ("copy", "overlap", "device")),
@@ -154,7 +156,7 @@ def async_save(
         job.chosen = _chosen(warn_unchanged, saving.planner, list(_optimizers(state_dict)))
         try:
             job.begin(state_dict)
-            _start(job, handle, stack.pop_all(), None if use_collectives else ranks)
+            background.start(_second_half(job, handle, stack.pop_all(), None if use_collectives else ranks))
         except BaseException:
             TURNS.pass_on(handle, is_begun=False)
             raise
@@ -172,8 +174,10 @@ def _job(saving: Saving, handle: AsyncSave, options: Options, stager: AsyncStage
     return ForeignJob(saving, handle, options)
 
 
-def _start(job: Job, handle: AsyncSave, stack: contextlib.ExitStack, together: Ranks | None) -> None:
-    """Run the second half in the background; among ``together``, if each of them has saved apart from the others."""
+def _second_half(
+    job: Job, handle: AsyncSave, stack: contextlib.ExitStack, together: Ranks | None
+) -> Callable[[], None]:
+    """What runs in the background; among ``together``, if each of them has saved apart from the others."""
 
     def run() -> Metadata:
         if together is None:
@@ -194,7 +198,7 @@ def _start(job: Job, handle: AsyncSave, stack: contextlib.ExitStack, together: R
             TURNS.pass_on(handle)
             handle.succeed(metadata)
 
-    TURNS.start(work)
+    return work
 
 
 def _catch_up(job: Job, handle: AsyncSave) -> None:

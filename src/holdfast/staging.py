@@ -154,7 +154,7 @@ class _Copied:
         self._end = 0
         self._reserve(state)
         self.region: Region = memory.region(self._end, is_shared=is_shared)
-        self.copies = [Copy(str(at), source_of(tensor), at) for tensor, at in self._places.values()]
+        self.copies = [Copy(str(at), source_of(tensor, is_ordered=True), at) for tensor, at in self._places.values()]
         self.state: STATE_DICT_TYPE = self._copy(state)
 
     def _reserve(self, value: Any) -> None:

@@ -92,13 +92,16 @@ class PlayedAccelerator:
         assert target.data_ptr() in self.pinned
         return PlayedTransfer(self, copies, target)
 
+    def drain(self, copies: Sequence[Copy]) -> None:
+        self.log.append("drain")
+
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAccelerator]:
     """An accelerator in place of CUDA."""
     release()
     accelerator = PlayedAccelerator()
-    for name in ("holds", "pin", "unpin", "transfer"):
+    for name in ("holds", "pin", "unpin", "transfer", "drain"):
         monkeypatch.setattr(CUDA, name, getattr(accelerator, name))
     yield accelerator
     accelerator.allowed.set()
@@ -214,6 +217,15 @@ def test_device_copies_where_there_is_no_room(
     assert handle.staging_completion.done()
     spoil(state)
     handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+
+
+def test_a_bounded_snapshot_waits_for_the_callers_streams(tmp_path: Path, played: PlayedAccelerator) -> None:
+    state = state_on(played)
+    handle = async_save(state, tmp_path / "checkpoint", max_host_bytes=1000)
+    spoil(state)
+    handle.result(TIMEOUT_S)
+    assert played.log == ["drain"]
     assert stored(tmp_path / "checkpoint") == EXPECTED
 
 

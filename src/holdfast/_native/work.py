@@ -142,10 +142,10 @@ class WriterWork:
             expected_bytes=sum(self._planned_bytes[start : start + count]),
         )
 
-    def chunks(self) -> Iterator[Chunk]:
-        """Everything that has bytes, in file order."""
+    def chunks(self, *, is_ordered: bool = False) -> Iterator[Chunk]:
+        """Everything that has bytes, in file order; ``is_ordered`` as for its sources."""
         for planned in self._planned:
-            yield self._chunk_of(planned)
+            yield self._chunk_of(planned, is_ordered)
         for key, (kind, data) in self._blobs.items():
             shape = (len(data),)
             self._enter(key, Box((0,), shape), len(data), WrittenTensor(dtype="uint8", shape=shape, kind=kind))
@@ -153,7 +153,7 @@ class WriterWork:
             source = MemorySource(owner, owner.ctypes.data, len(data))
             yield Chunk(chunk_name(key, Box((0,), shape), shape), "U8", shape, source, header_entry_bytes(key, shape))
 
-    def _chunk_of(self, planned: _Planned) -> Chunk:
+    def _chunk_of(self, planned: _Planned, is_ordered: bool) -> Chunk:
         """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
         row, key, head, box, name, header_bytes = planned
         tensor = self._planner.resolve_row(self._columns, row)
@@ -172,7 +172,7 @@ class WriterWork:
             size, box = shape, whole(shape)
             name = chunk_name(key, box, size)
             header_bytes = header_entry_bytes(name, box.lengths)
-        source = source_of(tensor)
+        source = source_of(tensor, is_ordered=is_ordered)
         written = _written(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
         self._enter(key, box, source.nbytes, written)
         dtype = dtypes.DTYPES[written.dtype]

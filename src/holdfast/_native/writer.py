@@ -133,9 +133,12 @@ class NativeWriter(StorageWriter):
         return done
 
     def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
-        """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied."""
+        """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied.
+
+        Whoever copies them sees to it that they are copied after what the caller's streams have queued.
+        """
         work = self._work(plan, planner)
-        chunks = list(work.chunks())
+        chunks = list(work.chunks(is_ordered=True))
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
 
     def stream_staged(

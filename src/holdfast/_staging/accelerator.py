@@ -61,6 +61,10 @@ class Accelerator(Protocol):
         """The copies into ``target``, ordered after all that the caller's streams have queued by now."""
         ...
 
+    def drain(self, copies: Sequence[Copy]) -> None:
+        """Return when all that the caller's streams have queued by now, where the bytes of ``copies`` are, is done."""
+        ...
+
 
 class Cuda:
     """CUDA devices. Make transfers on the thread whose streams matter."""
@@ -93,6 +97,12 @@ class Cuda:
             assert isinstance(copy.source, ScatteredSource)
             by_device.setdefault(copy.source.device, []).append(copy)
         return CudaTransfer([_DeviceCopies(each, self._stream(device)) for device, each in by_device.items()], target)
+
+    def drain(self, copies: Sequence[Copy]) -> None:
+        """Return when the current streams of the devices that hold some of ``copies`` are done."""
+        sources = (copy.source for copy in copies)
+        for device in {each.device for each in sources if isinstance(each, ScatteredSource) and self.holds(each)}:
+            torch.cuda.current_stream(device).synchronize()
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -152,6 +152,7 @@ class NativeJob(Job):
         self._handle.expect(image.nbytes, lambda: self._writer.bytes_written)
         if options.max_host_bytes is not None and image.nbytes > options.max_host_bytes:
             self.is_streaming = True
+            options.accelerator.drain(image.copies)
             self._handle.enter("staging")
             return
         self._region = TURNS.memory.region(image.nbytes, is_shared=options.in_process)
@@ -241,7 +242,7 @@ class ForeignJob(Job):
             return
         region = TURNS.memory.region(end, is_shared=False)
         copies = [
-            Copy(columns.keys[columns.key[row]], source_of(tensor), at)
+            Copy(columns.keys[columns.key[row]], source_of(tensor, is_ordered=True), at)
             for row, (tensor, at) in enumerate(zip(data, places, strict=True))
             if isinstance(tensor, torch.Tensor) and not tensor.is_quantized
         ]

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from holdfast._staging.handle import AsyncSave
 from holdfast._staging.memory import HostMemory
@@ -19,6 +20,35 @@ from holdfast._staging.process import WriterProcess
 from holdfast.errors import BusyError
 
 logger = logging.getLogger("holdfast")
+
+
+class Background:
+    """A thread that waits for its work, which the interpreter does not end before; made ahead, because starting one
+    takes as long as it takes another thread to give the interpreter back.
+    """
+
+    def __init__(self) -> None:
+        self._work: Future[Callable[[], None]] = Future()
+        self._is_started = True
+        try:
+            threading.Thread(target=self._run, name="holdfast-save", daemon=False).start()
+        except RuntimeError:
+            self._is_started = False  # an interpreter that shuts down starts no threads
+
+    def _run(self) -> None:
+        self._work.result()()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done."""
+        if self._is_started:
+            self._work.set_result(work)
+        else:
+            work()
+
+    def call_off(self) -> None:
+        """Have nothing done, unless it is too late for that."""
+        if not self._work.done():
+            self._work.set_result(lambda: None)
 
 
 class Turns:
@@ -49,14 +79,6 @@ class Turns:
                 self._current = None
                 self._last = handle if is_begun else self._last
                 self._changed.notify_all()
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in the background; the interpreter does not end before it has."""
-        try:
-            threading.Thread(target=work, name="holdfast-save", daemon=False).start()
-        except RuntimeError:
-            # An interpreter that shuts down starts no threads.
-            work()
 
     def settle(self) -> None:
         """Return when no save is under way in the background; raises the error of one that nobody has asked for."""

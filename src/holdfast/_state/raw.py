@@ -77,13 +77,17 @@ class MemorySource:
 
 
 class ScatteredSource:
-    """A tensor that is strided, has a lazy conjugation, or lives on a device."""
+    """A tensor that is strided, has a lazy conjugation, or lives on a device.
+
+    Unless it ``is_ordered`` by whoever copies, other threads copy after what the caller's stream has queued by now.
+    """
 
     __slots__ = ("_dtype", "_ready", "_tensor", "nbytes")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_ordered: bool = False) -> None:
         # Threads have streams of their own: what the caller's has queued for the tensor is to be done first.
-        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        is_marked = tensor.is_cuda and not is_ordered
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if is_marked else None
         self._tensor = tensor if _is_lazy(tensor) else _as_words(tensor)
         self._dtype = self._tensor.dtype
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -129,14 +133,14 @@ class ScatteredSource:
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def source_of(tensor: torch.Tensor) -> MemorySource | ScatteredSource:
-    """The bytes of ``tensor``."""
+def source_of(tensor: torch.Tensor, *, is_ordered: bool = False) -> MemorySource | ScatteredSource:
+    """The bytes of ``tensor``; ``is_ordered`` if whoever copies them sees to what streams have queued."""
     if tensor.is_cpu:
         if tensor.is_quantized:
             tensor = words_of_quantized(tensor)
         if tensor.is_contiguous() and not _is_lazy(tensor):
             return MemorySource(tensor, tensor.data_ptr(), tensor.numel() * tensor.dtype.itemsize)
-    return ScatteredSource(tensor.detach())
+    return ScatteredSource(tensor.detach(), is_ordered=is_ordered)
 
 
 class Target:
