@@ -7,6 +7,7 @@ much of it as the way of staging wants. ``run`` runs in the background and ends 
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import io
 import logging
 import threading
@@ -156,6 +157,8 @@ class NativeJob(Job):
             self._handle.enter("staging")
             return
         self._region = TURNS.memory.region(image.nbytes, is_shared=options.in_process)
+        if options.in_process:
+            TURNS.writer_process().prepare(self._region)  # now: an interpreter that shuts down starts no process
         if options.prove:
             self._fingerprints = Fingerprints(image.copies)
         at_once = self._at_once(staged.work.keys) if options.copy_now else ()
@@ -334,7 +337,7 @@ class StagerJob(Job):
             self._handle.guard_with(self._wait)
 
     def _wait(self) -> None:
-        self._staged.exception()
+        concurrent.futures.wait([self._staged])
 
     def run(self) -> Metadata:
         """Wait for the stager, then save what it staged like any state."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from holdfast._io.mapping import HUGE_PAGE, map_private, map_shared
+from holdfast._io.pipeline import run_bounded
 from holdfast._staging.accelerator import Accelerator
 from holdfast.errors import StorageError
 
@@ -60,8 +61,7 @@ class Region:
             pages[start : start + _TOUCHED_BYTES : mmap.PAGESIZE] = 0
 
         starts = range(0, self.nbytes, _TOUCHED_BYTES)
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="holdfast-touch") as pool:
-            list(pool.map(touch, starts))
+        run_bounded((partial(touch, start) for start in starts), workers=min(8, os.cpu_count() or 1))
 
     @property
     def view(self) -> memoryview:
