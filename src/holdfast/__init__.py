@@ -5,9 +5,12 @@ A save is whole or invisible, every byte is checked, nothing is pickled, and the
 
 from __future__ import annotations
 
+import importlib
+
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._version import __version__
+from holdfast.async_saver import AsyncSave, async_save, guard, prewarm, release
 from holdfast.checkpoint import Checkpoint, StoredTensor, open
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
@@ -58,6 +61,7 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = [
     "AlreadyPublishedError",
+    "AsyncSave",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -106,9 +110,21 @@ __all__ = [
     "WriteItemType",
     "WriteResult",
     "__version__",
+    "async_save",
+    "guard",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "open",
+    "prewarm",
+    "release",
     "save",
     "save_state_dict",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Torch's loader of sharded optimizer states; its module takes longer to import than all of this package."""
+    if name == "load_sharded_optimizer_state_dict":
+        return importlib.import_module("holdfast.optimizer").load_sharded_optimizer_state_dict
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

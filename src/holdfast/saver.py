@@ -121,6 +121,7 @@ def save_with(
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
     ours = as_writer(writer)
     ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written)
+    ours.watch(ranks.check)
     if use_collectives:
         return _save(state, Saving(ours, planner, ranks))
     metadata: list[Metadata] = []

@@ -17,6 +17,7 @@ import holdfast
 
 EXPECTED = [
     "AlreadyPublishedError",
+    "AsyncSave",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -65,9 +66,14 @@ EXPECTED = [
     "WriteItemType",
     "WriteResult",
     "__version__",
+    "async_save",
+    "guard",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "open",
+    "prewarm",
+    "release",
     "save",
     "save_state_dict",
 ]

@@ -125,7 +125,7 @@ class Packer:
 
     Until ``close``, the files stay open and locked, which tells others that their writer lives. With ``slabs`` the
     calling thread fills that many ahead of those who write, and ``on_filled`` is called once it has filled the last:
-    nothing is asked of the chunks' sources any more.
+    nothing is asked of the chunks' sources any more. ``check`` is called before each job and raises to give up.
     """
 
     def __init__(
@@ -134,8 +134,10 @@ class Packer:
         pinned: bool = False,
         slabs: int | None = None,
         on_filled: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._pinned = pinned
+        self._check = check
         self._slabs = slabs
         self._on_filled = on_filled
         self.files: list[DataFile] = []
@@ -222,6 +224,7 @@ class Packer:
         self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing
     ) -> Iterator[Callable[[], None]]:
         for job in self._jobs(chunks, open_file):
+            self._check()
             yield self._runner(job, ring)
         self._on_filled()
 

@@ -75,6 +75,7 @@ class NativeWriter(StorageWriter):
         self._unfinished: str | None = None
         self._failed: tuple[str, ...] = ()
         self._held: Held | None = None
+        self._check: Callable[[], None] = _go_on
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
@@ -87,6 +88,10 @@ class NativeWriter(StorageWriter):
         self._begin_attempt()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before each piece of work of the next write: it raises when another rank has failed."""
+        self._check = check
 
     def storage_meta(self) -> StorageMeta | None:
         """The path and the attempt."""
@@ -131,7 +136,9 @@ class NativeWriter(StorageWriter):
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
-        done.set_result(self._pack(work, Packer(pinned=_wants_pinned()), work.chunks()))
+        check, self._check = self._check, _go_on
+        packer = Packer(pinned=_wants_pinned(), check=check)
+        done.set_result(self._pack(work, packer, work.chunks()))
         return done
 
     def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
@@ -148,16 +155,10 @@ class NativeWriter(StorageWriter):
     ) -> MutableSequence[WriteResult]:
         """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between.
 
-        ``check`` is called before each chunk and raises to give up.
+        ``check`` is called again and again and raises to give up.
         """
-
-        def checked() -> Iterator[Chunk]:
-            for chunk in staged.chunks:
-                check()
-                yield chunk
-
-        packer = Packer(pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied)
-        return self._pack(staged.work, packer, checked())
+        packer = Packer(pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied, check=check)
+        return self._pack(staged.work, packer, staged.chunks)
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
         """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
@@ -273,12 +274,16 @@ class NativeWriter(StorageWriter):
             held.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
+        return {**self.__dict__, "_held": None, "_check": _go_on}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _go_on() -> None:
+    """Nobody to hear of: nothing to give up for."""
 
 
 def _wants_pinned() -> bool:
