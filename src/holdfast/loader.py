@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -25,10 +23,11 @@ from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.reader import NativeReader
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
-from holdfast._state.paths import unflatten
+from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._torchformat.remote import is_remote, remote_reader
-from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, empty_state
+from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state
+from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.participants import DEADLINE_S, participants
@@ -133,13 +132,14 @@ def load(
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
         reader = reader_at(state_dict, verify=verify, allow_pickle=allow_pickle)
         return load_without_target(reader, keys, SoloRanks, allow_pickle=allow_pickle)
-    if keys is not None:
-        raise ValueError("a target says itself which keys it wants; keys are for load(path)")
-    checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
     ranks = partial(participants, process_group, no_dist=no_dist, deadline_s=deadline_s)
     first = ranks()
     with first:
-        first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
+        checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
+        if keys is not None:
+            raise ValueError("a target says itself which keys it wants; keys are for load(path)")
+        if not isinstance(state_dict, MutableMapping):
+            raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
         if storage_reader is None:
             storage_reader = reader_at(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
         elif not verify:
@@ -150,8 +150,7 @@ def load(
             planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
-        if not isinstance(state_dict, MutableMapping):
-            raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
+        first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
     return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle)
 
 
@@ -163,12 +162,7 @@ def reader_at(
         raise ValueError("load needs a checkpoint_id or a storage_reader")
     if is_remote(checkpoint_id):
         return as_reader(remote_reader(checkpoint_id, allow_pickle=allow_pickle))
-    try:
-        detect = importlib.import_module("holdfast.detect")
-    except ModuleNotFoundError:
-        return NativeReader(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
-    reader: StorageReader = detect.reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
-    return reader
+    return reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
 def load_with(
@@ -203,30 +197,12 @@ def load_without_target(
         stored = metadata.state_dict_metadata[key]
         if isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad:
             leaves[key] = leaves[key].requires_grad_()
-    return unflatten(leaves, _paths(metadata))
+    return unflatten(leaves, restorable_paths(metadata))
 
 
 def _leaves(keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:
     """A flat target for ``keys`` and what is below them; MismatchError for one that stands for nothing."""
-    if keys is None:
-        return empty_state(metadata)
-    found: set[str] = set()
-    chosen = []
-    paths = _paths(metadata)
-    for key in metadata.state_dict_metadata:
-        above = accumulate(map(str, paths.get(key, (key,))), lambda first, second: f"{first}.{second}")
-        matching = keys & {key, *above}
-        found |= matching
-        if matching:
-            chosen.append(key)
-    missing = [Difference(key=key, kind="missing", stored="nothing", wanted="a key") for key in sorted(keys - found)]
-    if missing:
-        raise MismatchError.of(missing, advice="Ask for keys that the checkpoint has.")
-    return empty_state(metadata, chosen)
-
-
-def _paths(metadata: Metadata) -> dict[str, Any]:
-    return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    return empty_state(metadata, None if keys is None else chosen_keys(metadata, keys))
 
 
 def _load(

@@ -74,13 +74,13 @@ def save(
         StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
             where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
     """
-    checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
+        checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
         )
+        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
             planner = WholeSavePlanner(replica_check=replica_check)
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
@@ -178,6 +178,7 @@ class Saving:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
+            planner.kept = ranks.kept
         exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)

@@ -102,12 +102,11 @@ class WriterWork:
     def _plan_chunks(self) -> None:
         """Plan the chunks in file order: pages first, then by element size, so that every chunk is aligned."""
         columns, rows = self._columns, []
-        known = set(columns.keys)
         for row, which in enumerate(columns.key.tolist()):
             key, head = columns.keys[which], columns.heads[which]
             if head is None:
                 continue
-            if head.alias_of is not None and head.alias_of in known:
+            if head.alias_of is not None:  # whichever rank writes that one
                 self._aliases[key] = _written(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
             else:
                 rows.append(row)

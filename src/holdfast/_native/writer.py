@@ -21,13 +21,14 @@ from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Chunk, Packer, Placed
+from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import encode_value
 from holdfast._native.work import StagedFiles, WriterWork
-from holdfast._state.paths import TypedKey
-from holdfast._torchformat.translate import save_plan_from_torch
+from holdfast._state.paths import TypedKey, path_mapping
+from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_torch
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
 from holdfast.errors import InternalError, StorageError
@@ -102,11 +103,12 @@ class NativeWriter(StorageWriter):
         self._begin_attempt()
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
+        check_user_metadata(self.user_metadata)
         encode_value(self.user_metadata, key="user_metadata")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
-        paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        paths = path_mapping(plan.planner_data) or {}
         for key in write_columns(save_plan_from_torch(plan).items).keys:
             check_key(key)
             path = paths.get(key, ())
@@ -210,7 +212,7 @@ class NativeWriter(StorageWriter):
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
         reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
         try:
-            self._publish(metadata, reports)
+            self._publish(metadata_from_torch(metadata), reports)
         except BaseException:
             if not may_be_published(self.path, self._attempt):
                 for name in (file.name for report in reports for file in report.files):
@@ -227,7 +229,7 @@ class NativeWriter(StorageWriter):
             reports,
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
-            user_metadata=encode_value(self.user_metadata, key="user_metadata"),
+            user_metadata=encode_value(with_planner_data(self.user_metadata, metadata), key="planner_data"),
         )
         publish(
             self.path,

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.tensors import word_dtype, words_of_quantized
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast.errors import InvalidStateError
@@ -49,9 +50,9 @@ class Source(Protocol):
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         ...
 
-    def pieces(self, limit: int) -> Iterator[torch.Tensor]:
-        """All bytes in order, at most ``limit`` at a time, as uint8 tensors where they are."""
-        ...
+
+class DistantSource:
+    """A source that has to fetch its bytes from somewhere: it wants to be asked for much at a time."""
 
 
 class MemorySource:
@@ -133,8 +134,10 @@ class ScatteredSource:
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def source_of(tensor: torch.Tensor, *, is_ordered: bool = False) -> MemorySource | ScatteredSource:
+def source_of(tensor: torch.Tensor, *, is_ordered: bool = False) -> Source:
     """The bytes of ``tensor``; ``is_ordered`` if whoever copies them sees to what streams have queued."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.source
     if tensor.is_cpu:
         if tensor.is_quantized:
             tensor = words_of_quantized(tensor)
