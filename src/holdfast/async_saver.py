@@ -121,13 +121,14 @@ def async_save(
         CheckpointError: the save before failed, and nobody has asked its handle; or as ``save``. What fails later is
             raised by ``result`` of the handle.
     """
-    checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
-    handle = AsyncSave(_progress(progress, checkpoint_id))
+    handle = AsyncSave()
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     background = Background()
     with contextlib.ExitStack() as stack:
         stack.callback(background.call_off)
         stack.enter_context(ranks)
+        checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
+        handle.show(_progress(progress, checkpoint_id))
         options = Options(
             stage=_checked("stage", stage, ("copy", "overlap", "device")),
             copy_now=tuple(copy_now),

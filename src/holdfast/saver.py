@@ -77,10 +77,10 @@ def save(
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
         )
+        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
             planner = WholeSavePlanner(replica_check=replica_check)
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)

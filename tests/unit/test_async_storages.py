@@ -324,3 +324,17 @@ def test_a_cached_stager_never_overwrites_what_is_being_written(tmp_path: Path) 
         handle.result(TIMEOUT_S)
         assert holdfast.load(tmp_path / str(number))["a"].unique().tolist() == [number]
     stager.close()
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_the_storage_of_torchs_format_stages_itself(tmp_path: Path, is_cached: bool) -> None:
+    writer = holdfast.FileSystemWriter(tmp_path / "theirs", cache_staged_state_dict=is_cached)
+    assert isinstance(writer, AsyncStager)
+    state = {"a": torch.arange(1000.0), "step": 3}
+    for number in range(2):
+        handle = async_save(state, tmp_path / str(number), storage_writer=writer)
+        state["a"].add_(1)
+        handle.result(TIMEOUT_S)
+        found = holdfast.load(tmp_path / str(number))
+        assert torch.equal(found["a"], torch.arange(1000.0) + number)
+        assert found["step"] == 3

@@ -36,7 +36,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
     An error that nobody asks for with ``result`` or ``exception`` is raised by the next save.
     """
 
-    def __init__(self, progress: Progress | None = None) -> None:
+    def __init__(self) -> None:
         Future.__init__(self)
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[Any] = self
@@ -45,7 +45,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self.unchanged: tuple[str, ...] = ()
         self._count: Callable[[], int] = lambda: 0
         self._fence: Callable[[], None] = lambda: None
-        self._progress = progress
+        self._progress: Progress | None = None
         self._told = threading.Lock()
         self._is_observed = False
         # A future that runs cannot be cancelled: what others have begun to write with us is not ours to take back.
@@ -86,6 +86,10 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
             self._is_observed = self._is_observed or self.done()
 
     # What follows is for the save itself.
+
+    def show(self, progress: Progress | None) -> None:
+        """Have ``progress`` called when something has changed."""
+        self._progress = progress
 
     def expect(self, nbytes: int, count: Callable[[], int]) -> None:
         """Have ``nbytes`` to write, of which ``count`` tells how many are."""
