@@ -57,7 +57,7 @@ def run(options: Options) -> PartResult:
             violations.append(f"{place}: {outcome.get('problem') or outcome['failure']}")
     return PartResult(
         fault="kill -9 of one of 4 ranks at every file-changing call of its",
-        must_hold="nothing torn visible, the previous checkpoint not lost, every other rank ends, the next save succeeds",
+        must_hold="nothing torn visible, the previous checkpoint not lost, all other ranks end, the next save succeeds",
         injected=struck,
         required=200,
         violations=violations,
@@ -95,7 +95,9 @@ def kill_at(*, folder: str, mode: str, rank: int, number: int, action: int) -> C
 
 
 def _is_ours(error: str | None) -> bool:
-    return error is None or (hasattr(holdfast, error) and issubclass(getattr(holdfast, error), holdfast.CheckpointError))
+    return error is None or (
+        hasattr(holdfast, error) and issubclass(getattr(holdfast, error), holdfast.CheckpointError)
+    )
 
 
 def _start(path: Path, mode: str, faults: dict[int, Fault]) -> list[Child]:
