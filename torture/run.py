@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from torture.crew import Crew  # noqa: E402
 from torture.part import Options, PartResult, all_parts  # noqa: E402
 
 RESULTS = REPOSITORY / "torture" / "results"
@@ -76,7 +77,8 @@ def main() -> int:
     if options.list:
         console.print("\n".join(parts))
         return 0
-    outcomes = [_run(console, parts[name], seed=options.seed, quick=options.quick) for name in options.part]
+    with closing(Crew()) as crew:
+        outcomes = [_run(console, parts[name], crew, seed=options.seed, quick=options.quick) for name in options.part]
     _print_table(console, outcomes)
     output = options.output
     if output is None and not options.quick and set(options.part) == set(parts):
@@ -113,7 +115,7 @@ def markdown_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(console: Console, part: ModuleType, *, seed: int, quick: bool) -> Outcome:
+def _run(console: Console, part: ModuleType, crew: Crew, *, seed: int, quick: bool) -> Outcome:
     """Run one part with a bar that shows how far it is; what it raises is a violation."""
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     started = time.monotonic()
@@ -123,7 +125,7 @@ def _run(console: Console, part: ModuleType, *, seed: int, quick: bool) -> Outco
         def progress(done: int, total: int) -> None:
             bars.update(bar, completed=done, total=total)
 
-        options = Options(seed=seed, quick=quick, folder=folder, disk=disk, progress=progress)
+        options = Options(seed=seed, quick=quick, folder=folder, disk=disk, progress=progress, crew=crew)
         try:
             result: PartResult = part.run(options)
         except Exception as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import holdfast
 from torture import saves
-from torture.crew import Case, Child, run_cases
+from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import CHANGING, Fault, Record, armed, read_trace
 from torture.weak_disk import Disk, Files, materialise
@@ -30,12 +30,12 @@ def run(options: Options) -> PartResult:
     limit = 60 if options.quick else _AT_EACH_POINT
     cases = [
         {**case, "point": point, "limit": limit, "seed": options.seed}
-        for case, outcome in run_cases(record_save, plain)
+        for case, outcome in options.crew.run(record_save, plain)
         for point in range(outcome["calls"] + 1)
     ]
     violations: list[str] = []
     states = judged = 0
-    for done, (case, outcome) in enumerate(run_cases(judge_point, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.run(judge_point, cases), start=1):
         options.progress(done, len(cases))
         states += outcome.get("states", 0)
         judged += outcome.get("judged", 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import holdfast
 from torture import saves
-from torture.crew import Case, Child, End, run_cases
+from torture.crew import Case, Child, End
 from torture.part import Options, PartResult
 from torture.shim import EVERY, Action, Call, Fault, armed, counts, read_trace
 
@@ -29,7 +29,7 @@ def run(options: Options) -> PartResult:
     # What is in memory is always cached.
     folders = {name: str(options.disk if name == "load, not cached" else options.folder) for name in OPERATIONS}
     plain = [{"folder": folder, "operation": operation} for operation, folder in folders.items()]
-    traced = {case["operation"]: outcome["calls"] for case, outcome in run_cases(trace_calls, plain)}
+    traced = {case["operation"]: outcome["calls"] for case, outcome in options.crew.run(trace_calls, plain)}
     cases = [
         {
             "folder": folders[operation],
@@ -45,10 +45,10 @@ def run(options: Options) -> PartResult:
         for times in (1, 3 if code == "EINTR" else _FOREVER)
     ]
     if options.quick:
-        cases = random.Random(options.seed).sample(cases, 150)
+        cases = random.Random(options.seed).sample(cases, 100)
     violations: list[str] = []
     tolerated = 0
-    for done, (case, outcome) in enumerate(run_cases(fail_at, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.run(fail_at, cases), start=1):
         options.progress(done, len(cases))
         tolerated += outcome.get("succeeded", 0) and case["code"] != "EINTR"
         if outcome.get("problem") or "failure" in outcome:
