@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from torture import saves
+from torture import saves, torch_dcp
 from torture.crew import Case, Child, End
 from torture.part import Options, PartResult
 from torture.shim import EVERY, Action, Call, Fault, armed, counts, read_trace
@@ -20,7 +20,6 @@ from torture.shim import EVERY, Action, Call, Fault, armed, counts, read_trace
 NAME = "errno"
 CODES = ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "EMFILE", "ENOMEM", "ESTALE", "EINTR", "EAGAIN")
 OPERATIONS = (*saves.MODES, "load", "load, not cached")
-# Where the new checkpoint is visible already, or what fails is only a courtesy, a save may go on and succeed.
 _FOREVER = 0
 
 
@@ -55,15 +54,48 @@ def run(options: Options) -> PartResult:
             place = f"{case['operation']}, {case['code']} at call {case['number']} ({Call(case['call']).name})"
             forever = " and ever after" if case["times"] == _FOREVER else ""
             violations.append(f"{place}{forever}: {outcome.get('problem') or outcome['failure']}")
+    notes = [f"{tolerated} of them were no reason to fail, and the outcome was whole"]
     return PartResult(
         fault=f"{', '.join(CODES)} at each call of save and load, once or from then on",
         must_hold="right error with errno, nothing published, no thread, descriptor or file left; EINTR invisible",
         injected=len(cases),
         required=1000,
         violations=violations,
-        notes=[f"{tolerated} of them were no reason to fail, and the outcome was whole"],
+        notes=notes,
         counts={f"calls: {operation}": len(calls) for operation, calls in traced.items()},
+        torch=None if options.quick else _torch_in_words(options),
     )
+
+
+def _torch_in_words(options: Options) -> str:
+    """What torch's writer does when one of its calls, in any of four threads, finds the disk full."""
+    plain: list[Case] = [{"folder": str(options.folder), "number": 0}]
+    (_, counted), *_ = options.crew.run(fill_torch_at, plain)
+    cases: list[Case] = [{**plain[0], "number": number} for number in range(1, counted["calls"] + 1)]
+    outcomes = [outcome for _, outcome in options.crew.run(fill_torch_at, cases)]
+    silent = sum(outcome.get("problem") is not None for outcome in outcomes)
+    return f"ENOSPC, thread_count=4, {len(cases)} points: {silent} saves returned and are not whole"
+
+
+def fill_torch_at(*, folder: str, number: int) -> Case:
+    """Let a call of torch's save find the disk full; whether it returned and what it returned of is not there."""
+    path = Path(folder) / "torch" / str(number) / "checkpoint"
+    path.parent.mkdir(parents=True)
+
+    def child() -> Any:
+        threading.excepthook = lambda details: None  # where such errors end there
+        action = Action.FAIL if number else Action.NOTHING
+        with armed(path, Fault(action=action, number=number, parameter=errno.ENOSPC)):
+            try:
+                torch_dcp.save(path, 2, threads=4)
+            except BaseException as error:  # torch's own error is no Exception
+                return {"error": type(error).__name__, "calls": counts().calls}
+        return {"error": None, "calls": counts().calls}
+
+    told = Child(child).end().told
+    problem = None if told["error"] else torch_dcp.problem_after(path, "fresh", acknowledged=True)
+    shutil.rmtree(path.parent)
+    return {"calls": told["calls"], "problem": problem}
 
 
 def trace_calls(*, folder: str, operation: str) -> Case:

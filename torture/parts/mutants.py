@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 # Imported for the children, which find them warm; the package itself they import from the copy.
-import hypothesis  # noqa: F401
 import msgspec  # noqa: F401
 import pytest
 import safetensors.torch  # noqa: F401
