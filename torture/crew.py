@@ -26,7 +26,6 @@ from torture.shim import preloading
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 Case = dict[str, Any]
-_CASE_S = 120.0
 
 
 @dataclass(slots=True)
@@ -52,11 +51,16 @@ class Crew:
         self._workers: list[_Worker] = []
 
     def run(
-        self, function: Callable[..., Case], cases: Iterable[Case], *, workers: int | None = None
+        self,
+        function: Callable[..., Case],
+        cases: Iterable[Case],
+        *,
+        workers: int | None = None,
+        limit_s: float = 120.0,
     ) -> Iterator[tuple[Case, Case]]:
         """Each case and what ``function(**case)`` returned in a worker; {"failure": traceback} where it raised.
 
-        RuntimeError when a worker dies, or a case takes too long.
+        RuntimeError when a worker dies, or a case takes longer than ``limit_s``.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         waiting = deque(cases)
@@ -73,8 +77,8 @@ class Crew:
                     for key, _ in selector.select(timeout=1.0):
                         yield from _take(key.data, name, waiting)
                     for worker in busy:
-                        if worker.case is not None and time.monotonic() - worker.since > _CASE_S:
-                            raise RuntimeError(f"the case {worker.case} did not end within {_CASE_S:.0f} s")
+                        if worker.case is not None and time.monotonic() - worker.since > limit_s:
+                            raise RuntimeError(f"the case {worker.case} did not end within {limit_s:g} s")
         finally:
             if any(worker.case is not None for worker in crew):
                 self.close()

@@ -187,7 +187,7 @@ BY_HAND = (
         file="_native/merge.py",
         text='        check_index(index, files=files, tensors=entries, path="the new checkpoint")\n',
         replacement="        pass\n",
-        tests=("tests/unit/test_planner_custom.py", "tests/unit/native", "tests/unit/test_save_load_refusals.py"),
+        tests=("tests/unit/native/test_merge.py",),
     ),
     Bug(
         name="a loaded index is not checked",
@@ -225,11 +225,7 @@ CHECKED = {
     "_native/header.py": ("tests/unit/native/test_header.py",),
     "_native/catalog.py": ("tests/unit/native/test_catalog.py", *_DAMAGE),
     "_native/paths.py": ("tests/unit/native/test_stored_paths.py",),
-    "_native/merge.py": (
-        "tests/unit/native",
-        "tests/unit/test_planner_custom.py",
-        "tests/unit/test_save_load_refusals.py",
-    ),
+    "_native/merge.py": ("tests/unit/native/test_merge.py",),
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
     "_native/publish.py": (*_PUBLISH, "tests/faults/test_storage_failures.py"),

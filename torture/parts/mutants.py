@@ -20,7 +20,7 @@ from torture.seeded import all_bugs
 
 NAME = "mutants"
 _QUICK = 6
-_TESTS_S = 110.0
+_TESTS_S = 300.0
 
 
 def run(options: Options) -> PartResult:
@@ -34,7 +34,7 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     injected = 0
     with closing(Crew()) as crew:  # which has not imported the package
-        for done, (case, outcome) in enumerate(crew.run(run_tests, cases), start=1):
+        for done, (case, outcome) in enumerate(crew.run(run_tests, cases, limit_s=2 * _TESTS_S), start=1):
             options.progress(done, len(cases))
             injected += case["bug"] is not None
             if "failure" in outcome:
@@ -62,6 +62,8 @@ def run_tests(*, folder: str, bug: str | None, tests: list[str]) -> Case:
     end = Child(lambda: _pytest(copy, tests, log)).end(_TESTS_S)
     said = log.read_text()[-2000:] if log.exists() else ""
     shutil.rmtree(copy)
+    if end.hung:
+        return {"failure": f"the tests did not end within {_TESTS_S:g} s: {said}"}
     return {"passed": end.told == 0, "said": said, "end": str(end)}
 
 
