@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_a_tensor_that_nobody_planned_is_refused(saved: tuple[Metadata, WriteRep
 
 def test_ranks_that_wrote_one_key_differently_are_refused(saved: tuple[Metadata, WriteReport]) -> None:
     metadata, report = saved
-    tensors = [tensor._replace(dtype="int32") for tensor in report.tensors]
+    tensors = [msgspec.structs.replace(tensor, dtype="int32") for tensor in report.tensors]
     with pytest.raises(InvalidStateError, match=r"was written as float32 .* and as int32"):
         merge(metadata, report, dataclasses.replace(report, tensors=tensors))
 
