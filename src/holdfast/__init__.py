@@ -27,6 +27,7 @@ from holdfast.errors import (
     UnsafeError,
     UnsupportedVersionError,
 )
+from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
 from holdfast.loader import LoadReport, load
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -50,6 +51,8 @@ from holdfast.planner import (
     WriteItemType,
 )
 from holdfast.saver import save
+from holdfast.state_dict_loader import load_state_dict
+from holdfast.state_dict_saver import save_state_dict
 from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
@@ -65,6 +68,10 @@ __all__ = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "Difference",
+    "FileSystem",
+    "FileSystemBase",
+    "FileSystemReader",
+    "FileSystemWriter",
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
@@ -83,6 +90,7 @@ __all__ = [
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "SerializationFormat",
     "Stateful",
     "StorageError",
     "StorageMeta",
@@ -99,6 +107,8 @@ __all__ = [
     "WriteResult",
     "__version__",
     "load",
+    "load_state_dict",
     "open",
     "save",
+    "save_state_dict",
 ]

@@ -27,6 +27,10 @@ EXPECTED = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "Difference",
+    "FileSystem",
+    "FileSystemBase",
+    "FileSystemReader",
+    "FileSystemWriter",
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
@@ -45,6 +49,7 @@ EXPECTED = [
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "SerializationFormat",
     "Stateful",
     "StorageError",
     "StorageMeta",
@@ -61,8 +66,10 @@ EXPECTED = [
     "WriteResult",
     "__version__",
     "load",
+    "load_state_dict",
     "open",
     "save",
+    "save_state_dict",
 ]
 
 

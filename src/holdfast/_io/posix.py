@@ -200,6 +200,12 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
                 raise
 
 
+def remove_empty_directory(path: str | os.PathLike[str]) -> None:
+    """Removes the directory ``path`` if nothing is in it; whatever else is there stays."""
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
 @contextlib.contextmanager
 def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
     """A stream on ``path``, opened as ``open`` does and closed at the end of the block."""
@@ -207,6 +213,18 @@ def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         stream = open(path, mode)  # noqa: SIM115 - what the block itself raises is not about opening
     with stream:
         yield cast(io.IOBase, stream)
+
+
+def sync_stream(stream: io.IOBase, path: str | os.PathLike[str]) -> None:
+    """Returns once what was written to ``stream`` is durable: by its file, or by syncing all where it has none."""
+    with reporting("write", path):
+        stream.flush()
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        os.sync()
+        return
+    sync_file(descriptor, path)
 
 
 def list_names(path: str | os.PathLike[str]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from holdfast._state.subclasses import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
+from holdfast.metadata import Metadata
 from holdfast.stateful import is_stateful
 
 
@@ -49,6 +50,48 @@ Path = tuple[PathElement, ...]
 def path_key(path: Path) -> str:
     """The dotted key of ``path``."""
     return ".".join(map(str, path))
+
+
+def path_mapping(planner_data: object) -> dict[str, Path] | None:
+    """``planner_data`` if it is what the default planner puts there, keys to paths; None for a planner's own data."""
+    if not isinstance(planner_data, dict):
+        return None
+    return planner_data if all(type(path) is tuple and path for path in planner_data.values()) else None
+
+
+def stored_paths(metadata: Metadata) -> dict[str, Path]:
+    """Where each key belongs in the state, as far as ``metadata`` knows; the others are at the top."""
+    return metadata.paths or path_mapping(metadata.planner_data) or {}
+
+
+def is_path(path: Any) -> bool:
+    """Whether it is a tuple of dict keys (str) and list positions (int), as planners write it."""
+    return (
+        isinstance(path, tuple)
+        and 0 < len(path) <= MAX_PATH_DEPTH
+        and all(isinstance(element, str) or (isinstance(element, int) and element >= 0) for element in path)
+    )
+
+
+def restorable_paths(metadata: Metadata) -> dict[str, Path]:
+    """The stored paths that fit together, whoever wrote them.
+
+    Ranks may have saved different things under one name, a list and a dict, or a value and a dict: a key that would not
+    fit in beside those before it is left out, and stays at the top under its own name.
+    """
+    planner_data = metadata.paths or (metadata.planner_data if isinstance(metadata.planner_data, dict) else {})
+    found = {key: planner_data[key] for key in metadata.state_dict_metadata if is_path(planner_data.get(key))}
+    leaves = set(found.values())
+    kinds: dict[Path, bool] = {}
+    paths: dict[str, Path] = {}
+    for key, path in found.items():
+        parents = [path[:depth] for depth in range(1, len(path))]
+        if leaves.isdisjoint(parents) and all(
+            kinds.setdefault(path[:depth], isinstance(element, str)) == isinstance(element, str)
+            for depth, element in enumerate(path)
+        ):
+            paths[key] = path
+    return paths
 
 
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:

@@ -36,7 +36,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-@pytest.mark.parametrize("command", [[], ["show"], ["verify"]], ids=["all", "show", "verify"])
+@pytest.mark.parametrize("command", [[], ["show"], ["verify"], ["convert"]], ids=["all", "show", "verify", "convert"])
 def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: str) -> None:
     result = CliRunner().invoke(app, [*command, option], env={"COLUMNS": "80"})
     assert result.exit_code == 0
@@ -49,8 +49,9 @@ def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: s
 
 def test_every_command_is_listed_with_its_purpose() -> None:
     output = CliRunner().invoke(app, ["--help"]).stdout
-    assert "show    Show what a checkpoint holds." in output
-    assert "verify  Check every byte of a checkpoint." in output
+    assert "show     Show what a checkpoint holds." in output
+    assert "verify   Check every byte of a checkpoint." in output
+    assert "convert  Write a checkpoint in another format." in output
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_the_error_line_is_red_on_a_terminal_and_text_from_outside_is_not_markup
     def refuse(path: Path) -> None:
         raise CorruptError("[green]\x1b[2Jbad")
 
-    monkeypatch.setattr("holdfast.cli.show.read_catalog", refuse)
+    monkeypatch.setattr("holdfast.cli.leaves.read_catalog", refuse)
     monkeypatch.delenv("NO_COLOR", raising=False)
     result = CliRunner().invoke(app, ["show", str(path)], env={"FORCE_COLOR": "1", "TERM": "xterm"})
     assert result.exit_code == 1
@@ -101,7 +102,7 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
     def fail(path: Path) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("holdfast.cli.show.read_catalog", fail)
+    monkeypatch.setattr("holdfast.cli.leaves.read_catalog", fail)
     assert isinstance(CliRunner().invoke(app, ["show", str(path)]).exception, ZeroDivisionError)
 
 
