@@ -26,7 +26,9 @@ def run(options: Options) -> PartResult:
     """Record each save, and judge the states after each of its calls."""
     shapes = _SHAPES[:1] if options.quick else _SHAPES
     plain: list[Case] = [
-        {"folder": str(options.folder), "mode": mode, "shape": shape} for mode in saves.MODES for shape in shapes
+        {"folder": str(options.folder), "mode": mode, "shape": shape}
+        for mode in (*saves.MODES, *saves.ASYNC_MODES)
+        for shape in shapes
     ]
     choices, most = (60, 60) if options.quick else (_CHOICES, _STATES)
     cases = [
@@ -57,7 +59,7 @@ def record_save(*, folder: str, mode: str, shape: str) -> Case:
     """Record the calls of a save, and what was there before it."""
     place = _place(folder, mode, shape)
     path = place / "root" / _CHECKPOINT
-    if mode == "replacing":
+    if saves.BEFORE[mode] is not None:
         saves.save(path, "fresh", shape, version=1)
     else:
         (place / "root").mkdir(parents=True)

@@ -24,7 +24,7 @@ def run(options: Options) -> PartResult:
     shapes = SHAPES[:1] if options.quick else SHAPES
     plain: list[Case] = [
         {"folder": folder, "mode": mode, "shape": shape, "library": "holdfast"}
-        for mode in saves.MODES
+        for mode in (*saves.MODES, *saves.ASYNC_MODES)
         for shape in shapes
     ]
     plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in ("fresh", "replacing")]
@@ -50,7 +50,7 @@ def run(options: Options) -> PartResult:
             place = f"{case['mode']}, {case['shape']}, {Action(case['action']).name} call {case['number']}"
             violations.append(f"{case['library']}, {place}: {problem}")
     return PartResult(
-        fault="kill -9 at every file-changing call of a save, 1 rank",
+        fault="kill -9 at every file-changing call of a save or async_save, 1 rank",
         must_hold="nothing torn visible, the previous checkpoint not lost, the next save succeeds",
         injected=points["holdfast"],
         required=400,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -54,17 +55,16 @@ def run(options: Options) -> PartResult:
 
 def run_tests(*, folder: str, bug: str | None, tests: list[str]) -> Case:
     """Run ``tests`` on a copy of the source that has the bug; whether they pass."""
-    copy = Path(folder) / f"source-{os.getpid()}"
-    shutil.copytree(REPOSITORY / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    if bug is not None:
-        next(known for known in all_bugs(REPOSITORY / "src") if known.name == bug).seed(copy)
-    log = Path(folder) / f"log-{os.getpid()}"
-    end = Child(lambda: _pytest(copy, tests, log)).end(_TESTS_S)
-    said = log.read_text()[-2000:] if log.exists() else ""
-    shutil.rmtree(copy)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        copy, log = Path(place) / "src", Path(place) / "log"
+        shutil.copytree(REPOSITORY / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        if bug is not None:
+            next(known for known in all_bugs(REPOSITORY / "src") if known.name == bug).seed(copy)
+        end = Child(lambda: _pytest(copy, tests, log)).end(_TESTS_S)
+        said = log.read_text()[-2000:] if log.exists() else ""
     if end.hung:
         return {"failure": f"the tests did not end within {_TESTS_S:g} s: {said}"}
-    return {"passed": end.told == 0, "said": said, "end": str(end)}
+    return {"passed": end.told == 0, "said": said}
 
 
 def _pytest(source: Path, tests: list[str], log: Path) -> int:
@@ -77,5 +77,5 @@ def _pytest(source: Path, tests: list[str], log: Path) -> int:
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", f"--basetemp={source.parent}/pytest-{os.getpid()}"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", f"--basetemp={source.parent}/pytest"]
     return int(pytest.main([*options, *tests]))
