@@ -1,8 +1,9 @@
 """The commit: a checkpoint is there from the moment its manifest has its name, and not before.
 
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
-then: index, manifest under a name of its attempt (each synced), then the name itself, then the directory. Only then may
-anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No lock file, no clock.
+then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
+again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
+lock file, no clock.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def publish(directory: str, manifest: bytes, *, attempt: str, index_name: str, i
         for path, data in ((index_path, index), (staged, manifest)):
             posix.write_new(path, data)
             written.append(path)
+        # Otherwise a crash might keep the name of the manifest, and lose that of the index.
+        posix.sync_directory(directory)
         if overwrite:
             posix.replace(staged, target)
         else:
