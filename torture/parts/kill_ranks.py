@@ -95,7 +95,9 @@ def kill_at(*, folder: str, mode: str, rank: int, number: int, action: int) -> C
 
 
 def _is_ours(error: str | None) -> bool:
-    return error is None or (hasattr(holdfast, error) and issubclass(getattr(holdfast, error), holdfast.CheckpointError))
+    return error is None or (
+        hasattr(holdfast, error) and issubclass(getattr(holdfast, error), holdfast.CheckpointError)
+    )
 
 
 def _start(path: Path, mode: str, faults: dict[int, Fault]) -> list[Child]:
