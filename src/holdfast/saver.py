@@ -111,7 +111,9 @@ def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner,
     ranks.follow(lambda: writer.bytes_written)
     try:
         plan = ranks.scatter("planning the save", plan_locally, plan_globally)
-        return ranks.share("writing the checkpoint", write, publish)
+        shared = ranks.share("writing the checkpoint", write, publish)
     except BaseException:
         writer.abandon()
         raise
+    writer.close()
+    return shared

@@ -146,6 +146,7 @@ class NativeWriter(StorageWriter):
             attempt=self._attempt,
             index_name=manifest.index.name,
             index=index,
+            data_files=[(file.name, file.bytes) for file in manifest.files],
             overwrite=self.overwrite,
         )
         self._close()
@@ -159,6 +160,10 @@ class NativeWriter(StorageWriter):
             packer.close()
         else:
             packer.abandon()
+
+    def close(self) -> None:
+        """Let go of the data files of a save that is published."""
+        self._close()
 
     def _close(self) -> None:
         packer, self._packer = self._packer, None

@@ -1,8 +1,8 @@
-"""The command line: ``holdfast show`` and ``holdfast verify``.
+"""The command line: ``holdfast show``, ``holdfast verify`` and ``holdfast sweep``.
 
 Results go to stdout, everything else to stderr. The exit code is 0 when all is well, 1 when a checkpoint is damaged or
 missing, 2 when the command line is wrong. An error of the library is one line, never a traceback. Never changes a
-checkpoint.
+published checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from rich.text import Text
 from holdfast._version import __version__
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import show_command
+from holdfast.cli.sweep import EXAMPLES as SWEEP_EXAMPLES
+from holdfast.cli.sweep import sweep_command
 from holdfast.cli.terminal import error_console, one_line
 from holdfast.cli.verify import EXAMPLES as VERIFY_EXAMPLES
 from holdfast.cli.verify import verify_command
@@ -28,7 +30,8 @@ __all__ = ["app", "main"]
 _EXAMPLES = """\b
 Examples:
   holdfast show checkpoints/step-100
-  holdfast verify checkpoints/step-100"""
+  holdfast verify checkpoints/step-100
+  holdfast sweep checkpoints"""
 
 
 class _ErrorsAsLines(typer.core.TyperGroup):
@@ -68,7 +71,7 @@ def holdfast(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at checkpoints, and check that they are whole."""
+    """Look at checkpoints, check that they are whole, and tidy up after saves that died."""
     _escape_what_cannot_be_printed()
 
 
@@ -81,6 +84,7 @@ def _escape_what_cannot_be_printed() -> None:
 
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
 app.command("verify", epilog=VERIFY_EXAMPLES)(verify_command)
+app.command("sweep", epilog=SWEEP_EXAMPLES)(sweep_command)
 
 
 def main() -> None:
