@@ -1,0 +1,185 @@
+"""Processes with torch imported and the shim loaded, which run case after case.
+
+A case is a function at the top level of a module, called with keyword arguments that JSON can say; what it returns is
+JSON too. It runs in a worker, which starts no thread of its own, so that the case may fork children, arm the shim in
+them and look at what they leave behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from torture.shim import preloading
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+Case = dict[str, Any]
+_CASE_S = 120.0
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    case: Case | None = None
+    since: float = 0.0
+    received: bytes = b""
+    requests: IO[bytes] = field(init=False)
+    replies: IO[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.requests, self.replies = self.process.stdin, self.process.stdout
+
+
+def run_cases(
+    function: Callable[..., Case],
+    cases: Iterable[Case],
+    *,
+    workers: int | None = None,
+    source: Path = REPOSITORY / "src",
+) -> Iterator[tuple[Case, Case]]:
+    """Each case and what ``function(**case)`` returned in a worker; {"failure": traceback} where it raised or hung.
+
+    ``source`` is where the package is imported from.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    waiting = deque(cases)
+    count = min(workers or os.cpu_count() or 1, max(1, len(waiting)))
+    crew = [_start(name, source) for _ in range(count)]
+    try:
+        with selectors.DefaultSelector() as selector:
+            for worker in crew:
+                selector.register(worker.replies, selectors.EVENT_READ, worker)
+                _give(worker, waiting)
+            while busy := [worker for worker in crew if worker.case is not None]:
+                for key, _ in selector.select(timeout=1.0):
+                    yield from _take(key.data, waiting)
+                for worker in busy:
+                    if worker.case is not None and time.monotonic() - worker.since > _CASE_S:
+                        raise RuntimeError(f"the case {worker.case} did not end within {_CASE_S:.0f} s")
+    finally:
+        for worker in crew:
+            worker.requests.close()
+            try:
+                worker.process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.replies.close()
+
+
+def _start(name: str, source: Path) -> _Worker:
+    environment = {
+        **preloading(),
+        "PYTHONPATH": os.pathsep.join((str(source), str(REPOSITORY))),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+    }
+    command = [sys.executable, "-m", "torture.crew", name]
+    return _Worker(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
+
+
+def _give(worker: _Worker, waiting: deque[Case]) -> None:
+    worker.case = waiting.popleft() if waiting else None
+    worker.since = time.monotonic()
+    if worker.case is not None:
+        worker.requests.write(json.dumps(worker.case).encode() + b"\n")
+        worker.requests.flush()
+
+
+def _take(worker: _Worker, waiting: deque[Case]) -> Iterator[tuple[Case, Case]]:
+    data = os.read(worker.replies.fileno(), 1 << 20)
+    if not data:
+        raise RuntimeError(f"a worker died with {worker.process.wait()} at the case {worker.case}")
+    worker.received += data
+    if worker.received.endswith(b"\n"):
+        outcome, case, worker.received = json.loads(worker.received), worker.case, b""
+        _give(worker, waiting)
+        assert case is not None
+        yield case, outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a child ended: the signal that killed it, its exit status, what its function returned, or that it hung."""
+
+    signal: int | None
+    status: int | None
+    told: Any
+    hung: bool = False
+
+
+class Child:
+    """A forked copy of this process that runs ``function`` and tells what it returns; ``end`` waits for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._pipe, writable = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(self._pipe)
+                with open(writable, "wb") as pipe:
+                    pipe.write(json.dumps(function()).encode())
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        os.close(writable)
+
+    def end(self, timeout_s: float = 60.0) -> End:
+        """How it ended; killed, and said to hang, if it has not after ``timeout_s``."""
+        told, deadline, hung = b"", time.monotonic() + timeout_s, False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            while True:
+                if not selector.select(timeout=max(0.0, deadline - time.monotonic())):
+                    os.kill(self.pid, signal.SIGKILL)
+                    hung = True
+                data = os.read(self._pipe, 1 << 20)
+                if not data:
+                    break
+                told += data
+        os.close(self._pipe)
+        _, status = os.waitpid(self.pid, 0)
+        return End(
+            signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+            status=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            told=json.loads(told) if told else None,
+            hung=hung,
+        )
+
+
+def _serve(name: str) -> None:
+    module, _, function_name = name.partition(":")
+    function = getattr(importlib.import_module(module), function_name)
+    # What libraries print must not get between the replies.
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    for line in sys.stdin.buffer:
+        try:
+            outcome = function(**json.loads(line))
+        except Exception:
+            outcome = {"failure": traceback.format_exc()}
+        with open(replies, "wb", closefd=False) as stream:
+            stream.write(json.dumps(outcome).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
