@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast._native.reader import NativeReader
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
+from holdfast.detect import reader_for
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
-from holdfast.planner_helpers import ReadRows
+from holdfast.planner_helpers import ReadRows, check_tiling
 
 __all__ = ["Checkpoint", "StoredTensor", "open"]
 
@@ -62,10 +64,13 @@ class Checkpoint(Mapping[str, Any]):
     It stays the checkpoint that was opened, as long as its files are there; close it, or use it in a ``with`` block.
     """
 
-    def __init__(self, reader: NativeReader) -> None:
+    def __init__(self, reader: NativeReader | FileSystemReader) -> None:
         self._reader = reader
         self._bytes_read: int | None = None
         self.metadata: Metadata = reader.read_metadata()
+        if not isinstance(reader, NativeReader):
+            check_tiling(self.metadata)  # native storage has done it on its index
+        reader.set_up_storage_reader(self.metadata, True)
 
     @property
     def user_metadata(self) -> dict[str, Any]:
@@ -131,15 +136,16 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self._reader.path!r}, {len(self)} keys)"
+        return f"Checkpoint({os.fspath(self._reader.path)!r}, {len(self)} keys)"
 
 
 def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> Checkpoint:
-    """The checkpoint at ``path``; only manifest and index are read now, tensors when they are indexed.
+    """The checkpoint at ``path``, native or torch's own; only what describes it is read now, tensors when indexed.
 
     With ``verify`` every 1 MiB block that a read touches is read whole and checked; without it just the bytes wanted.
+    In torch's format just the bytes wanted are read, and checked where they are all of a chunk.
     """
-    return Checkpoint(NativeReader(path, verify=verify, allow_pickle=allow_pickle))
+    return Checkpoint(reader_for(path, verify=verify, allow_pickle=allow_pickle))
 
 
 def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[Box, tuple[int | slice, ...]]:

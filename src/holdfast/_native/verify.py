@@ -55,7 +55,8 @@ class Damage:
 class VerifyReport:
     """What was checked: all ``files`` of the checkpoint, their ``bytes``, and the ``keys`` they hold; what is damaged.
 
-    ``damage`` is in file order; keys that are tied to a damaged one are damaged too.
+    ``damage`` is in file order; keys that are tied to a damaged one are damaged too. ``unchecked`` says, line by line,
+    what the format has nothing to check by.
     """
 
     files: int
@@ -63,6 +64,7 @@ class VerifyReport:
     keys: int
     seconds: float
     damage: tuple[Damage, ...]
+    unchecked: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -170,7 +172,7 @@ class _Verification:
             try:
                 file, is_cached = handle.get(number)
             except CorruptError as error:
-                self._lose_file(number, rows, _problem_of(error))
+                self._lose_file(number, rows, problem_of(error))
                 self._advance(entry.bytes)
                 continue
             blocks = self._blocks(rows)
@@ -216,7 +218,7 @@ class _Verification:
             elif not self._agrees(opened, decode_header(header, path=opened.file.path)):
                 problem = "the header does not say what the index says"
         except (CorruptError, StorageError) as error:
-            problem = _problem_of(error)
+            problem = problem_of(error)
         if problem is not None:
             self._note(opened.number, None, (0, entry.header), problem)
         self._finish(opened, entry.header)
@@ -254,7 +256,7 @@ class _Verification:
         try:
             base = _read(opened, spans[0][0], spans[-1][1], memory)
         except (CorruptError, StorageError) as error:
-            problem = _problem_of(error)
+            problem = problem_of(error)
             if len(spans) == 1:
                 self._note(opened.number, int(blocks.row[first]), spans[0], problem)
                 return
@@ -312,7 +314,7 @@ def _read(opened: _OpenFile, begin: int, end: int, memory: memoryview) -> int:
     return base
 
 
-def _problem_of(error: CorruptError | StorageError) -> str:
+def problem_of(error: CorruptError | StorageError) -> str:
     """The problem in a few words; a refusal that says nothing about the bytes, unlike a failing disk's, is raised."""
     if isinstance(error, StorageError):
         if error.errno != errno.EIO:

@@ -12,6 +12,9 @@ MAX_MANIFEST_BYTES = 1 << 30
 MAX_INDEX_BYTES = 8 << 30
 """The index is read whole; 8 GiB describe some hundred million chunks or a petabyte of block digests."""
 
+MAX_METADATA_BYTES = 2 << 30
+"""torch's ``.metadata`` is decoded whole; 2 GiB describe some ten million chunks."""
+
 MAX_DIMENSIONS = 64
 """Torch and numpy allow no tensor of more than 64 dimensions."""
 

@@ -1,6 +1,6 @@
 """What a checkpoint holds, key by key and in total, as plain values for the commands to print.
 
-Made from manifest and index alone; never reads a data file.
+Made from manifest and index, or from torch's metadata, alone; never reads a data file.
 """
 
 from __future__ import annotations
@@ -8,15 +8,23 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast._io import posix
-from holdfast._native.catalog import Catalog
+from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.manifest import TensorEntry, ValueEntry
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.tree import decode_path
 from holdfast._state.paths import Path
+from holdfast._torchformat.places import StorageInfo
+from holdfast._torchformat.unpickling import is_path
 from holdfast._values.dtypes import DTYPES
+from holdfast.detect import is_torch_format
+from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner_helpers import check_tiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,15 @@ class ValueLeaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectLeaf:
+    """A leaf that is pickled in a data file, in ``bytes`` bytes; what it is shows only when it is loaded."""
+
+    key: str
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
     """A chunk: which box of its tensor, and which bytes of which file."""
 
@@ -55,22 +72,48 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The checkpoint as a whole; ``tied`` of the ``tensors`` share the data of others."""
+    """The checkpoint as a whole; ``tied`` of the ``tensors`` share the data of others. None: the format has no such."""
 
     tensors: int
     tied: int
     values: int
     bytes: int
     files: int
-    format_version: int
-    holdfast: str
-    torch: str
-    python: str
-    world_size: int
-    attempt: str
+    format_version: int | str | None = None
+    holdfast: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    world_size: int | None = None
+    attempt: str | None = None
 
 
-Leaf = StoredLeaf | ValueLeaf
+Leaf = StoredLeaf | ValueLeaf | ObjectLeaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """All that the commands show of a checkpoint; ``user_metadata`` is typed JSON, None where the format has none."""
+
+    leaves: list[Leaf]
+    totals: Totals
+    chunks_of: Callable[[StoredLeaf], list[StoredChunk]]
+    user_metadata: object = None
+
+
+def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Contents:
+    """What the checkpoint at ``path`` holds; with a ``pattern``, the leaves whose key it matches."""
+    if is_torch_format(path):
+        return _torch_contents(path, pattern)
+    catalog = read_catalog(path)
+    return Contents(
+        leaves=leaves_of(catalog, pattern),
+        totals=totals_of(catalog),
+        chunks_of=partial(chunks_of, catalog),
+        user_metadata=catalog.manifest.metadata,
+    )
+
+
+# --- native ---------------------------------------------------------------------------------------------------------
 
 
 def leaves_of(catalog: Catalog, pattern: str | None = None) -> list[Leaf]:
@@ -139,3 +182,80 @@ def totals_of(catalog: Catalog) -> Totals:
         world_size=writer.world_size,
         attempt=manifest.attempt,
     )
+
+
+# --- torch's own format ---------------------------------------------------------------------------------------------
+
+
+def _torch_contents(path: str | os.PathLike[str], pattern: str | None) -> Contents:
+    metadata = FileSystemReader(path).read_metadata()
+    check_tiling(metadata)
+    places: dict[MetadataIndex, StorageInfo] = {
+        index: place for index, place in (metadata.storage_data or {}).items() if isinstance(place, StorageInfo)
+    }
+    return Contents(
+        leaves=list(_torch_leaves(metadata, places, pattern)),
+        totals=_torch_totals(path, metadata, places),
+        chunks_of=partial(_torch_chunks, metadata, places),
+    )
+
+
+def _torch_leaves(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], pattern: str | None) -> Iterator[Leaf]:
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if pattern is not None and not fnmatch.fnmatchcase(key, pattern):
+            continue
+        path = paths[key] if is_path(paths.get(key)) else (key,)
+        if isinstance(stored, TensorStorageMetadata):
+            dtype = stored.properties.dtype
+            yield StoredLeaf(
+                key=key,
+                path=path,
+                kind="tensor",
+                dtype=str(dtype).removeprefix("torch."),
+                shape=tuple(stored.size),
+                bytes=math.prod(stored.size) * dtype.itemsize,
+                alias_of=None,
+                rows=range(len(stored.chunks)),
+            )
+        else:
+            place = places.get(MetadataIndex(key))
+            yield ObjectLeaf(key=key, path=path, bytes=0 if place is None else place.length)
+
+
+def _torch_chunks(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], leaf: StoredLeaf) -> list[StoredChunk]:
+    stored = metadata.state_dict_metadata[leaf.key]
+    assert isinstance(stored, TensorStorageMetadata)
+    found = ((chunk, places.get(MetadataIndex(leaf.key, chunk.offsets))) for chunk in stored.chunks)
+    return [
+        StoredChunk(
+            lo=tuple(chunk.offsets),
+            length=tuple(chunk.sizes),
+            file=place.relative_path,
+            offset=place.offset,
+            bytes=place.length,
+        )
+        for chunk, place in found
+        if place is not None
+    ]
+
+
+def _torch_totals(path: str | os.PathLike[str], metadata: Metadata, places: dict[MetadataIndex, StorageInfo]) -> Totals:
+    names = {place.relative_path for place in places.values()} | set(_metadata_names(path))
+    sizes = (posix.file_status(os.path.join(path, name)) for name in names)
+    tensors = sum(isinstance(stored, TensorStorageMetadata) for stored in metadata.state_dict_metadata.values())
+    meta = metadata.storage_meta
+    return Totals(
+        tensors=tensors,
+        tied=0,
+        values=len(metadata.state_dict_metadata) - tensors,
+        bytes=sum(status.st_size for status in sizes if status is not None),
+        files=len(names),
+        format_version=f"torch {metadata.version or 'unknown'}",
+        attempt=None if meta is None else meta.save_id,
+    )
+
+
+def _metadata_names(path: str | os.PathLike[str]) -> Iterable[str]:
+    names = posix.list_names(path)
+    return [".metadata"] if ".metadata" in names else [name for name in names if name.endswith(".metadata")]

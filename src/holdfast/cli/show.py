@@ -14,9 +14,8 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.values import decode_value
-from holdfast.cli.leaves import Leaf, StoredChunk, StoredLeaf, Totals, ValueLeaf, chunks_of, leaves_of, totals_of
+from holdfast.cli.leaves import Contents, Leaf, ObjectLeaf, StoredChunk, StoredLeaf, Totals, ValueLeaf, contents_of
 from holdfast.cli.terminal import counted, one_line, output_console, shown_bytes, shown_name, shown_value
 from holdfast.cli.tree import Line, tree_lines
 
@@ -30,6 +29,7 @@ Examples:
 _WIDEST_LABEL = 40
 _WIDEST_SHAPE = 18
 _LONGEST_VALUE = 40
+_OBJECT = "object"
 
 _DIM = Style(dim=True)
 _CONTAINER = Style(bold=True, color="blue")
@@ -55,34 +55,36 @@ def show_command(
     """Show what a checkpoint holds.
 
     A tree of its keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others read
-    "= key". Only the manifest and the index are read.
+    "= key". Only the manifest and the index are read; of a checkpoint in torch's own format, its metadata.
     """
-    catalog = read_catalog(path)
-    leaves = leaves_of(catalog, pattern)
+    contents = contents_of(path, pattern)
     if as_json:
-        typer.echo(json.dumps(_as_json(path, catalog, leaves, with_chunks=chunks)))
+        typer.echo(json.dumps(_as_json(path, contents, with_chunks=chunks)))
         return
     console = output_console()
     console.print(Text(shown_name(str(path)), "bold"), soft_wrap=True)
-    _print_tree(console, catalog, leaves, with_chunks=chunks)
-    _print_totals(console, catalog, pattern, shown=len(leaves))
+    _print_tree(console, contents, with_chunks=chunks)
+    _print_totals(console, contents, pattern)
 
 
 # --- for programs ---------------------------------------------------------------------------------------------------
 
 
-def _as_json(path: Path, catalog: Catalog, leaves: list[Leaf], *, with_chunks: bool) -> dict[str, object]:
-    return {
+def _as_json(path: Path, contents: Contents, *, with_chunks: bool) -> dict[str, object]:
+    totals = dataclasses.asdict(contents.totals)
+    fields: dict[str, object] = {
         "path": str(path),
-        "keys": {leaf.key: _leaf_as_json(catalog, leaf, with_chunks=with_chunks) for leaf in leaves},
-        "totals": dataclasses.asdict(totals_of(catalog)),
-        "user_metadata": catalog.manifest.metadata,
+        "keys": {leaf.key: _leaf_as_json(contents, leaf, with_chunks=with_chunks) for leaf in contents.leaves},
+        "totals": {name: value for name, value in totals.items() if value is not None},
     }
+    return fields if contents.user_metadata is None else {**fields, "user_metadata": contents.user_metadata}
 
 
-def _leaf_as_json(catalog: Catalog, leaf: Leaf, *, with_chunks: bool) -> dict[str, object]:
+def _leaf_as_json(contents: Contents, leaf: Leaf, *, with_chunks: bool) -> dict[str, object]:
     if isinstance(leaf, ValueLeaf):
         return {"kind": "value", "value": leaf.value}
+    if isinstance(leaf, ObjectLeaf):
+        return {"kind": "object", "bytes": leaf.bytes}
     fields: dict[str, object] = {
         "kind": leaf.kind,
         "dtype": leaf.dtype,
@@ -92,7 +94,7 @@ def _leaf_as_json(catalog: Catalog, leaf: Leaf, *, with_chunks: bool) -> dict[st
         "alias_of": leaf.alias_of,
     }
     if with_chunks:
-        fields["stored"] = [dataclasses.asdict(chunk) for chunk in chunks_of(catalog, leaf)]
+        fields["stored"] = [dataclasses.asdict(chunk) for chunk in contents.chunks_of(leaf)]
     return fields
 
 
@@ -109,8 +111,8 @@ class _Widths:
     chunks: int
 
 
-def _print_tree(console: Console, catalog: Catalog, leaves: list[Leaf], *, with_chunks: bool) -> None:
-    lines = list(tree_lines(leaves, ascii_only=not console.encoding.startswith("utf")))
+def _print_tree(console: Console, contents: Contents, *, with_chunks: bool) -> None:
+    lines = list(tree_lines(contents.leaves, ascii_only=not console.encoding.startswith("utf")))
     widths = _widths(lines)
     # Ready segments in one print, because laying out a Text per line takes a second for a large model.
     segments: list[Segment] = []
@@ -118,7 +120,7 @@ def _print_tree(console: Console, catalog: Catalog, leaves: list[Leaf], *, with_
         segments += _line_segments(line, widths)
         segments.append(Segment.line())
         if with_chunks and isinstance(line.leaf, StoredLeaf) and line.leaf.alias_of is None:
-            for chunk in chunks_of(catalog, line.leaf):
+            for chunk in contents.chunks_of(line.leaf):
                 segments += [Segment(_chunk_line(line, chunk), _DIM), Segment.line()]
     console.print(Segments(segments), soft_wrap=True, end="")
 
@@ -151,6 +153,9 @@ def _line_segments(line: Line, widths: _Widths) -> list[Segment]:
     if isinstance(leaf, ValueLeaf):
         text = shown_value(decode_value(leaf.value, key=leaf.key), most=_LONGEST_VALUE)
         return [*start, Segment(text, _VALUE)]
+    if isinstance(leaf, ObjectLeaf):
+        gap = " " * (widths.dtype - len(_OBJECT) + widths.shape + 4)
+        return [*start, Segment(_OBJECT, _VALUE), Segment(f"{gap}{shown_bytes(leaf.bytes):>10}", _BYTES)]
     start.append(Segment(f"{_type_name(leaf):<{widths.dtype}}  ", _DTYPE))
     start.append(Segment(f"{list(leaf.shape)!s:<{widths.shape}}  "))
     if leaf.alias_of is not None:
@@ -164,14 +169,17 @@ def _chunk_line(line: Line, chunk: StoredChunk) -> str:
     return f"{line.under}  [{box}] {shown_bytes(chunk.bytes)}, {chunk.file} at {chunk.offset}"
 
 
-def _print_totals(console: Console, catalog: Catalog, pattern: str | None, *, shown: int) -> None:
-    totals = totals_of(catalog)
+def _print_totals(console: Console, contents: Contents, pattern: str | None) -> None:
+    totals = contents.totals
     if pattern is not None:
         keys = counted(totals.tensors + totals.values, "key")
-        console.print(Text(f"{shown:,} of {keys} shown: those that match {shown_name(pattern)}"), soft_wrap=True)
+        shown = f"{len(contents.leaves):,} of {keys} shown: those that match {shown_name(pattern)}"
+        console.print(Text(shown), soft_wrap=True)
     for text in _totals_lines(totals):
         console.print(Text(text), soft_wrap=True)
-    user_metadata = decode_value(catalog.manifest.metadata, key="user_metadata")
+    if contents.user_metadata is None:
+        return
+    user_metadata = decode_value(contents.user_metadata, key="user_metadata")
     if user_metadata:
         console.print(Text(f"user metadata {shown_value(user_metadata, most=2 * _LONGEST_VALUE)}"), soft_wrap=True)
 
@@ -179,8 +187,12 @@ def _print_totals(console: Console, catalog: Catalog, pattern: str | None, *, sh
 def _totals_lines(totals: Totals) -> list[str]:
     tied = f" ({totals.tied:,} tied)" if totals.tied else ""
     held = f"{counted(totals.tensors, 'tensor')}{tied}, {counted(totals.values, 'value')}"
+    lines = [f"{held}, {shown_bytes(totals.bytes)} on disk in {counted(totals.files, 'file')}"]
+    if totals.holdfast is None or totals.torch is None:
+        attempt = "" if totals.attempt is None else f", save id {one_line(totals.attempt)}"
+        return [*lines, f"in the format of torch.distributed.checkpoint{attempt}"]
     return [
-        f"{held}, {shown_bytes(totals.bytes)} on disk in {counted(totals.files, 'file')}",
+        *lines,
         f"written by holdfast {one_line(totals.holdfast)} / torch {one_line(totals.torch)}",
         f"world size {totals.world_size}, attempt {totals.attempt}",
     ]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast._state.paths import PathElement, TupleIndex, TypedKey
-from holdfast.cli.leaves import Leaf, StoredLeaf
+from holdfast.cli.leaves import Leaf, ObjectLeaf, StoredLeaf, ValueLeaf
 from holdfast.cli.terminal import shown_name, shown_value
 
 _LOOKS_LIKE_A_NUMBER = re.compile(r"-?[0-9]+")
@@ -63,7 +63,7 @@ def tree_lines(leaves: Iterable[Leaf], *, ascii_only: bool = False) -> Iterator[
 
 
 def _add(root: _Node, leaf: Leaf) -> None:
-    nbytes = leaf.bytes if isinstance(leaf, StoredLeaf) and leaf.alias_of is None else 0
+    nbytes = 0 if isinstance(leaf, ValueLeaf) or _is_tied(leaf) else leaf.bytes
     node = root
     for element in leaf.path:
         # By type too: the dict keys 0 and "0" are two branches.
@@ -74,6 +74,10 @@ def _add(root: _Node, leaf: Leaf) -> None:
         child.bytes += nbytes
         node = child
     node.leaf = leaf
+
+
+def _is_tied(leaf: StoredLeaf | ObjectLeaf) -> bool:
+    return isinstance(leaf, StoredLeaf) and leaf.alias_of is not None
 
 
 def _label(element: PathElement) -> str:

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._native.verify import VerifyReport, verify_checkpoint
 from holdfast.cli.terminal import counted, error_console, output_console, shown_bytes, shown_name
+from holdfast.detect import is_torch_format
 
 EXAMPLES = """\b
 Examples:
@@ -32,9 +34,12 @@ def verify_command(
 
     Sizes, coverage, headers and all digests are checked, in parallel. Exits with 0 when it is whole. Exits with 1 when
     it is damaged or not there; the damaged keys and files are listed, and what is not listed can still be loaded.
+
+    A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
     """
+    verify = verify_torch_checkpoint if is_torch_format(path) else verify_checkpoint
     with _progress_bar() as on_progress:
-        report = verify_checkpoint(path, on_progress=on_progress)
+        report = verify(path, on_progress=on_progress)
     if as_json:
         typer.echo(json.dumps(_as_json(path, report)))
     else:
@@ -56,6 +61,7 @@ def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:
+    unchecked = {"unchecked": list(report.unchecked)} if report.unchecked else {}
     return {
         "path": str(path),
         "ok": report.ok,
@@ -69,10 +75,17 @@ def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:
             {"file": damage.file, "key": damage.key, "span": list(damage.span), "problem": damage.problem}
             for damage in report.damage
         ],
+        **unchecked,
     }
 
 
 def _print_report(console: Console, report: VerifyReport) -> None:
+    _print_damage(console, report)
+    for line in report.unchecked:
+        console.print(Text(f"not checked: {line}", "dim"), soft_wrap=True)
+
+
+def _print_damage(console: Console, report: VerifyReport) -> None:
     speed = report.bytes / max(report.seconds, 1e-9) / 1e9
     effort = f"{shown_bytes(report.bytes)} in {report.seconds:.2f} s, {speed:.2f} GB/s"
     if report.ok:

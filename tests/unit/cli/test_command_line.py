@@ -90,7 +90,7 @@ def test_the_error_line_is_red_on_a_terminal_and_text_from_outside_is_not_markup
     def refuse(path: Path) -> None:
         raise CorruptError("[green]\x1b[2Jbad")
 
-    monkeypatch.setattr("holdfast.cli.show.read_catalog", refuse)
+    monkeypatch.setattr("holdfast.cli.leaves.read_catalog", refuse)
     monkeypatch.delenv("NO_COLOR", raising=False)
     result = CliRunner().invoke(app, ["show", str(path)], env={"FORCE_COLOR": "1", "TERM": "xterm"})
     assert result.exit_code == 1
@@ -101,7 +101,7 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
     def fail(path: Path) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("holdfast.cli.show.read_catalog", fail)
+    monkeypatch.setattr("holdfast.cli.leaves.read_catalog", fail)
     assert isinstance(CliRunner().invoke(app, ["show", str(path)]).exception, ZeroDivisionError)
 
 

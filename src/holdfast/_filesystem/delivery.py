@@ -1,0 +1,211 @@
+"""What was read handed to the planner: tensors from the bytes of their archives, values as the bytes they are.
+
+An item is what torch's format stores as one: the archive of a chunk, or a pickled value. Planners are called by one
+thread at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast._io.buffers import Slab
+from holdfast._state.raw import Target
+from holdfast._torchformat.archive import Elements, find_tensor
+from holdfast._torchformat.objects import deserialize_object
+from holdfast._torchformat.places import StorageInfo
+from holdfast._values.box import Box
+from holdfast._values.dtypes import DTYPES
+from holdfast.errors import CorruptError, Difference, InternalError, MismatchError
+from holdfast.metadata import MetadataIndex
+from holdfast.planner import LoadPlanner, ReadColumns
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Item:
+    """A stored item and the rows of the plan that want it, or parts of it."""
+
+    key: str
+    place: StorageInfo
+    is_value: bool
+    rows: list[int] = field(default_factory=list)
+
+
+def wanted_items(columns: ReadColumns, storage_data: Mapping[MetadataIndex, Any]) -> list[Item]:
+    """The items that hold what ``columns`` want, each once."""
+    items: dict[tuple[str, int, int, bool], Item] = {}
+    places = zip(columns.key.tolist(), columns.chunk_lo.tolist(), strict=True)
+    for row, (which, chunk_lo) in enumerate(places):
+        key, dimensions = columns.storage_keys[which], columns.dimensions[which]
+        place = _place(storage_data, key, None if dimensions < 0 else chunk_lo[:dimensions])
+        name = place.relative_path, place.offset, place.length, dimensions < 0
+        if name not in items:
+            items[name] = Item(key=key, place=place, is_value=dimensions < 0)
+        items[name].rows.append(row)
+    return list(items.values())
+
+
+def _place(storage_data: Mapping[MetadataIndex, Any], key: str, offset: list[int] | None) -> StorageInfo:
+    place = storage_data.get(MetadataIndex(key, offset))
+    if place is None and offset is not None and not any(offset):
+        place = storage_data.get(MetadataIndex(key))
+    if not isinstance(place, StorageInfo):
+        raise CorruptError(
+            f"the checkpoint does not say where {key!r}{'' if offset is None else f' at {offset}'} is stored; "
+            "use another checkpoint",
+            key=key,
+        )
+    return place
+
+
+def buffer_of(data: bytes | bytearray) -> Slab:
+    """``data`` in memory that targets can be filled from."""
+    memory = bytearray(data) or bytearray(1)
+    return Slab(memoryview(memory)[: len(data)], torch.frombuffer(memory, dtype=torch.uint8))
+
+
+class Delivery:
+    """Hands what is read for the rows of one plan to its planner."""
+
+    def __init__(
+        self, columns: ReadColumns, planner: LoadPlanner, *, cast: bool, allow_pickle: bool, verify: bool
+    ) -> None:
+        self._columns = columns
+        self._planner = planner
+        self._cast = cast
+        self._allow_pickle = allow_pickle
+        self._verify = verify
+        self._devices: set[torch.device] = set()
+
+    def resolve(self, rows: Iterable[int]) -> list[torch.Tensor]:
+        """What the planner wants filled for each row."""
+        tensors = [self._planner.resolve_row(self._columns, row) for row in rows]
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda} - self._devices:
+            self._devices.add(device)
+            # What the caller's stream still does to its tensors comes before what other threads copy into them.
+            torch.cuda.current_stream(device).synchronize()
+        return tensors
+
+    def box(self, row: int) -> Box:
+        """What ``row`` wants of its chunk."""
+        lengths = self._columns.boxes[row][1]
+        return Box(tuple(self._columns.storage_lo[row, : len(lengths)].tolist()), lengths)
+
+    def target(self, item: Item, row: int, tensor: torch.Tensor, elements: Elements) -> Target:
+        """Where the elements that ``row`` wants go: ``tensor``, its dimensions in the order of the stored memory."""
+        box = self.box(row)
+        if not box.fits(elements.shape):
+            raise CorruptError(
+                f"{item.place.relative_path!r} has {list(elements.shape)} elements of {item.key!r} at "
+                f"byte {item.place.offset}, fewer than its metadata says; use another checkpoint",
+                path=item.place.relative_path,
+                key=item.key,
+            )
+        self._check(row, tensor, elements.dtype)
+        order = elements.order
+        shape, wanted = permuted(elements.shape, order), Box(permuted(box.offsets, order), permuted(box.lengths, order))
+        is_plain = order == tuple(range(len(order)))
+        return Target(
+            tensor if is_plain else tensor.permute(order),
+            elements.dtype,
+            shape,
+            None if wanted.lengths == shape else wanted,
+        )
+
+    def _check(self, row: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        which, lengths = self._columns.boxes[row]
+        key = self._columns.keys[which]
+        if lengths != tensor.shape:
+            raise InternalError(
+                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
+            )
+        if dtype == tensor.dtype:
+            return
+        names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
+        if not (self._cast and all(name in DTYPES and DTYPES[name].is_floating for name in names)):
+            raise MismatchError.of(
+                [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
+                advice="Fix the target, or pass cast=True to convert between floating types.",
+            )
+
+    def fill(self, item: Item, tensors: list[torch.Tensor], buffer: Slab, at: int, length: int) -> None:
+        """Fill ``tensors``, one for each row of ``item``, from its whole archive in ``buffer`` from ``at`` on."""
+        view = buffer.view
+        elements = locate(item, lambda start, stop: bytes(view[at + start : at + stop]), length)
+        if elements is None:
+            self.fill_loaded(item, tensors, bytes(view[at : at + length]))
+            return
+        begin = at + elements.begin
+        record = view[begin : begin + elements.nbytes]
+        if self._verify and elements.checksum is not None and zlib.crc32(record) != elements.checksum:
+            raise damaged(item, elements.begin, elements.nbytes)
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            target = self.target(item, row, tensor, elements)
+            target.copy_in(0, elements.nbytes, buffer, begin)
+            if tensor.is_cuda:
+                # The buffer is used for something else right afterwards.
+                torch.cuda.current_stream(tensor.device).synchronize()
+
+    def fill_loaded(self, item: Item, tensors: list[torch.Tensor], data: bytes) -> None:
+        """The same through torch.load: for what is no dense tensor in an archive of the usual form."""
+        loaded = deserialize_object(io.BytesIO(data), key=item.key, allow_pickle=self._allow_pickle)
+        if not isinstance(loaded, torch.Tensor):
+            raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, no tensor", key=item.key)
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            self._check(row, tensor, loaded.dtype)
+            box = self.box(row)
+            if loaded.layout is torch.strided and not box.fits(loaded.shape):
+                raise CorruptError(f"the item of {item.key!r} has another size than its metadata says", key=item.key)
+            is_whole = box.lengths == loaded.shape
+            tensor.copy_(loaded if is_whole else loaded[box.slices()])
+
+    def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
+        """Tell the planner that these are filled."""
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            self.commit_row(row, tensor)
+
+    def commit_row(self, row: int, tensor: torch.Tensor) -> None:
+        """Tell the planner that one is."""
+        self._planner.commit_row(self._columns, row, tensor)
+
+    def give_value(self, item: Item, data: bytes) -> None:
+        """Give the planner the bytes of a value."""
+        for row in item.rows:
+            self._planner.load_bytes(self._columns.item(row), io.BytesIO(data))
+
+
+def locate(item: Item, read: Any, length: int) -> Elements | None:
+    """Where the elements of ``item`` lie in its archive; None when only torch.load can tell. Errors name the item."""
+    try:
+        return find_tensor(read, length)
+    except CorruptError as error:
+        place = item.place
+        raise CorruptError(
+            f"{place.relative_path!r} is damaged: what it holds of {item.key!r}, in bytes {place.offset} to "
+            f"{place.offset + place.length}, {error.message}; use another checkpoint",
+            path=place.relative_path,
+            key=item.key,
+            span=(place.offset, place.offset + place.length),
+        ) from error
+
+
+def damaged(item: Item, begin: int, nbytes: int) -> CorruptError:
+    """The error of a record whose checksum is wrong; it begins at byte ``begin`` of the item."""
+    start = item.place.offset + begin
+    return CorruptError(
+        f"{item.place.relative_path!r} is damaged in bytes {start} to {start + nbytes}, which hold part of "
+        f"{item.key!r}; use another checkpoint",
+        path=item.place.relative_path,
+        key=item.key,
+        span=(start, start + nbytes),
+    )
+
+
+def permuted(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """``values`` in that order."""
+    return tuple(values[dimension] for dimension in order)

@@ -1,0 +1,224 @@
+"""The reader of torch's own on-disk format: ``.metadata`` and the files that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from torch.futures import Future
+
+from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
+from holdfast._filesystem.delivery import Delivery, Item, wanted_items
+from holdfast._filesystem.files import LocalFiles, local_path
+from holdfast._filesystem.ranges import Layouts, read_ranges
+from holdfast._filesystem.streams import StreamRead, TransformRegistry
+from holdfast._io import posix
+from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
+from holdfast._values.limits import MAX_METADATA_BYTES
+from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
+from holdfast.metadata import Metadata, StorageMeta
+from holdfast.planner import LoadPlan, LoadPlanner, read_columns
+from holdfast.planner_helpers import check_tiling
+from holdfast.storage import StorageReader
+
+METADATA_NAME = ".metadata"
+
+
+def rank_metadata_name(rank: int) -> str:
+    """The name of the metadata that a rank wrote for itself alone."""
+    return f"__{rank}{METADATA_NAME}"
+
+
+class FileSystemReader(StorageReader):
+    """Reads a checkpoint in torch's own format from the directory ``path``.
+
+    On the local file system only the bytes that are wanted are read, in parallel; on another one (set ``fs``, as
+    subclasses for object stores do) items are read whole through its streams. ``.metadata`` can become metadata
+    and nothing else; ``allow_pickle`` lets it, and odd tensors, run code. ``cast`` lets a target of one floating type
+    take another. ``verify=False`` skips the checksums of tensors that are read whole; of parts there are none.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        _extension_registry: TransformRegistry | None = None,
+        *,
+        cast: bool = False,
+        allow_pickle: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.fs: FileSystemBase = FileSystem()
+        self.path: PathLike = self.fs.init_path(path)
+        self.cast = cast
+        self.allow_pickle = allow_pickle
+        self.verify = verify
+        self.load_id = str(uuid.uuid4())
+        self.storage_data: dict[Any, Any] = {}
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._registry = _extension_registry
+        self._layouts: Layouts = {}
+        self._bytes_read = 0
+        self._files: LocalFiles | None = None
+        self._streams: StreamRead | None = None
+
+    @property
+    def checkpoint_id(self) -> PathLike:
+        """Where the checkpoint is."""
+        return self.path
+
+    @property
+    def metadata_path(self) -> PathLike:
+        """Where its metadata is."""
+        return self.fs.concat_path(self.path, METADATA_NAME)
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        """Bytes of data files that were read since the last reset."""
+        running = self._files or self._streams
+        return self._bytes_read + (0 if running is None else running.bytes_read)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
+        self.storage_data = {}
+        if checkpoint_id:
+            self.path = self.fs.init_path(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+        self._layouts = {}
+        self._bytes_read = 0
+
+    def close(self) -> None:
+        """Nothing is open between two reads; forget the layouts."""
+        self._layouts = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint says of itself; with ``rank``, what that rank wrote for itself alone.
+
+        Where there is no common metadata, that of all ranks is put together.
+        """
+        rank = kwargs.get("rank")
+        name = METADATA_NAME if rank is None else rank_metadata_name(rank)
+        try:
+            metadata = self._decode(name)
+        except NotFoundError:
+            if rank is not None or not self._exists(rank_metadata_name(0)):
+                raise
+            metadata = merge_metadata(self._decode_each_rank())
+            check_tiling(metadata)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        self._layouts = {}
+        return metadata
+
+    def _decode_each_rank(self) -> Iterator[Metadata]:
+        rank = 0
+        while self._exists(rank_metadata_name(rank)):
+            yield self._decode(rank_metadata_name(rank))
+            rank += 1
+
+    def _exists(self, name: str) -> bool:
+        return self.fs.exists(self.fs.concat_path(self.path, name))
+
+    def _decode(self, name: str) -> Metadata:
+        path = self.fs.concat_path(self.path, name)
+        return decode_metadata(self._read_whole(path), path=str(path), allow_pickle=self.allow_pickle)
+
+    def _read_whole(self, path: PathLike) -> bytes:
+        try:
+            if self._is_local():
+                return posix.read_whole(path, limit=MAX_METADATA_BYTES)
+            with self.fs.create_stream(path, "rb") as stream:
+                data: bytes = stream.read(MAX_METADATA_BYTES + 1)
+        except StorageError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            raise self._nothing_there() from error
+        except FileNotFoundError as error:
+            raise self._nothing_there() from error
+        if len(data) > MAX_METADATA_BYTES:
+            raise CorruptError(f"{str(path)!r} is larger than {MAX_METADATA_BYTES} bytes; use another checkpoint")
+        return data
+
+    def _nothing_there(self) -> NotFoundError:
+        if self.fs.exists(self.path):
+            return NotACheckpointError(f"{str(self.path)!r} is not a checkpoint: it has no {METADATA_NAME}")
+        return NotFoundError(f"there is no checkpoint at {str(self.path)!r}: no such directory")
+
+    def _is_local(self) -> bool:
+        """Whether files can be read by range; a file system derived from the local one may mean something else."""
+        return type(self.fs) is FileSystem
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take note of where everything is."""
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
+        self.storage_data = metadata.storage_data
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """``plan``, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """``plans``, unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of ``plan``; tensors that are read whole are checked against their checksums."""
+        columns = read_columns(plan.items)
+        items = wanted_items(columns, self.storage_data)
+        delivery = Delivery(columns, planner, cast=self.cast, allow_pickle=self.allow_pickle, verify=self.verify)
+        by_range = [item for item in items if self._is_local() and not item.place.transform_descriptors]
+        chosen = set(map(id, by_range))
+        self._read_ranges(by_range, delivery)
+        self._read_streams([item for item in items if id(item) not in chosen], delivery)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_ranges(self, items: list[Item], delivery: Delivery) -> None:
+        ends: dict[str, int] = {}
+        for item in items:
+            place = item.place
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        paths = [local_path(self.path, name) for name in ends]
+        numbers = {name: number for number, name in enumerate(ends)}
+        with contextlib.ExitStack() as stack:
+            self._files = LocalFiles(paths, list(ends.values()))
+            stack.callback(self._count)
+            stack.callback(self._files.close)
+            chosen = [numbers[item.place.relative_path] for item in items]
+            read_ranges(items, self._files, chosen, delivery, self._layouts, self.verify)
+
+    def _read_streams(self, items: list[Item], delivery: Delivery) -> None:
+        if items:
+            self._streams = StreamRead(self.fs, self.path, delivery, self._registry)
+            try:
+                self._streams.run(items)
+            finally:
+                self._count()
+
+    def _count(self) -> None:
+        """Add what was read to the total."""
+        self._bytes_read = self.bytes_read
+        self._files = self._streams = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether the local file system has such a place."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None, "_streams": None, "_layouts": {}}
+
+
+def has_torch_metadata(path: str | os.PathLike[str]) -> bool:
+    """Whether the local directory ``path`` holds a checkpoint in torch's format."""
+    names = METADATA_NAME, rank_metadata_name(0)
+    return any(posix.exists(os.path.join(os.fspath(path), name)) for name in names)

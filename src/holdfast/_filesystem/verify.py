@@ -1,0 +1,245 @@
+"""Every item of a checkpoint in torch's format, as far as the format lets one tell, and all the damage there is.
+
+The metadata decodes and says where every chunk is; chunks tile their tensors; files are there and large enough; no two
+items overlap; each archive is one, is of the size that the metadata says, and every record has its checksum. What has
+no checksum is counted and reported. Memory is bounded by the slabs. Never changes a file, never decodes a value.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from holdfast._filesystem.delivery import Item
+from holdfast._filesystem.files import LocalFiles, local_path
+from holdfast._filesystem.reader import METADATA_NAME, FileSystemReader
+from holdfast._io import posix
+from holdfast._io.buffers import SLAB_BYTES, SlabRing
+from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._native.verify import Damage, VerifyReport, problem_of
+from holdfast._torchformat.archive import HEAD_BYTES, TAIL_BYTES, Record, find_tensor, records
+from holdfast._torchformat.places import StorageInfo
+from holdfast.errors import CorruptError, StorageError
+from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner_helpers import check_tiling
+
+_Progress = Callable[[int, int], None]
+_DIRECT_BYTES = 1 << 20
+_ENDS = HEAD_BYTES + TAIL_BYTES
+_WITHOUT_CHECKSUM = "were written without checksums"
+_OPAQUE = "are no plain archives, so that only their places were checked"
+_TRANSFORMED = "went through stream transforms, so that only their places were checked"
+
+
+def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progress | None = None) -> VerifyReport:
+    """What a look at every item of the checkpoint at ``path`` found; ``unchecked`` says what nobody could tell.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        CorruptError, UnsafeError: the metadata does not decode, so that nothing else can be said.
+        StorageError: the file system refused; this tells nothing about the bytes.
+    """
+    begin = time.perf_counter()
+    metadata = FileSystemReader(path).read_metadata()
+    verification = _Verification(path, metadata, on_progress)
+    damage = verification.run()
+    return VerifyReport(
+        files=len(verification.names) + 1,
+        bytes=verification.total_bytes,
+        keys=len(metadata.state_dict_metadata),
+        seconds=time.perf_counter() - begin,
+        damage=damage,
+        unchecked=tuple(verification.unchecked()),
+    )
+
+
+class _Verification:
+    def __init__(self, path: str | os.PathLike[str], metadata: Metadata, on_progress: _Progress | None) -> None:
+        self._metadata = metadata
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._damage: list[tuple[int, int, Damage]] = []
+        self._unchecked: Counter[str] = Counter()
+        self._done = 0
+        self._items = list(self._places())
+        ends: dict[str, int] = {}
+        for item, _ in self._items:
+            place = item.place
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        self.names = list(ends)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._files = LocalFiles([local_path(path, name) for name in self.names], [0] * len(self.names))
+        self._sizes = {name: self._size(local_path(path, name)) for name in self.names}
+        self.total_bytes = sum(item.place.length for item, _ in self._items)
+
+    def _places(self) -> Iterator[tuple[Item, ChunkStorageMetadata | None]]:
+        """Every item with its chunk; None for a value. Those without a place are damage."""
+        storage_data = self._metadata.storage_data if isinstance(self._metadata.storage_data, dict) else {}
+        for key, stored in self._metadata.state_dict_metadata.items():
+            chunks = list(stored.chunks) if isinstance(stored, TensorStorageMetadata) else [None]
+            for chunk in chunks:
+                place = storage_data.get(MetadataIndex(key, None if chunk is None else chunk.offsets))
+                if place is None and (chunk is None or not any(chunk.offsets)):
+                    place = storage_data.get(MetadataIndex(key))
+                if isinstance(place, StorageInfo):
+                    yield Item(key=key, place=place, is_value=chunk is None), chunk
+                else:
+                    where = "" if chunk is None else f" at {list(chunk.offsets)}"
+                    self._note_metadata(key, f"does not say where{where} it is stored")
+
+    def _size(self, path: str) -> int | None:
+        status = posix.file_status(path)
+        return None if status is None else status.st_size
+
+    def run(self) -> tuple[Damage, ...]:
+        """All damage, in file order; that of the metadata first."""
+        self._check_tiling()
+        self._check_overlaps()
+        workers = default_workers()
+        ring = SlabRing(workers)
+        try:
+            run_bounded(self._jobs(ring), workers=workers)
+        finally:
+            ring.close()
+            self._files.close()
+        return tuple(damage for _, _, damage in sorted(self._damage, key=lambda found: found[:2]))
+
+    def unchecked(self) -> Iterator[str]:
+        """What the format gives nothing to check by."""
+        yield "the metadata has no checksum"
+        yield from (f"{counted} items {why}" for why, counted in self._unchecked.items())
+
+    def _check_tiling(self) -> None:
+        try:
+            check_tiling(self._metadata)
+        except CorruptError:
+            for key, stored in self._metadata.state_dict_metadata.items():
+                try:
+                    check_tiling(Metadata({key: stored}))
+                except CorruptError as error:
+                    self._note_metadata(key, error.message.partition(": ")[2])
+
+    def _check_overlaps(self) -> None:
+        """Two items in the same bytes: an honest writer may name one item twice, but never parts of it."""
+        spans = sorted(
+            {(self._numbers[item.place.relative_path], item.place.offset, item.place.length) for item, _ in self._items}
+        )
+        keys = {(item.place.relative_path, item.place.offset): item.key for item, _ in self._items}
+        reached = (-1, 0)
+        for number, offset, length in spans:
+            if reached[0] == number and offset < reached[1]:
+                name = self.names[number]
+                span = (offset, offset + length)
+                self._note(name, keys[name, offset], span, "it overlaps what is stored before it")
+            reached = (number, max(offset + length, reached[1] if reached[0] == number else 0))
+
+    def _jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
+        order = sorted(self._items, key=lambda pair: (self._numbers[pair[0].place.relative_path], pair[0].place.offset))
+        for item, chunk in order:
+            yield partial(self._check_item, item, chunk, ring)
+
+    def _check_item(self, item: Item, chunk: ChunkStorageMetadata | None, ring: SlabRing) -> None:
+        place = item.place
+        span = (place.offset, place.offset + place.length)
+        size = self._sizes[place.relative_path]
+        try:
+            if size is None:
+                self._note(place.relative_path, item.key, span, "the file is missing")
+            elif span[1] > size:
+                self._note(place.relative_path, item.key, span, f"the file ends at byte {size}")
+            elif place.transform_descriptors:
+                self._count(_TRANSFORMED)
+            else:
+                with self._files.lend(self._numbers[place.relative_path]) as (file, is_cached):
+                    self._check_archive(item, chunk, _Archive(file, is_cached, place, ring))
+        except (CorruptError, StorageError) as error:
+            self._note(place.relative_path, item.key, span, problem_of(error))
+        self._advance(place.length)
+
+    def _check_archive(self, item: Item, chunk: ChunkStorageMetadata | None, archive: _Archive) -> None:
+        found = records(archive.read, item.place.length)
+        if found is None:
+            self._count(_OPAQUE)
+            return
+        if chunk is not None:
+            elements = find_tensor(archive.read, item.place.length)
+            if elements is not None and elements.shape != tuple(chunk.sizes):
+                sizes = f"{list(elements.shape)} elements instead of {list(chunk.sizes)}"
+                self._note(item.place.relative_path, item.key, archive.span, f"it has {sizes}")
+        for record in found:
+            if record.checksum is not None and archive.checksum(record) != record.checksum:
+                start = item.place.offset + record.begin
+                span = (start, start + record.nbytes)
+                self._note(item.place.relative_path, item.key, span, "not the bytes that were written")
+        if any(record.checksum is None and record.nbytes for record in found):
+            self._count(_WITHOUT_CHECKSUM)
+
+    def _note(self, file: str, key: str, span: tuple[int, int], problem: str) -> None:
+        with self._lock:
+            damage = Damage(file=file, key=key, span=span, problem=problem)
+            self._damage.append((self._numbers[file], span[0], damage))
+
+    def _note_metadata(self, key: str, problem: str) -> None:
+        damage = Damage(file=METADATA_NAME, key=key, span=(0, 0), problem=problem)
+        with self._lock:
+            self._damage.append((-1, len(self._damage), damage))
+
+    def _count(self, why: str) -> None:
+        with self._lock:
+            self._unchecked[why] += 1
+
+    def _advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self.total_bytes)
+
+
+class _Archive:
+    """The bytes of one item, read as they are asked for; its ends once."""
+
+    def __init__(self, file: InputFile, is_cached: bool, place: StorageInfo, ring: SlabRing) -> None:
+        self._file = file
+        self._is_cached = is_cached
+        self._offset = place.offset
+        self._ring = ring
+        self.span = (place.offset, place.offset + place.length)
+        length = place.length
+        ends = [(0, length)] if length <= _ENDS else [(0, HEAD_BYTES), (length - TAIL_BYTES, length)]
+        self._pieces = [(start, self._plain(start, stop)) for start, stop in ends]
+
+    def _plain(self, start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        self._file.read_into(memoryview(data), self._offset + start)
+        return bytes(data)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the item."""
+        for begin, piece in self._pieces:
+            if begin <= start and stop <= begin + len(piece):
+                return piece[start - begin : stop - begin]
+        return self._plain(start, stop)
+
+    def checksum(self, record: Record) -> int:
+        """The CRC-32 of the record, read through a slab where it is large."""
+        if record.nbytes < _DIRECT_BYTES:
+            return zlib.crc32(self.read(record.begin, record.begin + record.nbytes))
+        checksum = 0
+        at, end = self._offset + record.begin, self._offset + record.begin + record.nbytes
+        with self._ring.lend() as slab:
+            while at < end:
+                base = at if self._is_cached else at - at % ALIGNMENT
+                stop = min(end, base + SLAB_BYTES)
+                if self._is_cached:
+                    self._file.read_into(slab.view[: stop - base], base)
+                else:
+                    self._file.read_direct_into(slab.view[: stop - base + -(stop - base) % ALIGNMENT], base)
+                checksum = zlib.crc32(slab.view[at - base : stop - base], checksum)
+                at = stop
+        return checksum

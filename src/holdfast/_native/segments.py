@@ -1,0 +1,300 @@
+"""Segments of files into their targets: the read engine.
+
+Segments in file order are coalesced into jobs of at most 4 MiB, or one slab for a GPU. Where the file is in the page
+cache and the bytes go to one place as they are, they are read straight into it; else through a slab. What a segment
+must be to pass, and where files come from, is for the format that subclasses ``SegmentFetch`` to say.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
+from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
+from holdfast._plan.ranges import coalesce
+from holdfast._values.digest import BLOCK_BYTES, block_counts
+from holdfast.errors import CorruptError
+
+# A read of so many bytes stays in the last-level cache until it is hashed and copied: on a fast disk, a fifth of the
+# speed. For a GPU the number of copies matters more.
+_HOT_BYTES = 4 << 20
+
+# Reads of more segments than this consist of small ones.
+_FEW_SEGMENTS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segments:
+    """Byte ranges in file order: of wanted box ``box``, from byte ``start`` of its chunk; ``digest`` -1: unverified."""
+
+    box: np.ndarray
+    start: np.ndarray
+    nbytes: np.ndarray
+    file: np.ndarray
+    offset: np.ndarray
+    digest: np.ndarray
+
+
+def in_blocks(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The spans cut into pieces of at most one block each, counted from the start of each span."""
+    counts = block_counts(stops - starts)
+    ends = np.cumsum(counts)
+    piece = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
+    begins = np.repeat(starts, counts) + piece * BLOCK_BYTES
+    return begins, np.minimum(begins + BLOCK_BYTES, np.repeat(stops, counts))
+
+
+class Destination(Protocol):
+    """What takes the bytes of one box, as ``_state.raw.Target`` does."""
+
+    tensor: torch.Tensor
+    on_cpu: bool
+
+    def memory(self, start: int, stop: int) -> memoryview | None:
+        """Its own memory for bytes [start, stop), where they all go there as they are."""
+        ...
+
+    def copy_in(self, start: int, stop: int, buffer: Slab, at: int) -> None:
+        """Take bytes [start, stop), which lie in ``buffer`` from ``at`` on."""
+        ...
+
+
+TargetT = TypeVar("TargetT", bound=Destination)
+
+
+class SegmentFetch(abc.ABC, Generic[TargetT]):
+    """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
+    ``close_target(n, target)`` is called, one at a time, when one is complete.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        *,
+        boxes: int,
+        open_targets: Callable[[list[int]], list[TargetT]],
+        close_target: Callable[[int, TargetT], None],
+    ) -> None:
+        self._open_targets = open_targets
+        self._close_target = close_target
+        self._segments = segments
+        self._targets: dict[int, TargetT] = {}
+        self._pending = np.bincount(segments.box, minlength=boxes).tolist()
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+        self._devices: set[torch.device] = set()
+
+    @abc.abstractmethod
+    def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
+        """File ``number``, for the length of the block, and whether it is in the page cache."""
+
+    @abc.abstractmethod
+    def expected(self, digests: np.ndarray) -> list[int]:
+        """What ``is_intact`` is to be told of segments with these values of ``digest``; -1 where nothing is checked."""
+
+    @abc.abstractmethod
+    def is_intact(self, box: int, start: int, view: memoryview, expected: int) -> bool:
+        """Whether the bytes of ``box`` from ``start`` on are those that were written, as far as can be told."""
+
+    @abc.abstractmethod
+    def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
+        """The error that names the file, the key and the bytes."""
+
+    def run(self) -> None:
+        """Read, verify and deliver everything; CorruptError at the first block that is not what was written."""
+        empty = [number for number, count in enumerate(self._pending) if count == 0]
+        self._open(empty)
+        for number in empty:
+            self._close_target(number, self._targets.pop(number))
+        segments = self._segments
+        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
+        most = SLAB_BYTES if pinned else _HOT_BYTES
+        groups = coalesce(segments.file, segments.offset, segments.nbytes, most=most, alignment=ALIGNMENT)
+        spans = [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
+        workers = default_workers()
+        ring = SlabRing(workers, pinned=pinned)
+        try:
+            if len(segments.box) > _FEW_SEGMENTS * len(spans):
+                self._run_beside(spans, ring, workers)
+            else:
+                run_bounded((self._job(span, ring) for span in spans), workers=workers)
+        finally:
+            ring.close()
+
+    def _run_beside(self, spans: list[slice], ring: SlabRing, workers: int) -> None:
+        """Deliver in this thread while others read ahead: small segments are mostly work for one interpreter."""
+        jobs = [_Job(self, span, ring) for span in spans]
+        # One slab stays with the delivery, so that no read ever waits for one.
+        with closing(run_ahead((job.read for job in jobs), workers=workers - 1)) as slabs:
+            for job, (slab, base) in zip(jobs, slabs, strict=True):
+                job.open()
+                job.deliver(slab, base)
+                ring.release(slab)
+
+    def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
+        job = _Job(self, span, ring)
+        job.open()
+        return job.run
+
+    def parts(self, span: slice) -> tuple[list[int], list[_Part[TargetT]]]:
+        """The boxes and the parts of the segments ``span``, their targets open."""
+        segments, targets = self._segments, self._targets
+        boxes: list[int] = segments.box[span].tolist()
+        # Planners expect one call at a time, and finished targets are handed to them by other threads.
+        with self._lock:
+            self._open([number for number in dict.fromkeys(boxes) if number not in targets])
+        columns = (segments.start, segments.nbytes, segments.offset)
+        return boxes, list(
+            zip(
+                [targets[number] for number in boxes],
+                *(column[span].tolist() for column in columns),
+                self.expected(segments.digest[span]),
+                strict=True,
+            )
+        )
+
+    def extent(self, span: slice) -> tuple[int, int, int]:
+        """File number, first byte and end of the segments ``span``."""
+        segments = self._segments
+        ends = segments.offset[span] + segments.nbytes[span]
+        return int(segments.file[span.start]), int(segments.offset[span.start]), int(ends.max())
+
+    def _open(self, numbers: list[int]) -> None:
+        opened = self._open_targets(numbers)
+        self._targets.update(zip(numbers, opened, strict=True))
+        for device in {target.tensor.device for target in opened if not target.on_cpu} - self._devices:
+            self._devices.add(device)
+            if device.type == "cuda":
+                # What the caller's stream still does to its tensors comes before what other streams copy into them.
+                torch.cuda.current_stream(device).synchronize()
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """This thread's stream for copies to ``device``, so that those of several jobs overlap; None for no GPU."""
+        if device.type != "cuda":
+            return None
+        key = threading.get_ident(), device
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        return self._streams[key]
+
+    def done(self, boxes: list[int]) -> None:
+        """Take note that one segment of each of ``boxes`` is in its target; close the targets that are complete."""
+        pending = self._pending
+        with self._lock:
+            for number in boxes:
+                pending[number] -= 1
+                if pending[number] == 0:
+                    self._close_target(number, self._targets.pop(number))
+
+
+# Target, first byte in the chunk, bytes, offset in the file, digest (or -1).
+_Part = tuple[TargetT, int, int, int, int]
+
+
+class _Job(Generic[TargetT]):
+    """Neighbouring segments of one file."""
+
+    def __init__(self, fetch: SegmentFetch[TargetT], span: slice, ring: SlabRing) -> None:
+        self._fetch = fetch
+        self._span = span
+        self._ring = ring
+        self._file_number, self._start, self._end = fetch.extent(span)
+        self._boxes: list[int] = []
+        self._parts: list[_Part[TargetT]] = []
+
+    def open(self) -> None:
+        """Get the targets; to be called by one thread at a time, and in file order."""
+        self._boxes, self._parts = self._fetch.parts(self._span)
+
+    def run(self) -> None:
+        """Read, verify, deliver; from the page cache right into the targets where the bytes go there as they are."""
+        if self._read_in_place():
+            self._fetch.done(self._boxes)
+            return
+        slab, base = self.read()
+        try:
+            self.deliver(slab, base)
+        finally:
+            self._ring.release(slab)
+
+    def _read_in_place(self) -> bool:
+        """Whether all segments could be, and were, read right into the targets."""
+        with self._fetch.file(self._file_number) as (file, is_cached):
+            views = self._views() if is_cached else None
+            if views is None:
+                return False
+            for place, (view, (_, start, nbytes, offset, expected)) in enumerate(zip(views, self._parts, strict=True)):
+                file.read_into(view, offset)
+                if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view, expected):
+                    raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
+        return True
+
+    def _views(self) -> list[memoryview] | None:
+        """The memory of the targets for each segment; None unless each has its own."""
+        views = []
+        reached = -1
+        for target, start, nbytes, offset, _ in self._parts:
+            view = target.memory(start, start + nbytes) if offset > reached else None
+            if view is None:
+                return None
+            views.append(view)
+            reached = offset
+        return views
+
+    def read(self) -> tuple[Slab, int]:
+        """A slab with the bytes of all segments, and the offset in the file that its first byte has."""
+        base, end = self._start, self._end
+        slab = self._ring.acquire()
+        try:
+            with self._fetch.file(self._file_number) as (file, is_cached):
+                if is_cached or end - base < ALIGNMENT:
+                    file.read_into(slab.view[: end - base], base)
+                else:
+                    base -= base % ALIGNMENT
+                    file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
+        except BaseException:
+            self._ring.release(slab)
+            raise
+        return slab, base
+
+    def deliver(self, slab: Slab, base: int) -> None:
+        """Verify every segment and put it where it belongs."""
+        streams = [
+            self._fetch.stream(device)
+            for device in {part[0].tensor.device for part in self._parts if not part[0].on_cpu}
+        ]
+        with ExitStack() as stack:
+            for stream in filter(None, streams):
+                stack.callback(stream.synchronize)
+                stack.enter_context(torch.cuda.stream(stream))
+            self._copy(slab, base)
+        self._fetch.done(self._boxes)
+
+    def _copy(self, slab: Slab, base: int) -> None:
+        """Verify each segment and copy it to its target while it is hot; to a device, neighbours go in one copy."""
+        view = slab.view
+        waiting: tuple[TargetT, int, int, int] | None = None
+        for place, (target, start, nbytes, offset, expected) in enumerate(self._parts):
+            at = offset - base
+            if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view[at : at + nbytes], expected):
+                raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
+            if target.on_cpu:
+                target.copy_in(start, start + nbytes, slab, at)
+            elif waiting is not None and waiting[0] is target and waiting[2] == start:
+                waiting = target, waiting[1], start + nbytes, waiting[3]
+            else:
+                if waiting is not None:
+                    waiting[0].copy_in(*waiting[1:3], slab, waiting[3])
+                waiting = target, start, start + nbytes, at
+        if waiting is not None:
+            waiting[0].copy_in(*waiting[1:3], slab, waiting[3])

@@ -1,0 +1,120 @@
+"""Pickle streams, looked at before anything interprets them, and an unpickler that knows only the names it is given.
+
+Invariant: what is decoded here runs no code but the constructors of harmless stand-ins, which live as long as the one
+call: a stream can neither reach the program's classes nor change them. Opcodes that no writer of torch's files uses are
+refused, and so are memo positions beyond the length of the stream, for which the interpreter would allocate any amount
+of memory. Never imports a module because a stream names it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.errors import CorruptError, UnsafeError
+
+Globals = Callable[[str, str], Any]
+"""What stands for a module and a name in a stream; raises KeyError for what is not known."""
+
+# Without an argument: constants, containers, tuples, NEWOBJ, REDUCE, BUILD, MEMOIZE, STACK_GLOBAL, BINPERSID. With one
+# of fixed size: small integers and floats, positions in the memo that take one byte or are only read, frames, PROTO.
+_FIXED = re.compile(
+    rb"(?:[\x94()}\]\x85-\x89NRbtsuaeQl\x81\x8f\x90\x91\x93]|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}){1,4096}", re.DOTALL
+)
+_STOP = 0x2E
+# Opcode -> bytes of the length that comes before the data: (SHORT_)BINUNICODE(8), (SHORT_)BINBYTES(8), LONG1.
+_COUNTED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8A: 1}
+_LONG_BINPUT = 0x72
+_GLOBAL = re.compile(rb"c[\w.]{1,256}\n[\w.]{1,256}\n", re.ASCII)
+
+
+def check_opcodes(data: bytes, *, what: str) -> None:
+    """CorruptError unless ``data`` is one pickle of the opcodes that writers of torch's files use, to its very end."""
+    position, end = 0, len(data)
+    while position < end:
+        run = _FIXED.match(data, position)
+        if run is not None:
+            position = run.end()
+            continue
+        opcode = data[position]
+        if opcode == _STOP and position == end - 1:
+            return
+        counted = _COUNTED.get(opcode)
+        if counted is not None:
+            start = position + 1 + counted
+            position = start + int.from_bytes(data[position + 1 : start], "little")
+        elif opcode == _LONG_BINPUT and int.from_bytes(data[position + 1 : position + 5], "little") < end:
+            position += 5
+        elif opcode == _GLOBAL_OPCODE and (name := _GLOBAL.match(data, position)) is not None:
+            position = name.end()
+        else:
+            break
+    raise CorruptError(f"{what} is damaged: no pickle of torch's (byte {min(position, end)}); use another checkpoint")
+
+
+_GLOBAL_OPCODE = 0x63
+
+
+class _Restricted(pickle.Unpickler):
+    def __init__(self, data: bytes, known: Globals, persistent: Callable[[Any], Any] | None, allow_any: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = known
+        self._persistent = persistent
+        self._allow_any = allow_any
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a name, or, where everything is allowed, what it names."""
+        try:
+            return self._known(module, name)
+        except KeyError:
+            if self._allow_any:
+                return super().find_class(module, name)
+            raise _UnknownName(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What stands for something that is kept outside of the stream."""
+        if self._persistent is None:
+            raise pickle.UnpicklingError("it refers to something outside of itself")
+        return self._persistent(pid)
+
+
+class _UnknownName(Exception):
+    """A stream names something that is not known; the message is the name."""
+
+
+def unpickle(
+    data: bytes,
+    known: Globals,
+    *,
+    what: str,
+    persistent: Callable[[Any], Any] | None = None,
+    allow_any: bool = False,
+) -> Any:
+    """What the stream ``data`` builds of the things that ``known`` gives; UnsafeError when it names another.
+
+    ``allow_any`` lets it name, and so run, everything. ``what`` begins the message of an error.
+    """
+    if not allow_any:
+        check_opcodes(data, what=what)
+    try:
+        return _Restricted(data, known, persistent, allow_any).load()
+    except _UnknownName as error:
+        raise UnsafeError(
+            f"{what} names {str(error)!r}, and loading it would run code; "
+            "pass allow_pickle=True if you trust the checkpoint"
+        ) from None
+    except Exception as error:
+        # Anything may come out of a stream that is not what it should be; all of it means the same.
+        raise CorruptError(f"{what} is damaged: {type(error).__name__}: {error}; use another checkpoint") from error
+
+
+def table(names: Mapping[str, Any]) -> Globals:
+    """The lookup of ``module.name`` in a table."""
+
+    def known(module: str, name: str) -> Any:
+        return names[f"{module}.{name}"]
+
+    return known
