@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast._plan.balance import Held, assign, replica_groups
 from holdfast._plan.coverage import check_coverage
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, padded, write_columns
@@ -192,17 +193,25 @@ def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
     if (np.diff(rows.key) <= 0).any():  # else every key has one row, in order
         rows = rows.take(np.lexsort((*rows.lo.T[::-1], rows.key)))
     _check_tiling(rows, heads)
-    bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1)).tolist()
-    entries: dict[str, STORAGE_TYPES] = {}
-    for number, (key, head) in enumerate(heads.items()):
+    bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
+    return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))
+
+
+class _Entries(NamedTuple):
+    """What the metadata says of each key: chunks from ``bounds[n]`` to ``bounds[n + 1]`` of the boxes for key n."""
+
+    heads: list[TensorHead | None]
+    bounds: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+
+    def item(self, row: int) -> STORAGE_TYPES:
+        head = self.heads[row]
         if head is None:
-            entries[key] = BytesStorageMetadata()
-            continue
-        chunks = ChunkColumns(rows.lo, rows.length, bounds[number], bounds[number + 1], len(head.size))
-        entries[key] = TensorStorageMetadata(
-            head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind
-        )
-    return Metadata(entries)
+            return BytesStorageMetadata()
+        first, stop = self.bounds[row : row + 2].tolist()
+        chunks = ChunkColumns(self.lo, self.length, first, stop, len(head.size))
+        return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind)
 
 
 def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:

@@ -10,12 +10,14 @@ import torch
 
 from holdfast._state.fingerprint import fingerprint_of_tensor, fingerprint_of_value
 from holdfast._state.pieces import Pieces, is_sharded, pieces_of
-from holdfast._state.tensors import as_tensor, check_savable
+from holdfast._state.tensors import DTYPE_NAMES, as_tensor, check_savable, plain_address
 from holdfast._values.limits import MAX_DIMENSIONS
 from holdfast.metadata import STATE_DICT_TYPE, TensorProperties
 from holdfast.planner import TensorHead, WriteColumns, padded
 
 _Memory = tuple[object, ...]
+# Number of the key, offsets, lengths, whether it is a shard, fingerprint.
+_Row = tuple[int, tuple[int, ...], tuple[int, ...], bool, int]
 _ZEROS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
@@ -29,62 +31,53 @@ class LocalLeaves:
         self.pieces: dict[str, Pieces] = {}
         self._replica_check = replica_check
         self._heads: list[TensorHead | None] = []
-        self._key: list[int] = []
-        self._lo: list[tuple[int, ...]] = []
-        self._length: list[tuple[int, ...]] = []
-        self._is_shard: list[bool] = []
-        self._fingerprints: list[int] = []
+        self._rows: list[_Row] = []
         self._firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self._sharded_firsts: dict[_Memory, str] = {}
         for number, (key, leaf) in enumerate(leaves.items()):
             self._add(number, key, leaf)
+        # One tuple for each row, and columns of them at the end: the cheapest way to thousands of rows.
+        numbers, lows, lengths, is_shard, fingerprints = zip(*self._rows, strict=True) if self._rows else [()] * 5
         self.columns = WriteColumns(
             keys=list(leaves),
             heads=self._heads,
-            key=np.array(self._key, dtype=np.int64),
-            lo=padded(self._lo, fill=0),
-            length=padded(self._length, fill=1),
-            hint=np.zeros(len(self._key), dtype=np.int64),
-            is_shard=np.array(self._is_shard, dtype=bool),
-            fingerprint=np.array(self._fingerprints, dtype=np.uint64),
+            key=np.array(numbers, dtype=np.int64),
+            lo=padded(lows, fill=0),
+            length=padded(lengths, fill=1),
+            hint=np.zeros(len(self._rows), dtype=np.int64),
+            is_shard=np.array(is_shard, dtype=bool),
+            fingerprint=np.array(fingerprints, dtype=np.uint64),
         )
 
     def _add(self, number: int, key: str, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
-            if is_sharded(leaf):
-                self._add_sharded(number, key, leaf)
-                return
-            check_savable(key, leaf)
-            self._heads.append(self._head_of(key, leaf))
-            self._add_whole(number, leaf)
+            address = plain_address(leaf)
+            if not address or leaf.is_quantized or leaf.dtype not in DTYPE_NAMES:
+                if is_sharded(leaf):
+                    self._add_sharded(number, key, leaf)
+                    return
+                check_savable(key, leaf)
+                address = leaf.data_ptr()
+            self._add_whole(number, leaf, self._head_of(key, leaf, address))
         elif isinstance(leaf, np.ndarray):
             tensor = as_tensor(key, leaf)
-            self._heads.append(TensorHead(_properties(tensor.dtype, False), tensor.shape, None, "numpy"))
-            self._add_whole(number, tensor)
+            self._add_whole(number, tensor, TensorHead(_properties(tensor.dtype, False), tensor.shape, None, "numpy"))
         else:
             self._heads.append(None)
-            checked = self._replica_check != "off"
-            self._add_row(number, (), (), False, fingerprint_of_value(leaf) if checked else 0)
+            fingerprint = 0 if self._replica_check == "off" else fingerprint_of_value(leaf)
+            self._rows.append((number, (), (), False, fingerprint))
 
-    def _add_whole(self, number: int, tensor: torch.Tensor) -> None:
-        shape = tensor.shape
-        self._add_row(number, _ZEROS[len(shape)], shape, False, self._fingerprint(tensor))
-
-    def _add_row(
-        self, number: int, lo: tuple[int, ...], length: tuple[int, ...], is_shard: bool, fingerprint: int
-    ) -> None:
-        self._key.append(number)
-        self._lo.append(lo)
-        self._length.append(length)
-        self._is_shard.append(is_shard)
-        self._fingerprints.append(fingerprint)
+    def _add_whole(self, number: int, tensor: torch.Tensor, head: TensorHead) -> None:
+        shape = head.size
+        self._heads.append(head)
+        self._rows.append((number, _ZEROS[len(shape)], shape, False, self._fingerprint(tensor)))
 
     def _add_sharded(self, number: int, key: str, leaf: torch.Tensor) -> None:
         self.pieces[key] = pieces = pieces_of(key, leaf)
         for piece in pieces.pieces:
             check_savable(key, piece.tensor)
             fingerprint = self._fingerprint(piece.tensor)
-            self._add_row(number, piece.box.offsets, piece.box.lengths, True, fingerprint)
+            self._rows.append((number, piece.box.offsets, piece.box.lengths, True, fingerprint))
         alias_of = None
         if pieces.pieces:
             memory = tuple((piece.tensor.data_ptr(), piece.box, piece.tensor.stride()) for piece in pieces.pieces)
@@ -97,15 +90,18 @@ class LocalLeaves:
             return 0
         return fingerprint_of_tensor(tensor, everything=self._replica_check == "all")
 
-    def _head_of(self, key: str, tensor: torch.Tensor) -> TensorHead:
+    def _head_of(self, key: str, tensor: torch.Tensor, address: int) -> TensorHead:
         """What ``tensor`` is; tied to the first one that has just the same memory."""
         alias_of = None
-        if tensor.numel():
-            neighbours = self._firsts.setdefault(tensor.data_ptr(), [])
-            alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
-            if alias_of is None:
-                neighbours.append((key, tensor))
-        return TensorHead(_properties(tensor.dtype, tensor.requires_grad), tensor.shape, alias_of)
+        shape = tensor.shape
+        if 0 not in shape:
+            mine = key, tensor
+            neighbours = self._firsts.setdefault(address, [mine])
+            if neighbours[0] is not mine:
+                alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
+                if alias_of is None:
+                    neighbours.append(mine)
+        return TensorHead(_properties(tensor.dtype, tensor.requires_grad), shape, alias_of)
 
 
 def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

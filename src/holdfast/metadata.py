@@ -7,7 +7,7 @@ columns to this library (see ``ChunkColumns``). Fields that torch does not have 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,7 +156,7 @@ class Metadata:
     caller gave to be kept beside the state.
     """
 
-    state_dict_metadata: dict[str, STORAGE_TYPES]
+    state_dict_metadata: MutableMapping[str, STORAGE_TYPES]
     planner_data: Any = None
     storage_data: Any = None
     storage_meta: StorageMeta | None = None

@@ -179,7 +179,8 @@ def padded(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
     """``rows`` of different lengths as one int64 array, the short ones filled up with ``fill``."""
     width = max(map(len, rows), default=0)
     if all(len(row) == width for row in rows):
-        return np.array(rows, dtype=np.int64).reshape(len(rows), width)
+        # numpy takes four times as long for a torch.Size as for the tuple that it is.
+        return np.array(list(map(tuple, rows)), dtype=np.int64).reshape(len(rows), width)
     tails: list[tuple[int, ...]] = [(fill,) * count for count in range(width + 1)]
     return np.array([(*row, *tails[width - len(row)]) for row in rows], dtype=np.int64).reshape(len(rows), width)
 

@@ -98,7 +98,7 @@ def stored_shape(dtype: Dtype, shape: Sequence[int]) -> tuple[int, ...]:
 def header_entry_bytes(name: str, shape: Sequence[int]) -> int:
     """An upper bound of what one entry adds to the JSON, whatever its dtype and wherever its data will be."""
     # The text of a tuple has more characters than the numbers and commas that are written of it.
-    return len(_quote(name)) + len(str(tuple(shape))) + _ENTRY_ROOM
+    return len(_quoted(name)) + len(str(tuple(shape))) + _ENTRY_ROOM
 
 
 def encode_header(
@@ -107,9 +107,9 @@ def encode_header(
     """The header of a file that holds ``entries``: a multiple of 4096 bytes, at least ``reserve`` of them."""
     members = [] if metadata is None else [f'"{RESERVED_NAME}":{_encode_json(metadata).decode()}']
     members += [
-        f'{_quote(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
-        f'"data_offsets":[{entry.begin},{entry.end}]}}'
-        for entry in entries
+        f'{_quoted(name).decode()}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+        f'"data_offsets":[{begin},{end}]}}'
+        for name, dtype, shape, begin, end in entries
     ]
     body = f"{{{','.join(members)}}}".encode()
     needed = max(LENGTH_BYTES + len(body), reserve)
@@ -160,9 +160,9 @@ def _check_body(name: str, body: _Body, position: int, path: str) -> None:
         raise _corrupt(path, f"the data of {name[:200]!r} has not the size of its shape")
 
 
-def _quote(name: str) -> str:
+def _quoted(name: str) -> bytes:
     try:
-        return _encode_json(name).decode()
+        return _encode_json(name)
     except UnicodeEncodeError as error:
         raise InvalidStateError(f"the key {name[:200]!r} is not valid Unicode; rename it", key=name) from error
 

@@ -47,14 +47,16 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """Blocks of one file up to ``end``; ``before`` has the bytes ahead of the first, from the start of its page on."""
+    """Blocks of one file up to ``end``; ``before`` has the bytes ahead of the first, from the start of its page on.
+
+    A block: bytes from ``start`` to ``stop`` of a source, their place in the slab, the number of their digest.
+    """
 
     file: OutputFile
     base: int
     end: int
     before: _Job | None = None
-    pieces: list[tuple[Source, int, int, int]] = field(default_factory=list)
-    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    blocks: list[tuple[Source, int, int, int, int]] = field(default_factory=list)
     is_last: bool = False
     tail: bytes = b""
     is_filled: threading.Event = field(default_factory=threading.Event)
@@ -116,23 +118,24 @@ class Placed(NamedTuple):
 class Packer:
     """Writes chunks, in the order they come, to as many files as their headers need.
 
-    ``open_file(number)`` makes the next data file. Until ``close``, the files stay open and locked, which
-    tells others that their writer lives.
+    Until ``close``, the files stay open and locked, which tells others that their writer lives.
     """
 
-    def __init__(self, open_file: Callable[[int], DataFile], *, pinned: bool = False) -> None:
-        self._open_file = open_file
+    def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self.files: list[DataFile] = []
         self.digests: list[int] = []
         self.placed: list[Placed] = []
 
-    def write(self, chunks: Iterable[Chunk]) -> list[WrittenFile]:
-        """Write every chunk and return the durable files; on an error they are left to ``abandon``."""
+    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int], DataFile]) -> list[WrittenFile]:
+        """Write every chunk and return the durable files; on an error they are left to ``abandon``.
+
+        ``open_file(number)`` makes the next data file.
+        """
         workers = default_workers()
         ring = SlabRing(workers, pinned=self._pinned)
         try:
-            run_bounded((self._runner(job, ring) for job in self._jobs(chunks)), workers=workers)
+            run_bounded((self._runner(job, ring) for job in self._jobs(chunks, open_file)), workers=workers)
         finally:
             ring.close()
         bounds = [file.first_digest for file in self.files] + [len(self.digests)]
@@ -154,41 +157,43 @@ class Packer:
             with contextlib.suppress(StorageError):
                 file.output.abandon()
 
-    def _jobs(self, chunks: Iterable[Chunk]) -> Iterator[_Job]:
+    def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int], DataFile]) -> Iterator[_Job]:
         job: _Job | None = None
         for chunk in chunks:
             if not self.files or not self.files[-1].takes(chunk):
                 if job is not None:
                     job.is_last = True
                     yield job
-                job = self._next_file(chunk)
+                job = self._next_file(chunk, open_file)
             assert job is not None
-            for start, stop in self._blocks(chunk):
-                if job.end + stop - start - job.base > SLAB_BYTES:
+            source, nbytes = chunk.source, chunk.source.nbytes
+            self._enter(chunk)
+            for start in range(0, nbytes, BLOCK_BYTES):
+                stop = min(start + BLOCK_BYTES, nbytes)
+                at = job.end - job.base
+                if at + stop - start > SLAB_BYTES:
                     yield job
                     job = _following(job)
-                at = job.end - job.base
-                job.pieces.append((chunk.source, start, stop, at))
-                job.blocks.append((at, at + stop - start, len(self.digests)))
+                    at = job.end - job.base
+                job.blocks.append((source, start, stop, at, len(self.digests)))
                 job.end += stop - start
                 self.digests.append(0)
         if job is not None:
             job.is_last = True
             yield job
 
-    def _next_file(self, chunk: Chunk) -> _Job:
-        file = self._open_file(len(self.files))
+    def _next_file(self, chunk: Chunk, open_file: Callable[[int], DataFile]) -> _Job:
+        file = open_file(len(self.files))
         file.first_digest = len(self.digests)
         self.files.append(file)
         file.make_room(chunk)
         return _Job(file.output, file.header_bytes, file.header_bytes)
 
-    def _blocks(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Enter ``chunk`` in the current file and return the byte ranges of its blocks."""
-        file, nbytes = self.files[-1], chunk.source.nbytes
+    def _enter(self, chunk: Chunk) -> None:
+        """Give ``chunk`` its place in the current file."""
+        file = self.files[-1]
         self.placed.append(Placed(len(self.files) - 1, file.end))
         file.enter(chunk)
-        return [(start, min(start + BLOCK_BYTES, nbytes)) for start in range(0, nbytes, BLOCK_BYTES)]
 
     def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
         """What a thread does for ``job``: all of it, or just the writing where filling is mostly work for Python.
@@ -231,11 +236,10 @@ def _write(job: _Job, slab: Slab, ring: SlabRing) -> None:
 
 
 def _fill(job: _Job, slab: Slab, digests: list[int]) -> None:
-    for source, start, stop, at in job.pieces:
-        source.copy_out(start, stop, slab, at)
     view = slab.view
-    for low, high, slot in job.blocks:
-        digests[slot] = digest(view[low:high])
+    for source, start, stop, at, slot in job.blocks:
+        source.copy_out(start, stop, slab, at)
+        digests[slot] = digest(view[at : at + stop - start])
 
 
 def _take_over(job: _Job, slab: Slab) -> None:

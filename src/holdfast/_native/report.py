@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,8 +28,7 @@ class WrittenFile:
     digest: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenTensor:
+class WrittenTensor(msgspec.Struct, frozen=True, kw_only=True):
     """What was written under one key, which may be other than what was planned."""
 
     dtype: str

@@ -202,12 +202,12 @@ class _WriterWork:
         self._values: dict[str, Json] = {}
         self._blobs: dict[str, tuple[str, bytes]] = {}
         self._aliases: dict[str, WrittenTensor] = {}
-        self._written: dict[str, WrittenTensor] = {}
-        self._rows: list[tuple[str, Box, int]] = []
+        self._written: dict[str, tuple[int, WrittenTensor]] = {}
+        self._rows: list[tuple[int, Box, int]] = []
         self._planned: list[_Planned] = []
         self._header_bytes: list[int] = []
         self._planned_bytes: list[int] = []
-        self.packer = Packer(self._open_file, pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
+        self.packer = Packer(pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
 
     def run(self) -> WriteReport:
         """Write everything and tell where it went."""
@@ -215,7 +215,7 @@ class _WriterWork:
             if self._columns.heads[key] is None:
                 self._take_value(row)
         self._plan_chunks()
-        files = self.packer.write(self._chunks())
+        files = self.packer.write(self._chunks(), self._open_file)
         if files:
             posix.sync_directory(self._path)
         return self._report(files)
@@ -302,21 +302,21 @@ class _WriterWork:
 
     def _chunk_of(self, planned: _Planned) -> Chunk:
         """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
-        _, key, head, box, name, header_bytes = planned
-        tensor = self._planner.resolve_row(self._columns, planned.row)
+        row, key, head, box, name, header_bytes = planned
+        tensor = self._planner.resolve_row(self._columns, row)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidStateError(f"the planner gave a {type(tensor).__name__} for the tensor {key!r}", key=key)
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
             check_savable(key, tensor)
-        size = head.size
-        if tensor.shape != box.lengths:
+        size, shape = head.size, tensor.shape
+        if shape != box.lengths:
             if size != box.lengths:
                 raise InvalidStateError(
-                    f"the planner gave a piece of shape {list(tensor.shape)} for a box of {list(box.lengths)} of "
+                    f"the planner gave a piece of shape {list(shape)} for a box of {list(box.lengths)} of "
                     f"{key!r}; only whole tensors may change their shape while being saved",
                     key=key,
                 )
-            size, box = tensor.shape, whole(tensor.shape)
+            size, box = shape, whole(shape)
             name = chunk_name(key, box, size)
             header_bytes = header_entry_bytes(name, box.lengths)
         source = source_of(tensor)
@@ -326,19 +326,18 @@ class _WriterWork:
         return Chunk(name, stored_dtype_name(dtype), stored_shape(dtype, box.lengths), source, header_bytes)
 
     def _enter(self, key: str, box: Box, nbytes: int, written: WrittenTensor) -> None:
-        known = self._written.setdefault(key, written)
+        number, known = self._written.setdefault(key, (len(self._written), written))
         if known is not written and known != written:
             raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
-        self._rows.append((key, box, nbytes))
+        self._rows.append((number, box, nbytes))
 
     def _report(self, files: list[WrittenFile]) -> WriteReport:
-        ids = {key: number for number, key in enumerate(self._written)}
         placed = self.packer.placed
         return WriteReport(
             files=files,
             keys=list(self._written),
-            tensors=list(self._written.values()),
-            key=np.array([ids[key] for key, _, _ in self._rows], dtype=np.int64),
+            tensors=[written for _, written in self._written.values()],
+            key=np.array([number for number, _, _ in self._rows], dtype=np.int64),
             file=np.array([place.file for place in placed], dtype=np.int64),
             offset=np.array([place.offset for place in placed], dtype=np.int64),
             nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),

@@ -37,7 +37,7 @@ def word_dtype(itemsize: int) -> torch.dtype:
 
 def check_savable(key: str, tensor: torch.Tensor) -> None:
     """InvalidStateError, naming ``key``, unless the tensor has bytes that can be stored."""
-    if _is_plain(tensor) and not tensor.is_quantized and tensor.dtype in DTYPE_NAMES:
+    if plain_address(tensor) and not tensor.is_quantized and tensor.dtype in DTYPE_NAMES:
         return
     problem = None
     if tensor.is_meta:
@@ -70,7 +70,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
     """InvalidStateError, naming ``key``, unless data can be loaded into ``leaf`` in place."""
-    if _is_plain(leaf):
+    if isinstance(leaf, torch.Tensor) and plain_address(leaf):
         return
     problem = None
     if isinstance(leaf, np.ndarray):
@@ -91,11 +91,11 @@ def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
         raise InvalidStateError(f"{key!r} in the target {problem}", key=key)
 
 
-def _is_plain(leaf: torch.Tensor | np.ndarray) -> bool:
-    """Whether it is what nearly all are, found out at once: dense, contiguous, on the CPU, with memory of its own."""
-    if not isinstance(leaf, torch.Tensor) or type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
-        return False
-    return leaf.is_cpu and not leaf.is_nested and leaf.is_contiguous() and leaf.data_ptr() != 0
+def plain_address(tensor: torch.Tensor) -> int:
+    """Where the elements are of what nearly all tensors are: dense, contiguous, on the CPU; 0 for any other."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr() if tensor.is_cpu and not tensor.is_nested and tensor.is_contiguous() else 0
 
 
 def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

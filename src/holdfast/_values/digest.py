@@ -18,9 +18,9 @@ BLOCK_BYTES = 1 << 20
 _HEX_DIGITS = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
-def digest(buffer: bytes | bytearray | memoryview | npt.NDArray[np.generic]) -> int:
+def digest(buffer: bytes | bytearray | memoryview) -> int:
     """The xxh3-64 of the bytes of ``buffer``, which must be contiguous."""
-    return xxhash.xxh3_64_intdigest(buffer.data if isinstance(buffer, np.ndarray) else buffer)
+    return xxhash.xxh3_64_intdigest(buffer)
 
 
 def combine(digests: npt.NDArray[np.uint64]) -> int:

@@ -1,13 +1,13 @@
-"""A list whose elements are made from columns only when somebody looks at them.
+"""A list and a dict whose elements are made from columns only when somebody looks at them.
 
 Plans, chunks and write reports live as numpy columns; the protocol speaks of lists of objects. ``LazyList`` is both:
 code of this library takes ``columns`` while nobody has touched the elements, everyone else sees a list. Once touched,
-the objects are the truth (so that mutations count) and ``columns`` is None.
+the objects are the truth (so that mutations count) and ``columns`` is None. A ``LazyDict`` makes its values one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, KeysView, MutableMapping, MutableSequence
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 T = TypeVar("T")
@@ -92,3 +92,43 @@ class LazyList(MutableSequence[T], Generic[T]):
 
     def __setstate__(self, state: tuple[Columns[T] | None, list[T]]) -> None:
         self._columns, self._items = state
+
+
+class LazyDict(MutableMapping[str, T]):
+    """A dict whose value for the n-th of ``keys`` is made from row n of ``columns`` when it is first asked for."""
+
+    __slots__ = ("_columns", "_made", "_rows")
+
+    def __init__(self, keys: Iterable[str], columns: Columns[T]) -> None:
+        self._columns = columns
+        self._rows: dict[str, int] = {key: row for row, key in enumerate(keys)}
+        self._made: dict[str, T] = {}
+
+    def __getitem__(self, key: str) -> T:
+        if key not in self._made:
+            self._made[key] = self._columns.item(self._rows[key])
+        return self._made[key]
+
+    def __setitem__(self, key: str, value: T) -> None:
+        self._rows.setdefault(key, -1)
+        self._made[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._rows[key]
+        self._made.pop(key, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def keys(self) -> KeysView[str]:
+        """The keys, in order."""
+        return self._rows.keys()
+
+    def __repr__(self) -> str:
+        return repr(dict(self))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,19 +63,20 @@ def chunk_of(name: str, source: BytesSource) -> Chunk:
     return Chunk(name=name, dtype="U8", shape=shape, source=source, header_bytes=header_entry_bytes(name, shape))
 
 
-def packer_in(directory: Path, *, header_bytes: int) -> Packer:
+def files_in(directory: Path, *, header_bytes: int) -> Callable[[int], DataFile]:
     def open_file(number: int) -> DataFile:
         name = f"data-{number}.safetensors"
         return DataFile(str(directory / name), name, header_bytes=header_bytes, expected_bytes=1 << 20)
 
-    return Packer(open_file)
+    return open_file
 
 
 def write(
     directory: Path, sources: Sequence[BytesSource], *, header_bytes: int = 1 << 16
 ) -> tuple[Packer, list[WrittenFile]]:
-    packer = packer_in(directory, header_bytes=header_bytes)
-    files = packer.write(chunk_of(f"chunk {number}", source) for number, source in enumerate(sources))
+    packer = Packer()
+    chunks = [chunk_of(f"chunk {number}", source) for number, source in enumerate(sources)]
+    files = packer.write(chunks, files_in(directory, header_bytes=header_bytes))
     packer.close()
     return packer, files
 
@@ -167,11 +168,14 @@ def test_digests_are_of_the_bytes_on_disk_even_where_memory_changes_meanwhile(tm
 
 
 def test_an_error_of_a_source_is_raised_and_abandon_removes_the_files(tmp_path: Path) -> None:
-    packer = packer_in(tmp_path, header_bytes=ALIGNMENT)
+    packer = Packer()
     sources: list[BytesSource] = [BytesSource(bytes(1000)) for _ in range(60)]
     sources[50] = FailingSource(bytes(1000))
     with pytest.raises(RuntimeError, match="the device is gone"):
-        packer.write(chunk_of(f"chunk {number}", source) for number, source in enumerate(sources))
+        packer.write(
+            (chunk_of(f"chunk {number}", source) for number, source in enumerate(sources)),
+            files_in(tmp_path, header_bytes=ALIGNMENT),
+        )
     assert len(os.listdir(tmp_path)) >= 2
     packer.abandon()
     assert os.listdir(tmp_path) == []
@@ -179,14 +183,14 @@ def test_an_error_of_a_source_is_raised_and_abandon_removes_the_files(tmp_path: 
 
 
 def test_an_error_of_the_chunks_is_raised_and_abandon_removes_the_files(tmp_path: Path) -> None:
-    packer = packer_in(tmp_path, header_bytes=ALIGNMENT)
+    packer = Packer()
 
-    def chunks() -> object:
+    def chunks() -> Iterator[Chunk]:
         yield chunk_of("good", BytesSource(bytes(1000)))
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        packer.write(chunks())  # type: ignore[arg-type]
+        packer.write(chunks(), files_in(tmp_path, header_bytes=ALIGNMENT))
     packer.abandon()
     assert os.listdir(tmp_path) == []
 
@@ -194,9 +198,9 @@ def test_an_error_of_the_chunks_is_raised_and_abandon_removes_the_files(tmp_path
 def test_a_header_that_outgrows_its_room_does_not_reach_into_the_data(tmp_path: Path) -> None:
     """A file takes any first chunk, also one whose entry is longer than was planned."""
     source = BytesSource(b"\xab" * 10_000)
-    packer = packer_in(tmp_path, header_bytes=HEADER_FRAME_BYTES)
+    packer = Packer()
     try:
-        (file,) = packer.write([chunk_of("n" * 5000, source)])
+        (file,) = packer.write([chunk_of("n" * 5000, source)], files_in(tmp_path, header_bytes=HEADER_FRAME_BYTES))
     except holdfast.CheckpointError:
         packer.abandon()
         return
