@@ -188,6 +188,8 @@ def _load_once(
         metadata = reader.read_metadata()
         if not isinstance(reader, NativeReader):
             check_tiling(metadata)  # native storage has done it on its index
+        elif state is None:
+            reader.check_files()  # room for what is not there may be more than there is
         return None if metadata.storage_meta is None else metadata.storage_meta.save_id
 
     def plan_locally() -> LoadPlan:
