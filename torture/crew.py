@@ -88,6 +88,8 @@ def _start(name: str, source: Path) -> _Worker:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
+        # What torch says of broken connections is what the faults are for.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
     command = [sys.executable, "-m", "torture.crew", name]
     return _Worker(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))

@@ -19,12 +19,19 @@ MODES = ("fresh", "fresh, may overwrite", "replacing")
 BEFORE = {"fresh": None, "fresh, may overwrite": None, "replacing": 1}
 """Which version is published before the save of version 2."""
 
-SHAPES = ("small", "blob", "slabs", "values")
+RANKS = 4
 
 
 def state_of(version: int, shape: str = "small") -> dict[str, Any]:
-    """A state of a version: two small tensors; a value that goes to a data file; several slabs; no tensor at all."""
+    """A state of a version.
+
+    ``shape`` is "small", two tensors; "blob", also a value that goes to a data file; "slabs", tensors of several slabs;
+    "values", no tensor at all; "ranks", what four ranks save together; "rank 2", what one of them has of it.
+    """
     state: dict[str, Any] = {"step": version}
+    if shape.startswith("rank"):
+        ranks = range(RANKS) if shape == "ranks" else [int(shape.removeprefix("rank "))]
+        return {**state, **{f"of rank {rank}": torch.full((100 + rank,), float(version)) for rank in ranks}}
     if shape != "values":
         elements = 2 * SLAB_BYTES // 4 + 1000 if shape == "slabs" else 300
         state["model"] = {

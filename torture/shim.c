@@ -475,3 +475,12 @@ int name(int fd, int command, ...) { \
 }
 CONTROLLING(fcntl)
 CONTROLLING(fcntl64)
+
+/* ---- not a fault ---- */
+
+#include <netdb.h>
+/* torch looks up the name of every address that it connects to; a slow name server would be measured instead of us. */
+int getnameinfo(const struct sockaddr *restrict address, socklen_t length, char *restrict host, socklen_t host_length,
+                char *restrict service, socklen_t service_length, int flags) {
+    return REAL(getnameinfo)(address, length, host, host_length, service, service_length, flags | NI_NUMERICHOST);
+}

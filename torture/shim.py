@@ -172,6 +172,12 @@ def armed(root: str | os.PathLike[str], fault: Fault, *, trace: int = -1) -> Ite
         library.torture_disarm()
 
 
+def cut_power(root: str | os.PathLike[str]) -> None:
+    """Stop the file system of ``root``, whatever it has not written."""
+    with armed(root, Fault(action=Action.CUT_BEFORE)):
+        _library().torture_cut_power()
+
+
 def counts() -> Counts:
     """What has been counted since the shim was last armed."""
     library = _library()

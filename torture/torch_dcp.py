@@ -1,73 +1,57 @@
-"""The same damage done to checkpoints of torch.distributed.checkpoint, for comparison: what its own load makes of it."""
+"""torch.distributed.checkpoint under the same faults: what the same harness finds there, for comparison only."""
 
 from __future__ import annotations
 
-import os
-import random
 import warnings
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from torture.saves import BEFORE, Torn, state_of, version_of
 
 
-def _state() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    return {"weight": torch.randn(40, 30, generator=generator), "bias": torch.randn(300, generator=generator)}
-
-
-def _saved(path: Path) -> list[Path]:
+def save(path: Path, version: int, *, threads: int = 1) -> None:
+    """Save a version with torch's own storage, over whatever is there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(_state(), checkpoint_id=path)
-    return sorted(each for each in path.iterdir())
+        writer = FileSystemWriter(path, thread_count=threads)
+        dcp_save(state_of(version), storage_writer=writer, no_dist=True)
 
 
-def _outcome(path: Path) -> str:
-    """What torch's load does: "error", "same", or "changed" for other values and no error."""
-    target = {key: torch.zeros_like(value) for key, value in _state().items()}
+def found_version(path: Path) -> int | None:
+    """The version that torch loads from ``path``; None where there is no metadata, Torn for everything else."""
+    if not (path / ".metadata").exists():
+        return None
+    target: dict[str, Any] = state_of(-1)
+    target["model"]["weight"].fill_(torch.nan)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(target, checkpoint_id=path)
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        return "error"
-    return "same" if all(torch.equal(target[key], value) for key, value in _state().items()) else "changed"
+            dcp_load(target, storage_reader=FileSystemReader(path), no_dist=True)
+    except BaseException as error:  # torch's own error is no Exception
+        raise Torn(f"{type(error).__name__}: {str(error)[:100]}") from error
+    return version_of(target)
 
 
-def _tally(file: Path, path: Path, damages: list[Callable[[bytes], bytes]]) -> dict[str, int]:
-    whole = file.read_bytes()
-    tally = {"error": 0, "same": 0, "changed": 0}
-    for damage in damages:
-        file.write_bytes(damage(whole))
-        tally[_outcome(path)] += 1
-    file.write_bytes(whole)
-    return tally
+def problem_after(path: Path, mode: str, *, acknowledged: bool = False) -> str | None:
+    """What is wrong after version 2 was being saved, in a word or two."""
+    try:
+        version = found_version(path)
+    except Torn:
+        return "torn visible"
+    if acknowledged and version != 2:
+        return "acknowledged but lost"
+    if version not in (BEFORE[mode], 2):
+        return "previous lost"
+    return None
 
 
-def detected_flips(path: Path, chosen: random.Random, *, tries: int) -> str:
-    """How many of ``tries`` bit flips in a data file torch's load notices, in words."""
-    file = next(each for each in _saved(path) if each.suffix == ".distcp")
-    size = os.stat(file).st_size
-
-    def flipped(at: int, bit: int) -> Callable[[bytes], bytes]:
-        return lambda whole: whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
-
-    tally = _tally(file, path, [flipped(chosen.randrange(size), chosen.randrange(8)) for _ in range(tries)])
-    return f"{tally['error']} of {tries} noticed, {tally['changed']} loaded as other values"
-
-
-def detected_cuts(path: Path, chosen: random.Random, *, tries: int) -> str:
-    """How many of ``tries`` truncations of a data file torch's load notices, in words."""
-    file = next(each for each in _saved(path) if each.suffix == ".distcp")
-    size = os.stat(file).st_size
-
-    def cut(length: int) -> Callable[[bytes], bytes]:
-        return lambda whole: whole[:length]
-
-    tally = _tally(file, path, [cut(chosen.randrange(size)) for _ in range(tries)])
-    return f"{tally['error']} of {tries} cuts noticed"
+def in_words(problems: Counter[str], points: int) -> str:
+    """What was found at ``points``, for the table."""
+    found = ", ".join(f"{count} {problem}" for problem, count in sorted(problems.items()))
+    return f"{points} points: {found or 'nothing'}"

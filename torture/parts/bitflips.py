@@ -10,7 +10,7 @@ from pathlib import Path
 import holdfast
 from holdfast._native.catalog import read_catalog
 from holdfast._native.verify import verify_checkpoint
-from torture import torch_dcp
+from torture import torch_damage
 from torture.part import Options, PartResult
 from torture.samples import Chunk, chunks_of, large_state, not_named, one_file_each, refusal, save, small_state
 
@@ -54,7 +54,7 @@ def run(options: Options) -> PartResult:
         required=total,
         violations=violations,
         counts={f"bits of {kind}": count for kind, count in struck.items()},
-        torch=torch_dcp.detected_flips(options.folder / "torch", chosen, tries=tries),
+        torch=torch_damage.detected_flips(options.folder / "torch", chosen, tries=tries),
     )
 
 

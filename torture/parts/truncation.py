@@ -10,7 +10,7 @@ from pathlib import Path
 
 import holdfast
 from holdfast._native.verify import verify_checkpoint
-from torture import torch_dcp
+from torture import torch_damage
 from torture.part import Options, PartResult
 from torture.samples import not_named, one_file_each, refusal, save, small_state
 
@@ -51,7 +51,7 @@ def run(options: Options) -> PartResult:
         required=len(whole["manifest.json"]) + 2_000,
         violations=violations,
         counts=counts,
-        torch=torch_dcp.detected_cuts(options.folder / "torch", chosen, tries=20 if options.quick else 100),
+        torch=torch_damage.detected_cuts(options.folder / "torch", chosen, tries=20 if options.quick else 100),
     )
 
 

@@ -53,8 +53,7 @@ class OutputFile:
         except BaseException:
             with contextlib.suppress(StorageError):
                 posix.remove(name)
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            posix.discard_descriptor(descriptor)
             raise
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -141,7 +140,7 @@ class InputFile:
             with posix.reporting("open", name):
                 return cls(descriptor, name, os.fstat(descriptor).st_size)
         except BaseException:
-            os.close(descriptor)
+            posix.discard_descriptor(descriptor)
             raise
 
     def __enter__(self) -> InputFile:
@@ -241,11 +240,11 @@ class InputFile:
             descriptor = posix.open_regular(self.path, flags=_direct_flag())
         except (StorageError, CorruptError):
             return -1
-        with posix.reporting("open", self.path):
-            # The name may have been given to another file since, or to none; the first descriptor still has ours.
+        # The name may have been given to another file since, or to none; the first descriptor still has ours.
+        with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
                 return descriptor
-            os.close(descriptor)
+        posix.discard_descriptor(descriptor)
         return -1
 
     def _truncated(self, begin: int, end: int) -> CorruptError:

@@ -1,8 +1,9 @@
 """The commit: a checkpoint is there from the moment its manifest has its name, and not before.
 
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
-then: index, manifest under a name of its attempt (each synced), then the name itself, then the directory. Only then may
-anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No lock file, no clock.
+then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
+again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
+lock file, no clock.
 
 The lock of the index is held from the moment it exists until the checkpoint is published, and only then are the data
 files looked at for the last time. A sweep holds that lock while it removes anything of an attempt: so either it is
@@ -55,6 +56,8 @@ def publish(
                 _check_data_file(os.path.join(directory, name), size)
             posix.write_new(staged, manifest)
             written.append(staged)
+            # Otherwise a crash might keep the name of the manifest, and lose that of the index.
+            posix.sync_directory(directory)
             if overwrite:
                 posix.replace(staged, target)
             else:

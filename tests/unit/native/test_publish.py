@@ -53,6 +53,7 @@ def test_the_order_of_a_replacement_is_the_protocol(tmp_path: Path, monkeypatch:
         ("sync_directory", "checkpoint"),
         ("new_file", "index-new.safetensors"),
         ("write_new", "manifest-new.tmp"),
+        ("sync_directory", "checkpoint"),
         ("replace", "manifest.json"),
         ("sync_directory", "checkpoint"),
         ("remove", "data-old-0-0.safetensors"),
@@ -69,6 +70,7 @@ def test_the_order_of_a_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("sync_directory", "checkpoint"),
         ("new_file", "index-new.safetensors"),
         ("write_new", "manifest-new.tmp"),
+        ("sync_directory", "checkpoint"),
         ("link_new", "manifest.json"),
         ("sync_directory", "checkpoint"),
     ]
@@ -98,6 +100,7 @@ def test_every_file_is_synced_before_the_manifest_has_its_name(tmp_path: Path, m
         "checkpoint",
         "index-new.safetensors",
         "manifest-new.tmp",
+        "checkpoint",
         "--- published ---",
         "checkpoint",
     ]
