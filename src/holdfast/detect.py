@@ -18,7 +18,10 @@ def is_torch_format(path: str | os.PathLike[str]) -> bool:
 def reader_for(
     path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
 ) -> NativeReader | FileSystemReader:
-    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads."""
+    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads.
+
+    ``verify`` lets torch's files be checked as far as that costs no time; see ``FileSystemReader``.
+    """
     if is_torch_format(path):
-        return FileSystemReader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
+        return FileSystemReader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
     return NativeReader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)

@@ -1,9 +1,9 @@
 """Items of local files read by range: only the bytes that are wanted, in parallel, small items many at a time.
 
-Two passes of the engine that reads native files. The first reads small items whole and delivers them, and the ends of
-the archives of large ones, which tell where their elements lie. The second reads just the elements that are wanted of
-the large ones; each target is filled as its bytes come. Layouts are kept by the caller, so that the first pass is
-needed once. Items that only torch.load understands come last, one at a time.
+The engine is the one that reads native files. Small items are read whole and taken apart where they lie. Of large ones
+the ends of their archives are read first, which tell where the elements lie, then just the elements that are wanted;
+each target is filled as its bytes come. Layouts are kept by the caller, so that ends are read once. Items that only
+torch.load understands come last, one at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from holdfast._filesystem.delivery import Delivery, Item, damaged, locate, permu
 from holdfast._filesystem.files import LocalFiles
 from holdfast._io.buffers import Slab
 from holdfast._io.direct import InputFile
-from holdfast._native.segments import Destination, SegmentFetch, Segments, in_blocks
+from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._native.segments import HOT_BYTES, Destination, SegmentFetch, Segments, in_blocks
 from holdfast._plan.ranges import byte_spans
 from holdfast._state.raw import Target
 from holdfast._torchformat.archive import HEAD_BYTES, TAIL_BYTES, Elements
+from holdfast._torchformat.places import StorageInfo
 from holdfast._values.box import Box
 from holdfast._values.checksum import combine_checksums
 from holdfast.errors import CorruptError
@@ -31,40 +34,52 @@ from holdfast.errors import CorruptError
 _SMALL_BYTES = 64 << 10
 """Items of so many bytes are read whole: the few reads that parts would take cost more."""
 
+_LOOKS_AT_ONCE = 8
+
 _MAX_GAP = 64 << 10
 """Bytes between two wanted ranges that are read along, because another read costs more."""
+
+_Offsets = np.ndarray | list[int]
 
 Layouts = dict[tuple[str, int], Elements | None]
 """What is known of the archives at (relative path, offset); None: only torch.load understands it."""
 
 
 def read_ranges(
-    items: Sequence[Item], files: LocalFiles, numbers: Sequence[int], delivery: Delivery, layouts: Layouts, verify: bool
+    items: Sequence[Item],
+    files: LocalFiles,
+    numbers: Sequence[int],
+    delivery: Delivery,
+    layouts: Layouts,
+    *,
+    verify: bool | None,
 ) -> None:
-    """Read ``items``, each from the file of its number, and deliver them."""
-    first = [at for at, item in enumerate(items) if _is_small(item) or _needs_ends(item, layouts)]
-    _FirstPass(items, files, numbers, first, delivery, layouts).run()
-    rest = [at for at, item in enumerate(items) if not _is_small(item)]
-    odd = [at for at in rest if not items[at].is_value and layouts[_name(items[at])] is None]
-    plain = sorted(set(rest) - set(odd))
-    _SecondPass(items, files, numbers, plain, delivery, layouts, verify=verify).run()
-    for at in odd:
-        _SecondPass(items, files, numbers, [at], delivery, layouts, verify=verify).run()
+    """Read ``items``, each from the file of its number, and deliver them.
+
+    ``verify`` says whether chunks that are read whole must have their checksums; None: those from files that are not in
+    the page cache, and small ones.
+    """
+    small = [at for at, item in enumerate(items) if _is_small(item)]
+    if small:
+        _SmallItems(items, files, numbers, small, delivery).run()
+    large = [at for at, item in enumerate(items) if not _is_small(item)]
+    _find_layouts([(items[at], numbers[at]) for at in large], files, layouts)
+    odd = [at for at in large if not items[at].is_value and layouts[_name(items[at])] is None]
+    plain = sorted(set(large) - set(odd))
+    for chosen in (plain, *([at] for at in odd)):
+        if chosen:
+            _LargeItems(items, files, numbers, chosen, delivery, layouts, verify=verify).run()
 
 
 def _is_small(item: Item) -> bool:
     return item.place.length <= _SMALL_BYTES
 
 
-def _needs_ends(item: Item, layouts: Layouts) -> bool:
-    return not item.is_value and _name(item) not in layouts
-
-
 def _name(item: Item) -> tuple[str, int]:
     return item.place.relative_path, item.place.offset
 
 
-# --- the first pass: small items, and the ends of large ones --------------------------------------------------------
+# --- small items ----------------------------------------------------------------------------------------------------
 
 
 class _SmallItem:
@@ -98,39 +113,10 @@ class _SmallItem:
             self._delivery.commit(self._item, self._tensors)
 
 
-class _Ends:
-    """Takes the first and the last bytes of an archive, and finds out where its elements lie."""
-
-    on_cpu = True
-    tensor = torch.empty(0)
-
-    def __init__(self, item: Item, layouts: Layouts, read_more: Callable[[int, int], bytes]) -> None:
-        self._item = item
-        self._layouts = layouts
-        self._read_more = read_more
-        self._pieces: list[tuple[int, bytes]] = []
-
-    def memory(self, start: int, stop: int) -> memoryview | None:
-        """Nothing, as above."""
-        return None
-
-    def copy_in(self, start: int, stop: int, buffer: Slab, at: int) -> None:
-        """Keep what came."""
-        self._pieces.append((start, bytes(buffer.view[at : at + stop - start])))
-
-    def close(self) -> None:
-        """Take the layout down."""
-        self._layouts[_name(self._item)] = locate(self._item, self._read, self._item.place.length)
-
-    def _read(self, start: int, stop: int) -> bytes:
-        for begin, piece in self._pieces:
-            if begin <= start and stop <= begin + len(piece):
-                return piece[start - begin : stop - begin]
-        return self._read_more(start, stop)
-
-
 class _ItemFetch(SegmentFetch[Destination]):
-    """What both passes share: items, their files and what an error says."""
+    """What reads of small and of large items share: items, their files and what an error says."""
+
+    max_gap = _MAX_GAP
 
     def __init__(
         self,
@@ -167,24 +153,13 @@ class _ItemFetch(SegmentFetch[Destination]):
         return CorruptError(f"{path!r} is damaged in bytes {offset} to {offset + nbytes}", path=path)
 
 
-class _FirstPass(_ItemFetch):
+class _SmallItems(_ItemFetch):
     def __init__(
-        self,
-        items: Sequence[Item],
-        files: LocalFiles,
-        numbers: Sequence[int],
-        chosen: list[int],
-        delivery: Delivery,
-        layouts: Layouts,
+        self, items: Sequence[Item], files: LocalFiles, numbers: Sequence[int], chosen: list[int], delivery: Delivery
     ) -> None:
         rows = _Rows()
         for box, at in enumerate(chosen):
-            place = items[at].place
-            if _is_small(items[at]):
-                rows.add(box, numbers[at], place.offset, [0], [place.length])
-            else:
-                ends = [0, place.length - TAIL_BYTES], [HEAD_BYTES, place.length]
-                rows.add(box, numbers[at], place.offset, *ends)
+            rows.add(box, numbers[at], items[at].place.offset, [0], [items[at].place.length])
         super().__init__(
             items,
             files,
@@ -196,41 +171,69 @@ class _FirstPass(_ItemFetch):
         )
         self._chosen = chosen
         self._delivery = delivery
-        self._layouts = layouts
 
     def _open_items(self, boxes: list[int]) -> list[Destination]:
-        targets: list[Destination] = []
-        for box in boxes:
-            at = self._chosen[box]
-            item = self._items[at]
-            if _is_small(item):
-                tensors = [] if item.is_value else self._delivery.resolve(item.rows)
-                targets.append(_SmallItem(item, tensors, self._delivery))
-            else:
-                targets.append(_Ends(item, self._layouts, self._reader(at)))
-        return targets
+        items = [self._items[self._chosen[box]] for box in boxes]
+        return [
+            _SmallItem(item, [] if item.is_value else self._delivery.resolve(item.rows), self._delivery)
+            for item in items
+        ]
 
     def _close_item(self, box: int, target: Destination) -> None:
-        assert isinstance(target, (_SmallItem, _Ends))
-        if self._items[self._chosen[box]].place.length:
-            target.close()
-            return
-        raise CorruptError(f"{self._items[self._chosen[box]].key!r} is stored in no bytes; use another checkpoint")
-
-    def _reader(self, at: int) -> Callable[[int, int], bytes]:
-        def read(start: int, stop: int) -> bytes:
-            data = bytearray(stop - start)
-            with self._files.lend(self._numbers[at]) as (file, _):
-                file.read_into(memoryview(data), self._items[at].place.offset + start)
-            return bytes(data)
-
-        return read
+        assert isinstance(target, _SmallItem)
+        item = self._items[self._chosen[box]]
+        if item.place.length == 0:
+            raise CorruptError(f"{item.key!r} is stored in no bytes; use another checkpoint", key=item.key)
+        target.close()
 
 
-# --- the second pass: the elements of large items -------------------------------------------------------------------
+# --- large items ----------------------------------------------------------------------------------------------------
 
 
-class _SecondPass(_ItemFetch):
+def _find_layouts(items: Sequence[tuple[Item, int]], files: LocalFiles, layouts: Layouts) -> None:
+    """Find out where the elements of the archives lie that nobody has looked at."""
+    unknown = [(item, number) for item, number in items if not item.is_value and _name(item) not in layouts]
+    unknown.sort(key=lambda pair: (pair[1], pair[0].place.offset))
+
+    def look(batch: Sequence[tuple[Item, int]]) -> None:
+        for item, number in batch:
+            with files.lend(number) as (file, _):
+                layouts[_name(item)] = locate(item, Ends(file, item.place).read, item.place.length)
+
+    is_cached = True
+    for number in dict.fromkeys(number for _, number in unknown):
+        with files.lend(number) as (_, is_here):
+            is_cached = is_cached and is_here
+    # From memory it takes less time than threads need to start.
+    batches = [unknown[start : start + _LOOKS_AT_ONCE] for start in range(0, len(unknown), _LOOKS_AT_ONCE)]
+    run_bounded((partial(look, batch) for batch in batches), workers=1 if is_cached else default_workers())
+
+
+class Ends:
+    """The bytes of one archive, a few at a time; its two ends are read once."""
+
+    def __init__(self, file: InputFile, place: StorageInfo) -> None:
+        self._file = file
+        self._offset = place.offset
+        length = place.length
+        is_short = length <= HEAD_BYTES + TAIL_BYTES
+        ends = [(0, length)] if is_short else [(0, HEAD_BYTES), (length - TAIL_BYTES, length)]
+        self._pieces = [(start, self._read(start, stop)) for start, stop in ends]
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the archive."""
+        for begin, piece in self._pieces:
+            if begin <= start and stop <= begin + len(piece):
+                return piece[start - begin : stop - begin]
+        return self._read(start, stop)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        self._file.read_into(memoryview(data), self._offset + start)
+        return bytes(data)
+
+
+class _LargeItems(_ItemFetch):
     """Each box is one row of the plan; or a whole item, for values and for what torch.load is to make sense of."""
 
     def __init__(
@@ -242,7 +245,7 @@ class _SecondPass(_ItemFetch):
         delivery: Delivery,
         layouts: Layouts,
         *,
-        verify: bool,
+        verify: bool | None,
     ) -> None:
         self._boxes: list[tuple[int, int | None]] = []
         self._tensors: dict[int, torch.Tensor] = {}
@@ -251,19 +254,20 @@ class _SecondPass(_ItemFetch):
         self._sums: dict[int, list[tuple[int, int, int]]] = {}
         self._sum_lock = threading.Lock()
         rows = _Rows()
+        checks = {number: _checks(files, number, verify) for number in {numbers[at] for at in chosen}}
         for at in chosen:
             item = items[at]
             elements = None if item.is_value else layouts[_name(item)]
             if elements is None:
                 self._boxes.append((at, None))
-                starts, stops = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length))
-                rows.add(len(self._boxes) - 1, numbers[at], item.place.offset, starts, stops)
+                blocks = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length), block=HOT_BYTES)
+                rows.add(len(self._boxes) - 1, numbers[at], item.place.offset, *blocks)
                 continue
             base = item.place.offset + elements.begin
             for row in item.rows:
                 self._boxes.append((at, row))
                 starts, stops, is_whole = _spans(elements, delivery.box(row))
-                checked = verify and is_whole and elements.checksum is not None
+                checked = checks[numbers[at]] and is_whole and elements.checksum is not None
                 rows.add(len(self._boxes) - 1, numbers[at], base, starts, stops, checked=checked)
         super().__init__(
             items,
@@ -325,16 +329,26 @@ class _SecondPass(_ItemFetch):
         return damaged(self._items[at], elements.begin, elements.nbytes)
 
 
-def _spans(elements: Elements, box: Box) -> tuple[np.ndarray, np.ndarray, bool]:
+def _checks(files: LocalFiles, number: int, verify: bool | None) -> bool:
+    """Whether checksums are computed; of what memory holds already it would take longer than all the rest."""
+    if verify is not None:
+        return verify
+    with files.lend(number) as (_, is_cached):
+        return not is_cached
+
+
+def _spans(elements: Elements, box: Box) -> tuple[_Offsets, _Offsets, bool]:
     """The ranges of the elements' bytes that ``box`` takes, in blocks; and whether that is all of them."""
     shape = permuted(elements.shape, elements.order)
     is_whole = box.lengths == elements.shape
     if is_whole or not box.fits(elements.shape):  # one that does not fit is refused when its target is made
+        if elements.nbytes <= HOT_BYTES:
+            return [0], [elements.nbytes], is_whole
         starts, stops = np.zeros(1, np.int64), np.full(1, elements.nbytes)
     else:
         stored = Box(permuted(box.offsets, elements.order), permuted(box.lengths, elements.order))
         starts, stops = byte_spans(shape, stored, elements.dtype.itemsize, max_gap=_MAX_GAP)
-    starts, stops = in_blocks(starts, stops)
+    starts, stops = in_blocks(starts, stops, block=HOT_BYTES)
     return starts, stops, is_whole
 
 
@@ -342,20 +356,20 @@ class _Rows:
     """Segments under construction."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, int, int, np.ndarray, np.ndarray, bool]] = []
+        self._parts: list[tuple[int, int, int, _Offsets, _Offsets, bool]] = []
 
     def add(
         self,
         box: int,
         file: int,
         base: int,
-        starts: np.ndarray | list[int],
-        stops: np.ndarray | list[int],
+        starts: _Offsets,
+        stops: _Offsets,
         *,
         checked: bool = False,
     ) -> None:
         """Want the ranges of ``box``, counted from byte ``base`` of its file."""
-        self._parts.append((box, file, base, np.asarray(starts), np.asarray(stops), checked))
+        self._parts.append((box, file, base, starts, stops, checked))
 
     def segments(self) -> Segments:
         """All of them in file order."""
@@ -364,9 +378,8 @@ class _Rows:
         def repeated(position: int) -> np.ndarray:
             return np.repeat(np.array([part[position] for part in self._parts], dtype=np.int64), counts)
 
-        none = [np.zeros(0, np.int64)]
-        start = np.concatenate([*none, *(starts for _, _, _, starts, _, _ in self._parts)])
-        stop = np.concatenate([*none, *(stops for _, _, _, _, stops, _ in self._parts)])
+        start = np.concatenate([starts for _, _, _, starts, _, _ in self._parts])
+        stop = np.concatenate([stops for _, _, _, _, stops, _ in self._parts])
         box, file, offset = repeated(0), repeated(1), repeated(2) + start
         keep = stop > start
         order = np.lexsort((offset, file))

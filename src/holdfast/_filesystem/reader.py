@@ -39,7 +39,10 @@ class FileSystemReader(StorageReader):
     On the local file system only the bytes that are wanted are read, in parallel; on another one (set ``fs``, as
     subclasses for object stores do) items are read whole through its streams. ``.metadata`` can become metadata
     and nothing else; ``allow_pickle`` lets it, and odd tensors, run code. ``cast`` lets a target of one floating type
-    take another. ``verify=False`` skips the checksums of tensors that are read whole; of parts there are none.
+    take another.
+
+    ``verify`` is about the checksums of chunks that are read whole; parts have none. True checks them all, False none;
+    None those that come from the disk, because for what the page cache holds it would take longer than all the rest.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class FileSystemReader(StorageReader):
         *,
         cast: bool = False,
         allow_pickle: bool = False,
-        verify: bool = True,
+        verify: bool | None = None,
     ) -> None:
         self.fs: FileSystemBase = FileSystem()
         self.path: PathLike = self.fs.init_path(path)
@@ -170,10 +173,12 @@ class FileSystemReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of ``plan``; tensors that are read whole are checked against their checksums."""
+        """Read every item of ``plan``; ``verify`` says what is checked on the way."""
         columns = read_columns(plan.items)
         items = wanted_items(columns, self.storage_data)
-        delivery = Delivery(columns, planner, cast=self.cast, allow_pickle=self.allow_pickle, verify=self.verify)
+        delivery = Delivery(
+            columns, planner, cast=self.cast, allow_pickle=self.allow_pickle, verify=self.verify is not False
+        )
         by_range = [item for item in items if self._is_local() and not item.place.transform_descriptors]
         chosen = set(map(id, by_range))
         self._read_ranges(by_range, delivery)
@@ -194,7 +199,7 @@ class FileSystemReader(StorageReader):
             stack.callback(self._count)
             stack.callback(self._files.close)
             chosen = [numbers[item.place.relative_path] for item in items]
-            read_ranges(items, self._files, chosen, delivery, self._layouts, self.verify)
+            read_ranges(items, self._files, chosen, delivery, self._layouts, verify=self.verify)
 
     def _read_streams(self, items: list[Item], delivery: Delivery) -> None:
         if items:

@@ -17,13 +17,14 @@ from functools import partial
 
 from holdfast._filesystem.delivery import Item
 from holdfast._filesystem.files import LocalFiles, local_path
+from holdfast._filesystem.ranges import Ends
 from holdfast._filesystem.reader import METADATA_NAME, FileSystemReader
 from holdfast._io import posix
 from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.verify import Damage, VerifyReport, problem_of
-from holdfast._torchformat.archive import HEAD_BYTES, TAIL_BYTES, Record, find_tensor, records
+from holdfast._torchformat.archive import Record, find_tensor, records
 from holdfast._torchformat.places import StorageInfo
 from holdfast.errors import CorruptError, StorageError
 from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -31,7 +32,6 @@ from holdfast.planner_helpers import check_tiling
 
 _Progress = Callable[[int, int], None]
 _DIRECT_BYTES = 1 << 20
-_ENDS = HEAD_BYTES + TAIL_BYTES
 _WITHOUT_CHECKSUM = "were written without checksums"
 _OPAQUE = "are no plain archives, so that only their places were checked"
 _TRANSFORMED = "went through stream transforms, so that only their places were checked"
@@ -201,30 +201,14 @@ class _Verification:
                 self._on_progress(self._done, self.total_bytes)
 
 
-class _Archive:
-    """The bytes of one item, read as they are asked for; its ends once."""
+class _Archive(Ends):
+    """The bytes of one item, and the checksums of its records."""
 
     def __init__(self, file: InputFile, is_cached: bool, place: StorageInfo, ring: SlabRing) -> None:
-        self._file = file
+        super().__init__(file, place)
         self._is_cached = is_cached
-        self._offset = place.offset
         self._ring = ring
         self.span = (place.offset, place.offset + place.length)
-        length = place.length
-        ends = [(0, length)] if length <= _ENDS else [(0, HEAD_BYTES), (length - TAIL_BYTES, length)]
-        self._pieces = [(start, self._plain(start, stop)) for start, stop in ends]
-
-    def _plain(self, start: int, stop: int) -> bytes:
-        data = bytearray(stop - start)
-        self._file.read_into(memoryview(data), self._offset + start)
-        return bytes(data)
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of the item."""
-        for begin, piece in self._pieces:
-            if begin <= start and stop <= begin + len(piece):
-                return piece[start - begin : stop - begin]
-        return self._plain(start, stop)
 
     def checksum(self, record: Record) -> int:
         """The CRC-32 of the record, read through a slab where it is large."""

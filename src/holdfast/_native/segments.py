@@ -22,12 +22,12 @@ from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 from holdfast._plan.ranges import coalesce
-from holdfast._values.digest import BLOCK_BYTES, block_counts
+from holdfast._values.digest import BLOCK_BYTES
 from holdfast.errors import CorruptError
 
 # A read of so many bytes stays in the last-level cache until it is hashed and copied: on a fast disk, a fifth of the
 # speed. For a GPU the number of copies matters more.
-_HOT_BYTES = 4 << 20
+HOT_BYTES = 4 << 20
 
 # Reads of more segments than this consist of small ones.
 _FEW_SEGMENTS = 32
@@ -45,13 +45,13 @@ class Segments:
     digest: np.ndarray
 
 
-def in_blocks(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The spans cut into pieces of at most one block each, counted from the start of each span."""
-    counts = block_counts(stops - starts)
+def in_blocks(starts: np.ndarray, stops: np.ndarray, *, block: int = BLOCK_BYTES) -> tuple[np.ndarray, np.ndarray]:
+    """The spans cut into pieces of at most ``block`` bytes, counted from the start of each span."""
+    counts = -(-(stops - starts) // block)
     ends = np.cumsum(counts)
     piece = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
-    begins = np.repeat(starts, counts) + piece * BLOCK_BYTES
-    return begins, np.minimum(begins + BLOCK_BYTES, np.repeat(stops, counts))
+    begins = np.repeat(starts, counts) + piece * block
+    return begins, np.minimum(begins + block, np.repeat(stops, counts))
 
 
 class Destination(Protocol):
@@ -76,6 +76,9 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
     ``close_target(n, target)`` is called, one at a time, when one is complete.
     """
+
+    max_gap = 0
+    """Bytes between two segments that are read along rather than made two reads."""
 
     def __init__(
         self,
@@ -118,8 +121,9 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             self._close_target(number, self._targets.pop(number))
         segments = self._segments
         pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
-        most = SLAB_BYTES if pinned else _HOT_BYTES
-        groups = coalesce(segments.file, segments.offset, segments.nbytes, most=most, alignment=ALIGNMENT)
+        most = SLAB_BYTES if pinned else HOT_BYTES
+        reach = segments.nbytes + self.max_gap
+        groups = coalesce(segments.file, segments.offset, reach, most=most, alignment=ALIGNMENT)
         spans = [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
         workers = default_workers()
         ring = SlabRing(workers, pinned=pinned)

@@ -13,9 +13,9 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,8 @@ _END_64 = struct.Struct("<4sQHHLLQQQQ")
 _ALL_ONES_16, _ALL_ONES = 0xFFFF, 0xFFFF_FFFF
 _ENCRYPTED = 1
 _MOST_PICKLE_BYTES = 1 << 16
+_LITTLE = b"little"
+_LITTLE_CRC = zlib.crc32(_LITTLE)
 
 Read = Callable[[int, int], bytes]
 """The bytes of an archive from one offset to another, which lie within it."""
@@ -67,9 +69,8 @@ class Record:
     checksum: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    name: str
+class _Entry(NamedTuple):
+    name: bytes
     header: int
     nbytes: int
     crc: int
@@ -81,25 +82,34 @@ def find_tensor(read: Read, length: int) -> Elements | None:
     entries = _directory(read, length)
     if entries is None:
         return None
-    prefix, names = _by_name(entries)
-    pickled = names.get("data.pkl")
+    # All records are in one folder.
+    prefix = entries[0].name.partition(b"/")[0] if entries else b""
+    names = {entry.name: entry for entry in entries}
+    if len(names) != len(entries):
+        raise _damaged("it has two records of one name")
+    pickled = names.get(prefix + b"/data.pkl")
     if pickled is None or pickled.nbytes > _MOST_PICKLE_BYTES or not pickled.is_stored:
         return None
-    order = names.get("byteorder")
-    if order is not None and _content(read, order, prefix, "byteorder", length) != b"little":
+    order = names.get(prefix + b"/byteorder")
+    if order is not None and order.crc != _LITTLE_CRC and _content(read, order, length) != _LITTLE:
         return None
-    view = _decode_view(_content(read, pickled, prefix, "data.pkl", length))
+    view = _decode_view(_content(read, pickled, length))
     if view is None:
         return None
-    record = names.get(f"data/{view.storage}")
+    record = names.get(prefix + b"/data/" + view.storage.encode())
     if record is None or not record.is_stored:
         return None
     if record.nbytes != view.storage_bytes:
         raise _damaged(f"its tensor needs {view.storage_bytes} bytes of storage, and there are {record.nbytes}")
-    found = _record(read, record, f"{prefix}data/{view.storage}", length)
-    elements = view.elements
-    is_all = elements.nbytes == record.nbytes
-    return replace(elements, begin=found.begin + elements.begin, checksum=found.checksum if is_all else None)
+    found = _record(read, record, length)
+    return Elements(
+        begin=found.begin + view.begin,
+        nbytes=view.nbytes,
+        dtype=view.dtype,
+        shape=view.shape,
+        order=view.order,
+        checksum=found.checksum if view.nbytes == record.nbytes else None,
+    )
 
 
 def records(read: Read, length: int) -> list[Record] | None:
@@ -107,7 +117,7 @@ def records(read: Read, length: int) -> list[Record] | None:
     entries = _directory(read, length)
     if entries is None or not all(entry.is_stored for entry in entries):
         return None
-    return [_record(read, entry, entry.name, length) for entry in entries]
+    return [_record(read, entry, length) for entry in entries]
 
 
 # --- the archive ----------------------------------------------------------------------------------------------------
@@ -159,8 +169,7 @@ def _entries(data: bytes, count: int, start: int) -> list[_Entry]:
         if header + size > start:
             raise _damaged("one of its records lies outside of it")
         is_stored = method == 0 and packed == size and not flags & _ENCRYPTED
-        text = data[begin : begin + name].decode("utf-8", "replace")
-        entries.append(_Entry(name=text, header=header, nbytes=size, crc=crc, is_stored=is_stored))
+        entries.append(_Entry(data[begin : begin + name], header, size, crc, is_stored))
     return entries
 
 
@@ -176,38 +185,27 @@ def _long_fields(extra: bytes, *fields: int) -> list[int]:
     return list(fields)
 
 
-def _by_name(entries: list[_Entry]) -> tuple[str, dict[str, _Entry]]:
-    """The folder that all records are in, and the records by their names in it."""
-    prefix = entries[0].name.partition("/")[0] + "/" if entries else ""
-    names = {entry.name.removeprefix(prefix): entry for entry in entries}
-    if len(names) != len(entries):
-        raise _damaged("it has two records of one name")
-    return prefix, names
-
-
-def _record(read: Read, entry: _Entry, name: str, length: int) -> Record:
+def _record(read: Read, entry: _Entry, length: int) -> Record:
     """Where the record's data is, once its own header says what the directory says."""
-    if entry.header + _LOCAL.size > length:
+    begin = entry.header + _LOCAL.size
+    if begin + len(entry.name) > length:
         raise _damaged("one of its records lies outside of it")
-    local = _LOCAL.unpack(read(entry.header, entry.header + _LOCAL.size))
-    signature, _, method, _, _, _, name_bytes, extra_bytes = local
-    begin = entry.header + _LOCAL.size + name_bytes + extra_bytes
-    if signature != b"PK\x03\x04" or method or begin + entry.nbytes > length:
-        raise _damaged(f"the header of its record {name!r} is damaged")
-    at = entry.header + _LOCAL.size
-    if read(at, at + name_bytes) != name.encode():
-        raise _damaged(f"the header of its record {name!r} is damaged")
+    header = read(entry.header, begin + len(entry.name))
+    signature, _, method, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+    begin += name_bytes + extra_bytes
+    if signature != b"PK\x03\x04" or method or begin + entry.nbytes > length or header[_LOCAL.size :] != entry.name:
+        raise _damaged(f"the header of its record {entry.name!r} is damaged")
     # Writers that are told not to compute checksums write 0.
     return Record(begin=begin, nbytes=entry.nbytes, checksum=entry.crc or None)
 
 
-def _content(read: Read, entry: _Entry, prefix: str, name: str, length: int) -> bytes:
+def _content(read: Read, entry: _Entry, length: int) -> bytes:
     if entry.nbytes > _MOST_PICKLE_BYTES:
-        raise _damaged(f"its record {name!r} is too large")
-    record = _record(read, entry, prefix + name, length)
+        raise _damaged(f"its record {entry.name!r} is too large")
+    record = _record(read, entry, length)
     data = read(record.begin, record.begin + record.nbytes)
     if record.checksum is not None and zlib.crc32(data) != record.checksum:
-        raise _damaged(f"its record {name!r} has another checksum")
+        raise _damaged(f"its record {entry.name!r} has another checksum")
     return data
 
 
@@ -220,117 +218,103 @@ def _damaged(problem: str) -> CorruptError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A tensor over the record ``data/<storage>`` of ``storage_bytes``; ``elements`` counts from the record's start."""
+    """A tensor over the record ``data/<storage>`` of ``storage_bytes``: ``nbytes`` from its byte ``begin``."""
 
     storage: str
     storage_bytes: int
-    elements: Elements
+    begin: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
 
 
-class _Storage:
-    """What a persistent id of torch.save names: elements of ``dtype``, or bytes."""
+class _Storage(NamedTuple):
+    """What a persistent id of torch.save names."""
 
-    def __init__(self, key: str, dtype: torch.dtype | None, count: int) -> None:
-        self.key = key
-        self.dtype = dtype
-        self.count = count
+    key: str
+    dtype: torch.dtype
+    elements: int
+
+
+class _Tensor(NamedTuple):
+    """What the function ``function`` is to rebuild a tensor from."""
+
+    function: str
+    arguments: tuple[Any, ...]
 
 
 class _NoView(Exception):
     """The pickle is fine, but not a plain dense tensor."""
 
 
-_STORAGES: dict[str, torch.dtype] = {
-    f"{name}Storage": dtype
-    for name, dtype in {
-        "Double": torch.float64,
-        "Float": torch.float32,
-        "Half": torch.float16,
-        "BFloat16": torch.bfloat16,
-        "Long": torch.int64,
-        "Int": torch.int32,
-        "Short": torch.int16,
-        "Char": torch.int8,
-        "Byte": torch.uint8,
-        "Bool": torch.bool,
-        "ComplexDouble": torch.complex128,
-        "ComplexFloat": torch.complex64,
-    }.items()
+# Each kind of storage is told by its dtype; an untyped one counts bytes.
+_CONSTANTS: dict[str, Any] = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.storage.UntypedStorage": torch.uint8,
+    "torch.Size": torch.Size,
+    "collections.OrderedDict": dict,
 }
-
-
-class _Tensor:
-    """Stands for the functions that rebuild a tensor: keeps what they are called with."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-
-class _Tensor3(_Tensor):
-    """The same with the dtype after the hooks."""
-
-
-class _Parameter(_Tensor):
-    """The same, around a tensor."""
 
 
 @lru_cache(maxsize=4096)
 def _decode_view(data: bytes) -> _View | None:
     """The view that a pickle describes; the pickles of equally shaped tensors are equal, and decoded once."""
+    # Functions made for this call, because a stream may set attributes of what it names; dtypes have none to set.
+    makers = {
+        "torch._utils._rebuild_tensor_v2": lambda *arguments: _Tensor("v2", arguments),
+        "torch._utils._rebuild_tensor_v3": lambda *arguments: _Tensor("v3", arguments),
+        "torch._utils._rebuild_parameter": lambda *arguments: _Tensor("parameter", arguments),
+    }
 
     def find(module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        return known[f"{module}.{name}"]
-
-    # Made for each call: a stream may set attributes of the classes that it names.
-    storages = {f"torch.{name}": type(name, (), {"dtype": dtype}) for name, dtype in _STORAGES.items()}
-    known: dict[str, Any] = {
-        **storages,
-        "torch.storage.UntypedStorage": (untyped := type("UntypedStorage", (), {"dtype": None})),
-        "torch.Size": torch.Size,
-        "collections.OrderedDict": dict,
-        "torch._utils._rebuild_tensor_v2": (two := type("_Tensor2", (_Tensor,), {})),
-        "torch._utils._rebuild_tensor_v3": (three := type("_Tensor3", (_Tensor3,), {})),
-        "torch._utils._rebuild_parameter": (parameter := type("_Parameter", (_Parameter,), {})),
-    }
-    dtypes: dict[type, Any] = {kind: vars(kind)["dtype"] for kind in (untyped, *storages.values())}
-    makers = (two, three, parameter)
-
-    def storage(pid: Any) -> _Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and pid[1] in dtypes):
-            raise _NoView
-        if not isinstance(pid[2], str) or type(pid[4]) is not int or pid[4] < 0:
-            raise _NoView
-        return _Storage(pid[2], dtypes[pid[1]], pid[4])
+        full = f"{module}.{name}"
+        return makers[full] if full in makers else _CONSTANTS[full]
 
     try:
-        found = unpickle(data, find, what="its pickle", persistent=storage)
-    except UnsafeError:
+        return _view(unpickle(data, find, what="its pickle", persistent=_storage))
+    except (UnsafeError, _NoView):
         return None
     except CorruptError as error:
         if isinstance(error.__cause__, _NoView):
             return None
         raise _damaged(error.message) from error
-    try:
-        return _view(found, makers)
-    except _NoView:
-        return None
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
         raise _damaged(f"its pickle calls for something impossible: {error}") from error
 
 
-def _view(found: Any, makers: tuple[type, ...]) -> _View:
-    if isinstance(found, _Parameter) and type(found) in makers:
+def _storage(pid: Any) -> _Storage:
+    if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], torch.dtype)):
+        raise _NoView
+    if not isinstance(pid[2], str) or type(pid[4]) is not int or pid[4] < 0:
+        raise _NoView
+    return _Storage(pid[2], pid[1], pid[4])
+
+
+def _view(found: Any) -> _View:
+    if isinstance(found, _Tensor) and found.function == "parameter":
         found = found.arguments[0]
-    if not isinstance(found, _Tensor) or isinstance(found, _Parameter) or type(found) not in makers:
+    if not isinstance(found, _Tensor) or found.function == "parameter":
         raise _NoView
     storage, first, size, stride, _, _, *rest = found.arguments
-    dtype = storage.dtype
-    if isinstance(found, _Tensor3):
-        dtype, *rest = rest
+    if not isinstance(storage, _Storage):
+        raise _NoView
+    dtype, *rest = rest if found.function == "v3" else (storage.dtype, *rest)
     # What comes after all this are the lazy conjugation and negation of the elements.
-    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or any(rest):
+    if not isinstance(dtype, torch.dtype) or any(rest):
         raise _NoView
     shape, strides = tuple(map(int, size)), tuple(map(int, stride))
     if len(shape) != len(strides) or first < 0 or any(number < 0 for number in (*shape, *strides)):
@@ -338,15 +322,20 @@ def _view(found: Any, makers: tuple[type, ...]) -> _View:
     order = _memory_order(shape, strides)
     if order is None:
         raise _NoView
-    itemsize = dtype.itemsize
-    nbytes = math.prod(shape) * itemsize
-    storage_bytes = storage.count * (1 if storage.dtype is None else storage.dtype.itemsize)
-    if nbytes and first * itemsize + nbytes > storage_bytes:
+    nbytes = math.prod(shape) * dtype.itemsize
+    begin = first * dtype.itemsize if nbytes else 0
+    storage_bytes = storage.elements * storage.dtype.itemsize
+    if begin + nbytes > storage_bytes:
         raise ValueError(f"a tensor of {nbytes} bytes in a storage of {storage_bytes}")
-    elements = Elements(
-        begin=first * itemsize if nbytes else 0, nbytes=nbytes, dtype=dtype, shape=shape, order=order, checksum=None
+    return _View(
+        storage=storage.key,
+        storage_bytes=storage_bytes,
+        begin=begin,
+        nbytes=nbytes,
+        dtype=dtype,
+        shape=shape,
+        order=order,
     )
-    return _View(storage=storage.key, storage_bytes=storage_bytes, elements=elements)
 
 
 def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import CorruptError, UnsafeError
@@ -28,6 +28,7 @@ _STOP = 0x2E
 # Opcode -> bytes of the length that comes before the data: (SHORT_)BINUNICODE(8), (SHORT_)BINBYTES(8), LONG1.
 _COUNTED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8A: 1}
 _LONG_BINPUT = 0x72
+_GLOBAL_OPCODE = 0x63
 _GLOBAL = re.compile(rb"c[\w.]{1,256}\n[\w.]{1,256}\n", re.ASCII)
 
 
@@ -53,9 +54,6 @@ def check_opcodes(data: bytes, *, what: str) -> None:
         else:
             break
     raise CorruptError(f"{what} is damaged: no pickle of torch's (byte {min(position, end)}); use another checkpoint")
-
-
-_GLOBAL_OPCODE = 0x63
 
 
 class _Restricted(pickle.Unpickler):
@@ -109,12 +107,3 @@ def unpickle(
     except Exception as error:
         # Anything may come out of a stream that is not what it should be; all of it means the same.
         raise CorruptError(f"{what} is damaged: {type(error).__name__}: {error}; use another checkpoint") from error
-
-
-def table(names: Mapping[str, Any]) -> Globals:
-    """The lookup of ``module.name`` in a table."""
-
-    def known(module: str, name: str) -> Any:
-        return names[f"{module}.{name}"]
-
-    return known
