@@ -26,7 +26,7 @@ from torture.samples import chunks_of
 
 MOST_SECONDS = 0.1
 MOST_BYTES = 64 << 20
-_TRIES = 4
+_TRIES = 6
 _HANGS_S = 20
 
 Look = Callable[[Path], object]
