@@ -100,11 +100,11 @@ def are_reliable(descriptor: int) -> tuple[bool, str]:
     nothing tells; so it counts as unreliable, as does one that cannot be found out.
     """
     try:
-        with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as lines:
-            mount = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        with open(f"/proc/self/fdinfo/{descriptor}", "rb") as lines:
+            mount = next(line.split()[1] for line in lines if line.startswith(b"mnt_id:"))
+        with open("/proc/self/mountinfo", "rb") as lines:
             fields = next(line.split() for line in lines if line.split(maxsplit=1)[0] == mount)
-        kind = fields[fields.index("-") + 1]
+        kind = os.fsdecode(fields[fields.index(b"-") + 1])
     except (OSError, StopIteration, ValueError, IndexError):
         return False, "an unknown file system"
     return kind in _LOCAL_FILE_SYSTEMS, kind
