@@ -44,6 +44,11 @@ def large_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
+def get_ready_to_fork() -> None:
+    """Have torch compute in the calling thread alone: children that are forked have no others."""
+    torch.set_num_threads(1)
+
+
 @contextmanager
 def one_file_each() -> Iterator[None]:
     """For the length of the block, every chunk goes to a data file of its own."""

@@ -14,6 +14,7 @@ import holdfast
 from holdfast._native.sweep import sweep
 from torture.crew import Child
 from torture.part import Options, PartResult
+from torture.samples import get_ready_to_fork
 from torture.saves import Torn, found_version, save, state_of
 
 NAME = "concurrency"
@@ -23,6 +24,7 @@ SCENARIOS = ("savers that may overwrite", "savers that may not", "saver against 
 
 def run(options: Options) -> PartResult:
     """Rounds of each scenario, each with processes of its own that start together."""
+    get_ready_to_fork()
     chosen = random.Random(options.seed)
     rounds = 3 if options.quick else ROUNDS
     violations: list[str] = []

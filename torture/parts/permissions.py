@@ -17,6 +17,7 @@ from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
 from torture.crew import Child
 from torture.part import Options, PartResult
+from torture.samples import get_ready_to_fork
 from torture.saves import Torn, found_version, save, state_of
 
 NAME = "permissions"
@@ -393,6 +394,7 @@ def run(options: Options) -> PartResult:
             violations=[],
             skipped="it takes root to be another user",
         )
+    get_ready_to_fork()
     options.folder.chmod(0o755)
     found_version_warm(options.folder)
     cases = [*_making(), *_reading(), *_parents(), *_users()]
