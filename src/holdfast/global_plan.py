@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._plan.balance import Held, assign, replica_groups
+from holdfast._plan.balance import SPLIT_BYTES, Held, assign, replica_groups
 from holdfast._plan.coverage import check_coverage
 from holdfast._values.lazy import LazyDict, LazyList
+from holdfast._values.limits import MAX_FILE_BYTES
 from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, padded, write_columns
@@ -28,6 +29,7 @@ class _Rows:
     key: np.ndarray
     lo: np.ndarray
     length: np.ndarray
+    hint: np.ndarray
     is_shard: np.ndarray
     fingerprint: np.ndarray
 
@@ -41,20 +43,83 @@ def plan_together(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> tup
     InvalidStateError unless the boxes of each tensor tile it exactly; RankDisagreementError where ranks say different
     things of one key, or hold different contents where they should hold the same.
     """
+    rows, heads = _all_rows(plans)
+    if len(plans) > 1:
+        _check_replicas(rows, list(heads))
+        return _placed(plans, _assigned(rows, heads, len(plans), to_lowest_rank), heads)
+    if _ties_differ(plans[0], heads):
+        return _placed(plans, rows, heads)
+    order = _by_place(rows)
+    return plans, _metadata(rows if order is None else rows.take(order), heads)
+
+
+def check_contents(plans: list[SavePlan]) -> None:
+    """RankDisagreementError when ranks hold different contents where they should hold the same."""
+    if len(plans) > 1:
+        rows, heads = _all_rows(plans)
+        _check_replicas(rows, list(heads))
+
+
+def without_replicas(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> list[SavePlan]:
+    """The plans without what another one writes: every box once, whole, bytes balanced over those that hold it."""
+    rows, heads = _all_rows(plans)
+    rows = _assigned(rows, heads, len(plans), to_lowest_rank, split_bytes=MAX_FILE_BYTES)
+    return _plans(plans, rows, heads)
+
+
+def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tuple[list[SavePlan], Metadata]:
+    """``plans`` as they are, apart from their hints, and the metadata of what they write.
+
+    InvalidStateError unless each tensor is tiled exactly and each value is there once.
+    """
+    rows, heads = _all_rows(plans)
+    counts = np.bincount(rows.key, minlength=len(heads))
+    for (key, head), count in zip(heads.items(), counts.tolist(), strict=True):
+        if head is None and count > 1:
+            raise InvalidStateError(f"the plans have the value of {key!r} {count} times; keep it in one", key=key)
+    placed, metadata = _placed(plans, rows, heads)
+    return placed if rewrite_index_hints else plans, metadata
+
+
+def _all_rows(plans: list[SavePlan]) -> tuple[_Rows, dict[str, TensorHead | None]]:
+    """What is in all plans, and what every key is."""
     tables = [write_columns(plan.items) for plan in plans]
     for table in tables:
         _check_values_once(table)
     heads = _merged_heads(tables)
     rows = _joined(tables, heads)
-    if len(plans) > 1:
-        _check_replicas(rows, list(heads))
-        rows = _assigned(rows, heads, len(plans), to_lowest_rank)
-        keys = list(heads)
-        plans = [
-            dataclasses.replace(plan, items=LazyList(_table(rows.take(np.flatnonzero(rows.rank == rank)), keys, heads)))
-            for rank, plan in enumerate(plans)
-        ]
-    return plans, _metadata(rows, heads)
+    return rows, _truly_tied(rows, heads)
+
+
+def _placed(
+    plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None]
+) -> tuple[list[SavePlan], Metadata]:
+    """Plans of just ``rows``, each with its position among the chunks of its tensor as hint; and the metadata."""
+    order = _by_place(rows)
+    if order is None:
+        return _plans(plans, dataclasses.replace(rows, hint=np.zeros_like(rows.hint)), heads), _metadata(rows, heads)
+    in_place = rows.take(order)
+    starts = np.searchsorted(in_place.key, np.arange(len(heads)))
+    hint = np.empty(len(order), dtype=np.int64)
+    hint[order] = np.arange(len(order)) - starts[in_place.key]
+    return _plans(plans, dataclasses.replace(rows, hint=hint), heads), _metadata(in_place, heads)
+
+
+def _plans(plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None]) -> list[SavePlan]:
+    keys = list(heads)
+    return [
+        dataclasses.replace(plan, items=LazyList(_table(rows.take(np.flatnonzero(rows.rank == rank)), keys, heads)))
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _ties_differ(plan: SavePlan, heads: Mapping[str, TensorHead | None]) -> bool:
+    """Whether a key of ``plan`` is tied to one that is not there, so that it has to be written itself."""
+    columns = write_columns(plan.items)
+    return any(
+        head is not None and head.alias_of is not None and heads[key] != head
+        for key, head in zip(columns.keys, columns.heads, strict=True)
+    )
 
 
 def _check_values_once(table: WriteColumns) -> None:
@@ -67,7 +132,10 @@ def _check_values_once(table: WriteColumns) -> None:
 
 
 def _merged_heads(tables: list[WriteColumns]) -> dict[str, TensorHead | None]:
-    """What every key is, in the order in which ranks have them; tied only where all ranks that hold it say so."""
+    """What every key is, in the order in which ranks have them.
+
+    Tied only where all ranks that hold it say so; it requires a gradient where any of them says so.
+    """
     heads: dict[str, TensorHead | None] = {}
     first_rank: dict[str, int] = {}
     is_held: set[str] = set()
@@ -81,9 +149,17 @@ def _merged_heads(tables: list[WriteColumns]) -> dict[str, TensorHead | None]:
             if key not in is_held:
                 is_held.add(key)
                 heads[key] = head
-            elif known is not None and head is not None and known.alias_of != head.alias_of:
-                heads[key] = known._replace(alias_of=None)
+            elif known is not None and head is not None and known is not head:
+                heads[key] = _both(known, head)
     return {key: _untied(head, heads) for key, head in heads.items()}
+
+
+def _both(known: TensorHead, head: TensorHead) -> TensorHead:
+    if known.alias_of != head.alias_of:
+        known = known._replace(alias_of=None)
+    if head.properties.requires_grad and not known.properties.requires_grad:
+        known = known._replace(properties=dataclasses.replace(known.properties, requires_grad=True))
+    return known
 
 
 def _untied(head: TensorHead | None, heads: Mapping[str, TensorHead | None]) -> TensorHead | None:
@@ -95,7 +171,9 @@ def _untied(head: TensorHead | None, heads: Mapping[str, TensorHead | None]) -> 
 
 def _check_same(key: str, known: TensorHead | None, known_rank: int, head: TensorHead | None, rank: int) -> None:
     def said(each: TensorHead | None) -> str:
-        return "a value" if each is None else f"{each.properties.dtype} {list(each.size)}"
+        if each is None:
+            return "a value"
+        return f"{'' if each.kind is None else f'{each.kind} '}{each.properties.dtype} {list(each.size)}"
 
     if known is not head and said(known) != said(head):
         raise RankDisagreementError(
@@ -113,6 +191,7 @@ def _joined(tables: list[WriteColumns], heads: Mapping[str, TensorHead | None]) 
         key=np.concatenate(keys),
         lo=np.concatenate([_widened(table.lo, width, 0) for table in tables]),
         length=np.concatenate([_widened(table.length, width, 1) for table in tables]),
+        hint=np.concatenate([table.hint for table in tables]),
         is_shard=np.concatenate([table.is_shard for table in tables]),
         fingerprint=np.concatenate(
             [np.zeros(len(table), np.uint64) if table.fingerprint is None else table.fingerprint for table in tables]
@@ -153,25 +232,85 @@ def _check_replicas(rows: _Rows, keys: list[str]) -> None:
     )
 
 
-def _assigned(rows: _Rows, heads: Mapping[str, TensorHead | None], ranks: int, to_lowest_rank: bool) -> _Rows:
-    """The rows to be written, each by its rank; tied keys are written where the one they are tied to is."""
+class _ByKey:
+    """The rows of each key, found without going through all of them."""
+
+    def __init__(self, rows: _Rows, keys: int) -> None:
+        self._rows = rows
+        self._order = np.argsort(rows.key, kind="stable")
+        self._bounds = np.searchsorted(rows.key[self._order], np.arange(keys + 1)).tolist()
+
+    def __getitem__(self, key: int) -> _Rows:
+        return self._rows.take(self._order[self._bounds[key] : self._bounds[key + 1]])
+
+
+def _truly_tied(rows: _Rows, heads: dict[str, TensorHead | None]) -> dict[str, TensorHead | None]:
+    """``heads``; a key that nobody holds where the one it is tied to is held is on its own."""
+    tied = {key: head for key, head in heads.items() if head is not None and head.alias_of is not None}
+    if not tied:
+        return heads
+    ids = {key: number for number, key in enumerate(heads)}
+    by_key = _ByKey(rows, len(heads))
+    untied: dict[str, TensorHead | None] = {}
+    for key, head in tied.items():
+        first, mine = by_key[ids[head.alias_of or ""]], by_key[ids[key]]
+        if not _are_alike(first, mine) and not all(len(_holders(mine, first, row)) for row in range(len(first.key))):
+            untied[key] = head._replace(alias_of=None)
+    return {**heads, **untied}
+
+
+def _are_alike(first: _Rows, second: _Rows) -> bool:
+    """Whether the same ranks hold the same boxes of both."""
+    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in ("rank", "lo", "length"))
+
+
+def _holders(mine: _Rows, other: _Rows, row: int) -> np.ndarray:
+    """The ranks of those of ``mine`` in which the box of ``row`` of ``other`` lies."""
+    lo, end = other.lo[row], other.lo[row] + other.length[row]
+    ranks: np.ndarray = mine.rank[(mine.lo <= lo).all(axis=1) & (end <= mine.lo + mine.length).all(axis=1)]
+    return ranks
+
+
+def _assigned(
+    rows: _Rows,
+    heads: Mapping[str, TensorHead | None],
+    ranks: int,
+    to_lowest_rank: bool,
+    *,
+    split_bytes: int = SPLIT_BYTES,
+) -> _Rows:
+    """The rows to be written, each by its rank; a tied key in the same boxes as the one it is tied to."""
     kinds = list(heads.values())
     ids = {key: number for number, key in enumerate(heads)}
     is_tied = np.array([head is not None and head.alias_of is not None for head in kinds], dtype=bool)[rows.key]
     own = rows.take(np.flatnonzero(~is_tied))
-    assignment = assign(_held(own, kinds), ranks=ranks, to_lowest_rank=to_lowest_rank)
+    assignment = assign(_held(own, kinds), ranks=ranks, to_lowest_rank=to_lowest_rank, split_bytes=split_bytes)
     chosen = own.take(assignment.row)
     written = [dataclasses.replace(chosen, lo=assignment.lo, length=assignment.length)]
-    for number, head in enumerate(kinds):
-        if head is not None and head.alias_of is not None:
-            follows = written[0].take(np.flatnonzero(written[0].key == ids[head.alias_of]))
-            written.append(dataclasses.replace(follows, key=np.full(len(follows.key), number, dtype=np.int64)))
+    if is_tied.any():
+        held, first = _ByKey(rows, len(kinds)), _ByKey(written[0], len(kinds))
+        for number, head in enumerate(kinds):
+            if head is not None and head.alias_of is not None:
+                where = ids[head.alias_of]
+                follows = dataclasses.replace(first[where], key=np.full(len(first[where].key), number))
+                is_alike = _are_alike(held[where], held[number])
+                written.append(follows if is_alike else _moved(follows, held[number]))
     return _Rows(
         **{
             each.name: np.concatenate([getattr(part, each.name) for part in written])
             for each in dataclasses.fields(_Rows)
         }
     )
+
+
+def _moved(follows: _Rows, mine: _Rows) -> _Rows:
+    """``follows``, each by a rank that holds it according to ``mine``: the one it has, or else the lowest."""
+    ranks = follows.rank.copy()
+    for row in range(len(ranks)):
+        holders = _holders(mine, follows, row)
+        if ranks[row] not in holders:
+            ranks[row] = holders.min()
+    return dataclasses.replace(follows, rank=ranks)
 
 
 def _table(rows: _Rows, keys: list[str], heads: Mapping[str, TensorHead | None]) -> WriteColumns:
@@ -184,14 +323,18 @@ def _table(rows: _Rows, keys: list[str], heads: Mapping[str, TensorHead | None])
         key=key.astype(np.int64),
         lo=rows.lo,
         length=rows.length,
-        hint=np.full(len(key), -1, dtype=np.int64),
+        hint=rows.hint,
         is_shard=rows.is_shard,
     )
 
 
+def _by_place(rows: _Rows) -> np.ndarray | None:
+    """The order of ``rows`` by key and place; None when every key has one row and they are in order."""
+    return None if (np.diff(rows.key) > 0).all() else np.lexsort((*rows.lo.T[::-1], rows.key))
+
+
 def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
-    if (np.diff(rows.key) <= 0).any():  # else every key has one row, in order
-        rows = rows.take(np.lexsort((*rows.lo.T[::-1], rows.key)))
+    """What a checkpoint of ``rows``, which are in order, says of itself."""
     _check_tiling(rows, heads)
     bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
     return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))

@@ -15,7 +15,7 @@ from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.reader import NativeReader
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
-from holdfast._state.paths import unflatten
+from holdfast._state.paths import stored_paths, unflatten
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, empty_state
 from holdfast.errors import CorruptError, Difference, InvalidStateError
 from holdfast.metadata import Metadata, TensorStorageMetadata
@@ -142,7 +142,7 @@ def _load_everything(reader: NativeReader, allow_pickle: bool) -> dict[Any, Any]
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad:
             leaves[key] = leaves[key].requires_grad_()
-    return unflatten(leaves, metadata.planner_data)
+    return unflatten(leaves, stored_paths(metadata))
 
 
 def _load(

@@ -152,8 +152,9 @@ class StorageMeta:
 class Metadata:
     """Everything a checkpoint says of itself.
 
-    ``planner_data`` of the default planner maps each key to its path in the state; ``user_metadata`` is what the
-    caller gave to be kept beside the state.
+    ``planner_data`` is the planner's own; that of the default planner maps each key to its path in the state.
+    ``user_metadata`` is what the caller gave to be kept beside the state. ``paths`` maps keys to paths whatever a
+    planner put in the place of the default planner's data.
     """
 
     state_dict_metadata: MutableMapping[str, STORAGE_TYPES]
@@ -162,6 +163,7 @@ class Metadata:
     storage_meta: StorageMeta | None = None
     version: str | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -392,8 +392,7 @@ class LoadPlanner(abc.ABC):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The tensor, of the item's lengths, that is to be filled."""
 
-    @abc.abstractmethod
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:  # noqa: B027, as in torch it may be left out
         """Take note that ``tensor``, from resolve_tensor, has been filled."""
 
     def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:

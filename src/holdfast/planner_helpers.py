@@ -1,26 +1,54 @@
-"""From wanted boxes and stored chunks to read items, as columns."""
+"""From wanted boxes and stored chunks to read items, as columns; and torch's helpers for planners, under its names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.overlap import overlap
+from holdfast._state.paths import flatten, set_element
+from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
 from holdfast._values.limits import MAX_DIMENSIONS
-from holdfast.errors import CorruptError
-from holdfast.metadata import Metadata, TensorStorageMetadata, chunk_columns
-from holdfast.planner import ReadColumns, padded
+from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
+from holdfast.local_plan import LocalLeaves
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+    chunk_columns,
+)
+from holdfast.planner import (
+    ReadColumns,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+    padded,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["create_read_items_for_chunk_list"]
 
 _Sizes = tuple[int, ...]
 
 
-def check_tiling(metadata: Metadata) -> None:
-    """CorruptError unless the chunks of every tensor make it up exactly: what they leave out would be left unfilled."""
+def tiling_faults(metadata: Metadata) -> list[tuple[str, str]]:
+    """The keys whose chunks do not make up the tensor exactly, each with what is wrong."""
     tensors = [
         (key, each) for key, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
     ]
@@ -34,9 +62,13 @@ def check_tiling(metadata: Metadata) -> None:
         padded([*(row for table in tables for row in table.length.tolist()), widest], fill=1)[:-1],
         sizes,
     )
-    if faults:
-        key = tensors[faults[0].tensor][0]
-        raise CorruptError(f"the chunks of {key!r} do not make up the tensor: {faults[0].detail}", key=key)
+    return [(tensors[fault.tensor][0], fault.detail) for fault in faults]
+
+
+def check_tiling(metadata: Metadata) -> None:
+    """CorruptError unless the chunks of every tensor make it up exactly: what they leave out would be left unfilled."""
+    for key, detail in tiling_faults(metadata):
+        raise CorruptError(f"the chunks of {key!r} do not make up the tensor: {detail}", key=key)
 
 
 class _Offsets(NamedTuple):
@@ -92,6 +124,9 @@ class ReadRows:
             offsets = _Offsets(tuple(at), box.offsets, tuple(dest), tuple(stored_at))
             self._rows.append((number, hint, offsets, tuple(length)))
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def columns(self) -> ReadColumns:
         """All that was wanted so far."""
         chunk_lo = padded([offsets.chunk for _, _, offsets, _ in self._rows], fill=0)
@@ -114,3 +149,114 @@ class ReadRows:
             storage_lo=column(attrgetter("storage")),
             length=padded([length for _, _, _, length in self._rows], fill=1),
         )
+
+
+# --- torch's names --------------------------------------------------------------------------------------------------
+
+
+def create_read_items_for_chunk_list(
+    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: Sequence[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """What to read of the tensor ``fqn`` to fill ``local_chunks`` of it; empty where a chunk meets nothing stored."""
+    rows = ReadRows()
+    owners: list[int] = []
+    for number, chunk in enumerate(local_chunks):
+        rows.add_tensor(fqn, checkpoint_md, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        owners.extend([number] * (len(rows) - len(owners)))
+    columns = rows.columns()
+    items = [columns.item(row) for row in range(len(columns))]
+    return [
+        dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, index=owner))
+        for item, owner in zip(items, owners, strict=True)
+    ]
+
+
+def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
+    """What to read for ``obj`` under ``fqn``; MismatchError where one is a tensor and the other is not."""
+    if isinstance(md, BytesStorageMetadata):
+        rows = ReadRows()
+        rows.add_value(fqn)
+        return [rows.columns().item(0)]
+    if not isinstance(obj, torch.Tensor):
+        raise MismatchError.of(
+            [Difference(key=fqn, kind="kind", stored="a tensor", wanted=f"a {type(obj).__name__}")],
+            advice="Make the target a tensor.",
+        )
+    return create_read_items_for_chunk_list(fqn, md, _create_chunk_list(obj))
+
+
+def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """The boxes of ``tensor`` that this process holds."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"a {type(tensor).__name__} has no chunks; only tensors have")
+    boxes = [piece.box for piece in pieces_of("the tensor", tensor).pieces]
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes]
+
+
+def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    """All of ``tensor`` as one chunk."""
+    return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
+
+
+def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:
+    """What this rank has to write of ``object``: a piece, several of them, none, or a value."""
+    columns = LocalLeaves({fqn: object}).columns
+    return [columns.item(row) for row in range(len(columns))]
+
+
+def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
+    """The item that writes all of a plain tensor."""
+    return WriteItem(
+        MetadataIndex(fqn, [0] * tensor.dim()),
+        WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            _create_chunk_from_tensor(tensor), TensorProperties.create_from_tensor(tensor), tensor.size()
+        ),
+    )
+
+
+def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:
+    """The item that writes a value."""
+    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+
+
+def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> WriteItem:
+    """The item that writes what this rank holds of ``tensor``; InvalidStateError where that is not one box."""
+    items = _create_write_items(fqn, tensor)
+    if len(items) != 1:
+        raise InvalidStateError(
+            f"this rank holds {len(items)} separate pieces of {fqn!r}; use _create_write_items, which gives them all",
+            key=fqn,
+        )
+    return items[0]
+
+
+def _init_state_dict(state_dict: STATE_DICT_TYPE) -> None:
+    """Replace the meta tensors in ``state_dict``, at any depth, by CPU tensors that are to be filled."""
+    leaves, paths = flatten(state_dict)
+    for key, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and is_meta(leaf):
+            set_element(state_dict, paths[key], torch.empty_like(leaf, device="cpu"))
+
+
+def _contains_usable_plan(delta_plans: Sequence[SavePlan]) -> bool:
+    """Whether any plan is a plan, and not a word that it has not changed."""
+    return any(plan.usable for plan in delta_plans)
+
+
+def _merge_delta_local_plans(cached_plans: Sequence[SavePlan], delta_plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """The plans of ``delta_plans``, those of ``cached_plans`` where they have not changed."""
+    return [new if new.usable else old for old, new in zip(cached_plans, delta_plans, strict=True)]
+
+
+def _compare_save_plans(plan: SavePlan, other_plan: SavePlan) -> bool:
+    """Whether two plans are the same: the same items, dtypes and all else that is said of them, and planner_data."""
+    return (
+        plan.usable == other_plan.usable
+        and plan.planner_data == other_plan.planner_data
+        and [_with_hint(item) for item in plan.items] == [_with_hint(item) for item in other_plan.items]
+    )
+
+
+def _with_hint(item: WriteItem) -> tuple[WriteItem, int | None]:
+    return item, item.index.index

@@ -90,7 +90,7 @@ def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner,
 
     def plan_locally() -> SavePlan:
         if isinstance(planner, DefaultSavePlanner):
-            planner.ranks = ranks.size
+            planner.ranks, planner.kept = ranks.size, ranks.kept
         planner.set_up_planner(expose(state), writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())

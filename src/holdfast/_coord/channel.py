@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed
 
@@ -106,7 +106,7 @@ class Channel:
     ``rank`` counts within the group, ``names`` are the ranks' numbers in the whole job, ``carrier`` is the rank whose
     process runs the store. When ``clients`` are used up or broken, ``dial`` makes new ones, after a look whether anyone
     listens if its argument is True; it blocks while the carrier is stopped, and raises OSError or RuntimeError when it
-    is gone.
+    is gone. ``kept`` is what this rank keeps from one operation to the next, by the rank that coordinates.
     """
 
     carrier = 0
@@ -130,6 +130,7 @@ class Channel:
         self._ended: _Receiver | None = None
         self._idle = list(clients)
         self._is_suspect = False
+        self.kept: dict[int, dict[object, Any]] = {}
 
     @property
     def size(self) -> int:

@@ -63,6 +63,7 @@ class ChannelRanks:
         self.rank = channel.rank
         self.size = channel.size
         self.is_coordinator = channel.rank == coordinator_rank
+        self.kept = channel.kept.setdefault(coordinator_rank, {})
         self._coordinator = coordinator_rank
         self._channel = channel
         self._encode = encode

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from holdfast.errors import CheckpointError
 
@@ -34,6 +34,11 @@ class Ranks(Protocol):
     @property
     def is_coordinator(self) -> bool:
         """Whether this is the one that merges."""
+        ...
+
+    @property
+    def kept(self) -> dict[object, Any]:
+        """What this rank keeps for later operations of the same ranks under the same coordinator."""
         ...
 
     def __enter__(self) -> Ranks: ...
@@ -73,6 +78,9 @@ class SoloRanks:
     rank = 0
     size = 1
     is_coordinator = True
+
+    def __init__(self) -> None:
+        self.kept: dict[object, Any] = {}
 
     def __enter__(self) -> SoloRanks:
         return self

@@ -80,11 +80,15 @@ class OutputFile:
             rest = rest[count:]
             offset += count
 
-    def finish(self, size: int) -> None:
-        """Cuts the file to ``size`` and returns once its contents are durable; after an error only ``abandon`` it."""
+    def finish(self, size: int, *, sync: bool = True) -> None:
+        """Cuts the file to ``size`` and, unless told not to ``sync``, returns once its contents are durable.
+
+        After an error only ``abandon`` it.
+        """
         with posix.reporting("truncate", self.path):
             os.ftruncate(self._descriptor, size)
-        posix.sync_file(self._descriptor, self.path)
+        if sync:
+            posix.sync_file(self._descriptor, self.path)
 
     def close(self) -> None:
         """Closes the file, which drops the lock; a second call does nothing."""

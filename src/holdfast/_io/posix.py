@@ -220,6 +220,18 @@ def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         yield cast(io.IOBase, stream)
 
 
+def sync_stream(stream: io.IOBase, path: str | os.PathLike[str]) -> None:
+    """Returns once what was written to ``stream`` is durable: by its file, or by syncing all where it has none."""
+    with reporting("write", path):
+        stream.flush()
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        os.sync()
+        return
+    sync_file(descriptor, path)
+
+
 def list_names(path: str | os.PathLike[str]) -> list[str]:
     """The sorted names in the directory ``path``."""
     with reporting("list", path):

@@ -24,6 +24,7 @@ from holdfast._io import posix
 from holdfast._io.direct import InputFile
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry
+from holdfast._native.planner_data import split_planner_data
 from holdfast._native.publish import MANIFEST_NAME, read_manifest
 from holdfast._native.tree import decode_path
 from holdfast._native.values import decode_value
@@ -129,12 +130,16 @@ class Catalog:
                 None if entry.quantizer is None else self.quantizer(entry),
             )
         entries.update({value.key: BytesStorageMetadata() for value in values})
-        user_metadata = decode_value(self.manifest.metadata, key="user_metadata")
+        paths = self.paths()
+        user_metadata, planner_data = split_planner_data(
+            decode_value(self.manifest.metadata, key="user_metadata"), paths
+        )
         return Metadata(
             entries,
-            planner_data=self.paths(),
+            planner_data=planner_data,
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
-            user_metadata=user_metadata if isinstance(user_metadata, dict) else {},
+            user_metadata=user_metadata,
+            paths=paths,
         )
 
 

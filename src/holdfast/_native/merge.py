@@ -12,7 +12,7 @@ from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer
 from holdfast._native.report import WriteReport, WrittenTensor
 from holdfast._native.tree import encode_path
 from holdfast._native.values import Json
-from holdfast._state.paths import Path
+from holdfast._state.paths import Path, stored_paths
 from holdfast._values.digest import digest, to_hex
 from holdfast.errors import CorruptError, InternalError, InvalidStateError
 from holdfast.metadata import Metadata
@@ -30,7 +30,7 @@ def merge_reports(
 
     InvalidStateError unless that is everything ``metadata`` promises, each tensor tiled exactly.
     """
-    paths: Mapping[str, Path] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = stored_paths(metadata)
     tensors = _tensors(metadata, reports)
     values = {key: json for report in reports for key, json in report.values.items()}
     missing = [key for key in metadata.state_dict_metadata if key not in tensors and key not in values]
@@ -78,14 +78,17 @@ def _tensors(metadata: Metadata, reports: Sequence[WriteReport]) -> dict[str, Wr
                     f"and as {tensor.dtype} {list(tensor.shape)} by another",
                     key=key,
                 )
-    return {key: _settled(written[key], written) for key in metadata.state_dict_metadata if key in written}
+    return {key: _settled(key, written) for key in metadata.state_dict_metadata if key in written}
 
 
-def _settled(tensor: WrittenTensor, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
-    """``tensor``; an alias has become what the tensor it shares has become."""
+def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
+    """What was written under ``key``; an alias has become what the tensor it shares has become."""
+    tensor = written[key]
     if tensor.alias_of is None:
         return tensor
-    first = written[tensor.alias_of]
+    first = written.get(tensor.alias_of)
+    if first is None:
+        raise InvalidStateError(f"{key!r} is planned as the same as {tensor.alias_of!r}, which nobody wrote", key=key)
     return WrittenTensor(
         dtype=first.dtype,
         shape=first.shape,

@@ -1,15 +1,13 @@
 """Chunks into data files: offsets run on, slabs are cut at block boundaries, every block is hashed while hot.
 
-A job owns whole blocks and nothing is shared between jobs: it copies its blocks into a slab, hashes them there (so the
-digest is of the very bytes that are written, whatever happens to the tensor meanwhile), and writes whole pages. Where
-the last block ends inside a page, the next job writes that page, with the bytes that this one has hashed. The header
-goes last, into the room that was reserved for it.
+A job owns whole blocks: it copies them into a slab, hashes them there (so the digest is of the very bytes that are
+written, whatever happens to the tensor meanwhile), and writes whole pages. The header goes last, into the room that was
+reserved for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +19,7 @@ from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.header import HeaderEntry, encode_header
+from holdfast._native.pages import PageJob, filled_slab, following, write_pages
 from holdfast._native.report import WrittenFile
 from holdfast._state.raw import Source
 from holdfast._values.digest import BLOCK_BYTES, digest
@@ -46,20 +45,13 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Job:
-    """Blocks of one file up to ``end``; ``before`` has the bytes ahead of the first, from the start of its page on.
+class _Job(PageJob):
+    """Whole blocks of one file.
 
     A block: bytes from ``start`` to ``stop`` of a source, their place in the slab, the number of their digest.
     """
 
-    file: OutputFile
-    base: int
-    end: int
-    before: _Job | None = None
     blocks: list[tuple[Source, int, int, int, int]] = field(default_factory=list)
-    is_last: bool = False
-    tail: bytes = b""
-    is_filled: threading.Event = field(default_factory=threading.Event)
 
 
 class DataFile:
@@ -173,7 +165,7 @@ class Packer:
                 at = job.end - job.base
                 if at + stop - start > SLAB_BYTES:
                     yield job
-                    job = _following(job)
+                    job = following(job)
                     at = job.end - job.base
                 job.blocks.append((source, start, stop, at, len(self.digests)))
                 job.end += stop - start
@@ -201,56 +193,15 @@ class Packer:
         Threads that all need the interpreter only get in each other's way.
         """
         if len(job.blocks) > _FEW_BLOCKS:
-            return partial(_write, job, self._filled(job, ring), ring)
-        return lambda: _write(job, self._filled(job, ring), ring)
+            return partial(write_pages, job, self._filled(job, ring), ring)
+        return lambda: write_pages(job, self._filled(job, ring), ring)
 
     def _filled(self, job: _Job, ring: SlabRing) -> Slab:
         """A slab with the blocks of ``job`` in it, hashed."""
-        try:
-            slab = ring.acquire()
-            try:
-                _fill(job, slab, self.digests)
-            except BaseException:
-                ring.release(slab)
-                raise
-            filled = job.end - job.base
-            job.tail = bytes(slab.view[filled - filled % ALIGNMENT : filled])
-            return slab
-        finally:
-            # Also after an error: the next job must not wait for ever.
-            job.is_filled.set()
+        return filled_slab(job, ring, self._fill)
 
-
-def _write(job: _Job, slab: Slab, ring: SlabRing) -> None:
-    """Write the whole pages of ``job``; a last one that is not whole is the next job's, or padded at the file's end."""
-    try:
-        _take_over(job, slab)
-        filled = job.end - job.base
-        if job.is_last:
-            padding = -filled % ALIGNMENT
-            slab.view[filled : filled + padding] = bytes(padding)
-            filled += padding
-        job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
-    finally:
-        ring.release(slab)
-
-
-def _fill(job: _Job, slab: Slab, digests: list[int]) -> None:
-    view = slab.view
-    for source, start, stop, at, slot in job.blocks:
-        source.copy_out(start, stop, slab, at)
-        digests[slot] = digest(view[at : at + stop - start])
-
-
-def _take_over(job: _Job, slab: Slab) -> None:
-    """Copy what the job before left on the page where this one begins: the very bytes that it has hashed."""
-    if job.before is not None:
-        # Jobs start in order and fill their slab before they wait, so this ends.
-        job.before.is_filled.wait()
-        slab.view[: len(job.before.tail)] = job.before.tail
-        job.before = None
-
-
-def _following(job: _Job) -> _Job:
-    """The job after ``job`` in its file: from the page that ``job`` leaves unfinished."""
-    return _Job(job.file, job.end - job.end % ALIGNMENT, job.end, job)
+    def _fill(self, job: _Job, slab: Slab) -> None:
+        view, digests = slab.view, self.digests
+        for source, start, stop, at, slot in job.blocks:
+            source.copy_out(start, stop, slab, at)
+            digests[slot] = digest(view[at : at + stop - start])

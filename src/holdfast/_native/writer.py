@@ -21,12 +21,13 @@ from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
+from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, report_of
 from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import Json, encode_value
 from holdfast._plan.packing import pack_order
-from holdfast._state.paths import TypedKey
+from holdfast._state.paths import TypedKey, path_mapping
 from holdfast._state.raw import MemorySource, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values import dtypes
@@ -98,12 +99,13 @@ class NativeWriter(StorageWriter):
         """Make the directory; refuse early what could not be published."""
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
+        check_user_metadata(self.user_metadata)
         encode_value(self.user_metadata, key="user_metadata")
         posix.make_directories(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
-        paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        paths = path_mapping(plan.planner_data) or {}
         for key in write_columns(plan.items).keys:
             check_key(key)
             path = paths.get(key, ())
@@ -138,7 +140,7 @@ class NativeWriter(StorageWriter):
             [report_of(result) for result in results],
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
-            user_metadata=encode_value(self.user_metadata, key="user_metadata"),
+            user_metadata=encode_value(with_planner_data(self.user_metadata, metadata), key="planner_data"),
         )
         publish(
             self.path,
@@ -249,12 +251,11 @@ class _WriterWork:
     def _plan_chunks(self) -> None:
         """Plan the chunks in file order: pages first, then by element size, so that every chunk is aligned."""
         columns, rows = self._columns, []
-        known = set(columns.keys)
         for row, which in enumerate(columns.key.tolist()):
             key, head = columns.keys[which], columns.heads[which]
             if head is None:
                 continue
-            if head.alias_of is not None and head.alias_of in known:
+            if head.alias_of is not None:  # whichever rank writes that one
                 self._aliases[key] = _written(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
             else:
                 rows.append(row)

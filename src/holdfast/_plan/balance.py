@@ -26,6 +26,9 @@ import numpy.typing as npt
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
+SPLIT_BYTES = 16 << 20
+"""Replicated boxes above this may be split between the ranks that hold them."""
+
 _TOLERANCE = 1 / 20
 """What one box, or one step of a cut, may be of a rank's bytes: two of them are the 10 % that ranks may differ by."""
 
@@ -117,7 +120,7 @@ def replica_groups(held: Held) -> tuple[_Int64s, _Int64s]:
     return group, sizes
 
 
-def assign(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes: int = 16 << 20) -> Assignment:
+def assign(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes: int = SPLIT_BYTES) -> Assignment:
     """Who writes what: every distinct box once, by ranks that hold it, the bytes of the ``ranks`` ranks balanced.
 
     Replicated boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only

@@ -16,6 +16,7 @@ import torch
 from holdfast._state.subclasses import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
+from holdfast.metadata import Metadata
 from holdfast.stateful import is_stateful
 
 
@@ -49,6 +50,18 @@ Path = tuple[PathElement, ...]
 def path_key(path: Path) -> str:
     """The dotted key of ``path``."""
     return ".".join(map(str, path))
+
+
+def path_mapping(planner_data: object) -> dict[str, Path] | None:
+    """``planner_data`` if it is what the default planner puts there, keys to paths; None for a planner's own data."""
+    if not isinstance(planner_data, dict):
+        return None
+    return planner_data if all(type(path) is tuple and path for path in planner_data.values()) else None
+
+
+def stored_paths(metadata: Metadata) -> dict[str, Path]:
+    """Where each key belongs in the state, as far as ``metadata`` knows; the others are at the top."""
+    return metadata.paths or path_mapping(metadata.planner_data) or {}
 
 
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:

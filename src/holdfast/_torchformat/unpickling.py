@@ -301,7 +301,7 @@ def _check_paths(planner_data: dict[Any, Any], entries: Mapping[str, STORAGE_TYP
         if not is_path(path):
             raise _Refused(f"the path of {key!r} is not one of names and positions")
         for depth, element in enumerate(path):
-            if type(element) is int:
+            if isinstance(element, int):
                 lists[path[:depth]] = max(lists.get(path[:depth], 0), element + 1)
     if sum(lists.values()) > max(_MOST_LIST_ENTRIES, 64 * len(entries)):
         raise _Refused("its paths are positions in lists that are longer than any")
@@ -312,7 +312,7 @@ def is_path(path: Any) -> bool:
     return (
         isinstance(path, tuple)
         and 0 < len(path) <= MAX_PATH_DEPTH
-        and all(type(element) is str or (type(element) is int and element >= 0) for element in path)
+        and all(isinstance(element, str) or (isinstance(element, int) and element >= 0) for element in path)
     )
 
 

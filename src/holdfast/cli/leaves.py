@@ -20,9 +20,8 @@ from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.tree import decode_path
 from holdfast._state.paths import Path
 from holdfast._torchformat.places import StorageInfo
-from holdfast._torchformat.unpickling import is_path
 from holdfast._values.dtypes import DTYPES
-from holdfast.detect import is_torch_format
+from holdfast.detect import is_torch_format, stored_paths
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling
 
@@ -201,11 +200,11 @@ def _torch_contents(path: str | os.PathLike[str], pattern: str | None) -> Conten
 
 
 def _torch_leaves(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], pattern: str | None) -> Iterator[Leaf]:
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = stored_paths(metadata)
     for key, stored in metadata.state_dict_metadata.items():
         if pattern is not None and not fnmatch.fnmatchcase(key, pattern):
             continue
-        path = paths[key] if is_path(paths.get(key)) else (key,)
+        path = paths.get(key, (key,))
         if isinstance(stored, TensorStorageMetadata):
             dtype = stored.properties.dtype
             yield StoredLeaf(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,80 @@ def test_a_rank_that_holds_nothing_of_a_key_has_no_say_about_its_ties() -> None:
         assert tensor(metadata, "second").alias_of == "first"
 
 
+def test_a_tied_key_is_written_by_a_rank_that_has_it() -> None:
+    weight = torch.ones(4)
+    states: list[dict[str, Any]] = [{"first": weight}, {"first": weight, "second": weight}, {"first": weight}]
+    for to_lowest_rank in (False, True):
+        plans, metadata = plan_together([plan_of(state) for state in states], to_lowest_rank=to_lowest_rank)
+        assert tensor(metadata, "second").alias_of == "first"
+        written = {key: rank for rank, keys in enumerate(keys_written(plans)) for key in keys}
+        assert written["second"] == 1
+    assert written["first"] == 0
+
+
+def test_keys_tied_on_different_ranks_are_each_written_where_they_are() -> None:
+    weight = torch.ones(4)
+    states: list[dict[str, Any]] = [
+        {"first": weight},
+        {"first": weight, "second": weight},
+        {"first": weight, "third": weight},
+    ]
+    plans, metadata = plan_together([plan_of(state) for state in states])
+    written = {key: rank for rank, keys in enumerate(keys_written(plans)) for key in keys}
+    assert (written["second"], written["third"]) == (1, 2)
+    assert [tensor(metadata, key).alias_of for key in ("second", "third")] == ["first", "first"]
+
+
+def test_a_large_tied_key_follows_the_parts_of_the_other() -> None:
+    weight = torch.empty(40 << 20, dtype=torch.uint8)
+    states: list[dict[str, Any]] = [{"first": weight, "second": weight}, {"first": weight}]
+    plans, metadata = plan_together([plan_of(state, "off") for state in states])
+    assert {rank for rank, keys in enumerate(keys_written(plans)) if "first" in keys} == {0, 1}
+    assert {rank for rank, keys in enumerate(keys_written(plans)) if "second" in keys} == {0}
+    first, second = (list(tensor(metadata, key).chunks) for key in ("first", "second"))
+    assert first == second
+    assert len(first) > 1
+
+
+def test_a_key_tied_to_what_is_held_elsewhere_too_is_refused_and_not_taken_for_whole() -> None:
+    low = shard("first", [0], [2], [4])
+    assert low.tensor_data is not None
+    data = dataclasses.replace(low.tensor_data, alias_of="first")
+    tied = dataclasses.replace(low, index=MetadataIndex("second", [0]), tensor_data=data)
+    with pytest.raises(InvalidStateError, match="'second'"):
+        plan_together([SavePlan([low, tied]), SavePlan([shard("first", [2], [2], [4])])])
+
+
+def test_a_tied_key_whose_other_was_taken_out_of_the_plan_is_written_itself() -> None:
+    weight = torch.ones(4)
+    plan = plan_of({"first": weight, "second": weight})
+    del plan.items[0]
+    (planned,), metadata = plan_together([plan])
+    (item,) = planned.items
+    assert item.tensor_data is not None
+    assert item.tensor_data.alias_of is None
+    assert tensor(metadata, "second").alias_of is None
+
+
+def test_hints_are_positions_in_the_metadata() -> None:
+    plans = [SavePlan([shard("w", [low, 0], [2, 3], [6, 3]), shard("v", [low], [2], [6])]) for low in (4, 0, 2)]
+    together, metadata = plan_together(plans)
+    for plan in together:
+        for item in plan.items:
+            assert item.index.index is not None
+            assert tensor(metadata, item.index.fqn).chunks[item.index.index].offsets == item.index.offset
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_key_requires_a_gradient_where_any_rank_says_so(who: int) -> None:
+    states = [{"w": torch.ones(2, requires_grad=rank == who)} for rank in range(3)]
+    plans, metadata = plan_together([plan_of(state) for state in states])
+    assert tensor(metadata, "w").properties.requires_grad
+    (item,) = (item for plan in plans for item in plan.items)
+    assert item.tensor_data is not None
+    assert item.tensor_data.properties.requires_grad
+
+
 # Disagreement.
 
 
@@ -171,6 +246,7 @@ def test_a_rank_that_holds_nothing_of_a_key_has_no_say_about_its_ties() -> None:
         (torch.ones(4), torch.ones(4).long(), ("torch.float32 [4]", "torch.int64 [4]")),
         (torch.ones(4), 1.0, ("torch.float32 [4]", "a value")),
         (1.0, torch.ones(4), ("a value", "torch.float32 [4]")),
+        (np.ones(4), torch.ones(4).double(), ("numpy torch.float64 [4]", "torch.float64 [4]")),
     ],
 )
 def test_one_key_in_two_kinds_names_both_ranks(one: Any, other: Any, said: tuple[str, str]) -> None:

@@ -1,170 +1,30 @@
-"""The planners used when none is given: the whole state out, the whole target in.
+"""The load planner used when none is given: target and checkpoint compared key by key before anything is read.
 
-The save planner turns each leaf of the flattened state into items and marks tied weights; the load planner compares
-the target with the checkpoint, key by key, before anything is read. Both work on columns.
+Where both agree, a leaf of the target becomes read items, as columns; where they do not, that is known before a target
+is touched.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
-from collections.abc import Iterable
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
 
-from holdfast._state.paths import Path, flatten, set_element, unflatten
-from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, piece_holding, pieces_of
+from holdfast._state.paths import Path, flatten, path_key, set_element, stored_paths, unflatten
+from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.subclasses import ComposedTensor
-from holdfast._state.tensors import (
-    as_tensor,
-    check_fillable,
-    empty_quantized,
-    empty_tensor,
-    quantizer_of,
-)
-from holdfast._torchformat.objects import deserialize_object, serialize_object
-from holdfast._values.box import Box, whole
+from holdfast._state.tensors import check_fillable, empty_tensor, quantizer_of
+from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
 from holdfast._values.value_buffer import ValueBuffer
+from holdfast.default_planner.empty_state import empty_state
 from holdfast.errors import Difference, InvalidStateError, MismatchError
-from holdfast.global_plan import plan_together
-from holdfast.local_plan import LocalLeaves
-from holdfast.metadata import (
-    STATE_DICT_TYPE,
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from holdfast.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadColumns,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteColumns,
-    WriteItem,
-    WriteItemType,
-)
+from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ReadItem
 from holdfast.planner_helpers import ReadRows
-
-__all__ = ["DefaultLoadPlanner", "DefaultSavePlanner"]
-
-
-class DefaultSavePlanner(SavePlanner):
-    """Saves every leaf of the state; subclass it and override ``lookup_object`` or ``transform_object``."""
-
-    def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        *,
-        dedup_save_to_lowest_rank: bool = False,
-        replica_check: Literal["sample", "all", "off"] = "sample",
-    ) -> None:
-        self.flatten_state_dict = flatten_state_dict
-        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
-        self.replica_check = replica_check
-        self.ranks = 1
-        self.mappings: dict[str, Path] = {}
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take the state, flattened."""
-        if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
-        self.state_dict = state_dict
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        """One item for each leaf; InvalidStateError for a tensor that has nothing to store."""
-        local = LocalLeaves(self.state_dict, replica_check=self.replica_check if self.ranks > 1 else "off")
-        self._pieces = local.pieces
-        plan = SavePlan(
-            LazyList(local.columns),
-            planner_data=self.mappings if self.flatten_state_dict else None,
-        )
-        self.plan = plan
-        return plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what, and the metadata of what they write together, checked to be whole."""
-        all_plans, metadata = plan_together(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
-        if self.flatten_state_dict:
-            merged: dict[str, Path] = {}
-            for plan in all_plans:
-                merged.update(plan.planner_data or {})
-            metadata = dataclasses.replace(metadata, planner_data=merged)
-        self.global_plan = all_plans
-        self.metadata = metadata
-        return all_plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """``new_plan``, unchanged."""
-        self.plan = new_plan
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor or value of ``write_item``, transformed."""
-        data = self.transform_object(write_item, self.lookup_object(write_item.index))
-        if write_item.tensor_data is None or not isinstance(data, torch.Tensor):
-            return data
-        chunk = write_item.tensor_data.chunk
-        return self._cut(write_item.index.fqn, data, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The leaf that ``index`` names, or the piece of it that this rank holds there; override it to save another."""
-        leaf = self.state_dict[index.fqn]
-        pieces = self._pieces.get(index.fqn)
-        if pieces is None or index.offset is None:
-            return leaf
-        offsets = tuple(index.offset)
-        piece = piece_at(pieces, offsets) or piece_holding(pieces, Box(offsets, (1,) * len(offsets)))
-        if piece is None:
-            raise InvalidStateError(f"this rank does not hold {index.fqn!r} at {list(index.offset)}", key=index.fqn)
-        return piece.tensor
-
-    def _cut(self, key: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """The part of what this rank holds of ``key`` that is to be written, where it is not all of it."""
-        if tensor.shape == box.lengths:
-            return tensor
-        leaf, pieces = self.state_dict.get(key), self._pieces.get(key)
-        if pieces is not None:
-            piece = piece_holding(pieces, box)
-            held = None if piece is None else piece.box
-        else:
-            held = whole(leaf.shape) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
-        if held is None or tensor.shape != held.lengths or not held.contains(box):
-            return tensor  # someone's planner means something else: storage judges it
-        return tensor[box.relative_to(held).slices()]
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
-        """What storage gets for ``object``; override it to change values on their way out."""
-        if write_item.type is WriteItemType.BYTE_IO:
-            value = object.context if isinstance(object, ComposedTensor) else object
-            return ValueBuffer(value, serialize_object)
-        if isinstance(object, np.ndarray):
-            return as_tensor(write_item.index.fqn, object)
-        tensor: torch.Tensor = object.detach() if object.requires_grad else object
-        return tensor
-
-
-@final
-class WholeSavePlanner(DefaultSavePlanner):
-    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
-
-    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
-        """The leaf itself."""
-        which, _, length, _, is_shard = columns.rows[row]
-        leaf = self.state_dict[columns.keys[which]]
-        if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
-            return leaf.detach() if leaf.requires_grad else leaf
-        return super().resolve_row(columns, row)
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -172,26 +32,32 @@ class DefaultLoadPlanner(LoadPlanner):
 
     ``strict`` makes every difference between target and checkpoint an error before anything is touched; without it
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
-    allows loading one floating type into another.
+    allows loading one floating type into another. ``flatten_sharded_tensors`` is there for torch's sake: shards that
+    are themselves sharded are always taken apart.
     """
 
     def __init__(
         self,
         flatten_state_dict: bool = True,
-        *,
+        flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
+        *,
         strict: bool = True,
         cast: bool = False,
         allow_pickle: bool = False,
     ) -> None:
         self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
         self.allow_partial_load = allow_partial_load
         self.strict = strict
         self.cast = cast
         self.allow_pickle = allow_pickle
+        self.original_state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, Path] = {}
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
+        self._materials: dict[tuple[object, ...], torch.Tensor] = {}
+        self._pieces: dict[str, Pieces] = {}
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -200,16 +66,37 @@ class DefaultLoadPlanner(LoadPlanner):
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
-        self._materials: dict[tuple[object, ...], torch.Tensor] = {}
-        self._pieces: dict[str, Pieces] = {}
+        self._materials, self._pieces = {}, {}
         self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
         self.metadata = metadata
         self.is_coordinator = is_coordinator
-        if self.flatten_state_dict and metadata is not None and isinstance(metadata.planner_data, dict):
+        if self.flatten_state_dict and metadata is not None:
+            if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
+                self._take_whole_values(metadata)
             self._fill_empty_containers(metadata)
+
+    def _take_whole_values(self, metadata: Metadata) -> None:
+        """Ask for a container of the target as the one value that the checkpoint has of it.
+
+        So torch stores a tuple of tensors and, before version 2.4, a dict without tensors in it.
+        """
+        stored, leaves = metadata.state_dict_metadata, self.state_dict
+        below: dict[Path, list[str]] = {}
+        for key in leaves:
+            path = self.mappings[key]
+            for length in range(1, len(path)):
+                if isinstance(stored.get(path_key(path[:length])), BytesStorageMetadata):
+                    below.setdefault(path[:length], []).append(key)
+        for path, keys in below.items():
+            whole = path_key(path)
+            if whole in leaves or any(key in stored or key not in leaves for key in keys):
+                continue
+            for key in keys:
+                del leaves[key]
+            leaves[whole], self.mappings[whole] = None, path
 
     def _fill_empty_containers(self, metadata: Metadata) -> None:
         """Ask for all that is stored below an empty container of the target, such as the state of a new optimizer."""
@@ -217,7 +104,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if not empty or any(isinstance(leaf, torch.Tensor) and is_sharded(leaf) for leaf in self.state_dict.values()):
             return  # next to sharded tensors, whole ones would be of another kind than what belongs there
         below: dict[Path, dict[str, Path]] = {}
-        for key, path in metadata.planner_data.items():
+        for key, path in stored_paths(metadata).items():
             for length in range(1, len(path)):
                 if path[:length] in empty and key in metadata.state_dict_metadata:
                     below.setdefault(path[:length], {})[key] = path
@@ -419,32 +306,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _can_cast(was: torch.dtype, wanted: torch.dtype) -> bool:
     return all(_name(dtype) in DTYPES and DTYPES[_name(dtype)].is_floating for dtype in (was, wanted))
-
-
-def empty_state(metadata: Metadata, keys: Iterable[str] | None = None) -> STATE_DICT_TYPE:
-    """A flat target on the CPU for ``keys`` of the checkpoint, or all; tied keys share a tensor, values are None."""
-    leaves: STATE_DICT_TYPE = {}
-    chosen = list(metadata.state_dict_metadata if keys is None else keys)
-    stored_here = set(chosen)
-    tied: list[tuple[str, str]] = []
-    for key in chosen:
-        stored = metadata.state_dict_metadata[key]
-        if isinstance(stored, BytesStorageMetadata):
-            leaves[key] = None
-        elif stored.alias_of in stored_here:
-            leaves[key] = None
-            tied.append((key, stored.alias_of))
-        elif stored.quantizer is not None:
-            leaves[key] = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
-        else:
-            tensor = empty_tensor(stored.size, stored.properties.dtype)
-            leaves[key] = tensor.numpy() if stored.kind == "numpy" else tensor
-    for key, first in tied:
-        alike = _requires_grad(metadata, key) == _requires_grad(metadata, first)
-        leaves[key] = leaves[first] if alike else leaves[first].detach()
-    return leaves
-
-
-def _requires_grad(metadata: Metadata, key: str) -> bool:
-    stored = metadata.state_dict_metadata[key]
-    return isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad

@@ -1,0 +1,186 @@
+"""The save planner used when none is given: every leaf of the flattened state becomes items, ties are marked."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+
+from holdfast._state.paths import Path, flatten, path_mapping
+from holdfast._state.pieces import Pieces, piece_at, piece_holding
+from holdfast._state.subclasses import ComposedTensor
+from holdfast._state.tensors import as_tensor
+from holdfast._torchformat.objects import serialize_object
+from holdfast._values.box import Box, whole
+from holdfast._values.lazy import LazyList
+from holdfast._values.value_buffer import ValueBuffer
+from holdfast.default_planner.plan_memory import Draft, PlanMemory
+from holdfast.errors import InvalidStateError
+from holdfast.global_plan import plan_together
+from holdfast.local_plan import LocalLeaves
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from holdfast.planner import SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Saves every leaf of the state; subclass it and override ``lookup_object`` or ``transform_object``.
+
+    Args:
+        flatten_state_dict: take nested dicts and lists apart; without it, the state is a dict of keys to leaves.
+        flatten_sharded_tensors: for torch's sake; shards that are themselves sharded are always taken apart.
+        dedup_replicated_tensors: for torch's sake; has no effect and warns.
+        dedup_save_to_lowest_rank: what several ranks hold is written by the lowest of them, instead of balanced.
+        enable_plan_caching: where a save has the same plans as one before, ranks send none and nothing is planned
+            again. A planner of just this class shares what it remembers with all others in its process group; that of a
+            subclass is its own, and what the subclass does to plans must depend on nothing but the state.
+        replica_check: how ranks compare what they should have in common.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        replica_check: Literal["sample", "all", "off"] = "sample",
+    ) -> None:
+        if dedup_replicated_tensors is not None:
+            warnings.warn(
+                "dedup_replicated_tensors has no effect: what several ranks hold is always written once",
+                FutureWarning,
+                stacklevel=2,
+            )
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.enable_plan_caching = enable_plan_caching
+        self.replica_check = replica_check
+        self.ranks = 1
+        self.kept: dict[object, Any] = {}
+        self.mappings: dict[str, Path] = {}
+        self._pieces: dict[str, Pieces] = {}
+        self._own_memory = PlanMemory()
+        self._draft: Draft | None = None
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state, flattened."""
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each leaf; InvalidStateError for a tensor that has nothing to store."""
+        local = LocalLeaves(self.state_dict, replica_check=self.replica_check if self.ranks > 1 else "off")
+        self._pieces = local.pieces
+        plan = SavePlan(
+            LazyList(local.columns),
+            planner_data=self.mappings if self.flatten_state_dict else None,
+        )
+        self.plan = plan
+        if not self.enable_plan_caching:
+            return plan
+        self._draft = self._memory.draft(local.columns, plan)
+        return self._draft.to_send
+
+    @property
+    def _memory(self) -> PlanMemory:
+        """The plans of saves before this one: those of all planners that plan alike, in this group of ranks."""
+        if type(self) is not DefaultSavePlanner or self.ranks == 1:
+            return self._own_memory
+        memory: PlanMemory = self.kept.setdefault(PlanMemory, self._own_memory)
+        return memory
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what, and the metadata of what they write together, checked to be whole."""
+        if self.enable_plan_caching:
+            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank
+            all_plans, metadata = self._memory.plan_once(all_plans, self._plan_together, manner=manner)
+        else:
+            all_plans, metadata = self._plan_together(all_plans)
+        self.global_plan, self.metadata = all_plans, metadata
+        return all_plans, metadata
+
+    def _plan_together(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        all_plans, metadata = plan_together(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
+        if self.flatten_state_dict:
+            paths = dict(self.mappings)  # a subclass may have put something else into the plans
+            for plan in all_plans:
+                if plan.planner_data is not self.mappings:
+                    paths.update(path_mapping(plan.planner_data) or {})
+            stored = metadata.state_dict_metadata
+            if len(paths) > len(stored):
+                paths = {key: path for key, path in paths.items() if key in stored}
+            metadata = dataclasses.replace(metadata, planner_data=paths, paths=paths)
+        return all_plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """``new_plan``; where it says that nothing has changed, the plan of the save before."""
+        draft, self._draft = self._draft, None
+        self.plan = new_plan if draft is None else self._memory.finish(draft, new_plan)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor or value of ``write_item``, transformed."""
+        data = self.transform_object(write_item, self.lookup_object(write_item.index))
+        if write_item.tensor_data is None or not isinstance(data, torch.Tensor):
+            return data
+        chunk = write_item.tensor_data.chunk
+        return self._cut(write_item.index.fqn, data, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The leaf that ``index`` names, or the piece of it that this rank holds there; override it to save another."""
+        leaf = self.state_dict[index.fqn]
+        pieces = self._pieces.get(index.fqn)
+        if pieces is None or index.offset is None:
+            return leaf
+        offsets = tuple(index.offset)
+        piece = piece_at(pieces, offsets) or piece_holding(pieces, Box(offsets, (1,) * len(offsets)))
+        if piece is None:
+            raise InvalidStateError(f"this rank does not hold {index.fqn!r} at {list(index.offset)}", key=index.fqn)
+        return piece.tensor
+
+    def _cut(self, key: str, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+        """The part of what this rank holds of ``key`` that is to be written, where it is not all of it."""
+        if tensor.shape == box.lengths:
+            return tensor
+        leaf, pieces = self.state_dict.get(key), self._pieces.get(key)
+        if pieces is not None:
+            piece = piece_holding(pieces, box)
+            held = None if piece is None else piece.box
+        else:
+            held = whole(leaf.shape) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
+        if held is None or tensor.shape != held.lengths or not held.contains(box):
+            return tensor  # someone's planner means something else: storage judges it
+        return tensor[box.relative_to(held).slices()]
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        """What storage gets for ``object``; override it to change values on their way out."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            value = object.context if isinstance(object, ComposedTensor) else object
+            return ValueBuffer(value, serialize_object)
+        if isinstance(object, np.ndarray):
+            return as_tensor(write_item.index.fqn, object)
+        tensor: torch.Tensor = object.detach() if object.requires_grad else object
+        return tensor
+
+
+@final
+class WholeSavePlanner(DefaultSavePlanner):
+    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
+
+    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
+        """The leaf itself."""
+        which, _, length, _, is_shard = columns.rows[row]
+        leaf = self.state_dict[columns.keys[which]]
+        if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
+            return leaf.detach() if leaf.requires_grad else leaf
+        return super().resolve_row(columns, row)
