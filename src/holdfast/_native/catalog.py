@@ -151,7 +151,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
     """
     directory = os.fspath(path)
     while True:
-        manifest = _read_manifest(directory)
+        manifest = read_published(directory)
         try:
             return Catalog(directory=directory, manifest=manifest, index=_read_index(directory, manifest))
         except CorruptError:
@@ -167,7 +167,8 @@ def was_replaced(directory: str, attempt: str) -> bool:
         return False
 
 
-def _read_manifest(directory: str) -> Manifest:
+def read_published(directory: str) -> Manifest:
+    """The manifest of the checkpoint in ``directory``, checked; NotFoundError when there is none."""
     try:
         return read_manifest(directory)
     except StorageError as error:
