@@ -138,10 +138,12 @@ def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
     writer, planner = saving.writer, saving.planner
     try:
         plan = saving.plan(state, before=TURNS.settle)
-        return saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
+        metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
     except BaseException:
         writer.abandon()
         raise
+    writer.conclude()
+    return metadata
 
 
 class Saving:

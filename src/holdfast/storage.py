@@ -1,7 +1,7 @@
 """The storage protocol: how items reach a medium and come back, under torch's names and call order.
 
 A writer sees, on every rank: reset (when an id is given), set_up_storage_writer, prepare_local_plan, [coordinator:
-prepare_global_plan], write_data, [coordinator: finish]; and ``abandon`` on every rank when the save failed.
+prepare_global_plan], write_data, [coordinator: finish]; then ``close``, or ``abandon`` when the save failed.
 A reader sees: reset, read_metadata, set_up_storage_reader, prepare_local_plan, [coordinator: prepare_global_plan],
 read_data.
 """
@@ -72,6 +72,9 @@ class StorageWriter(abc.ABC):
 
     def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
         """Take what to call between the pieces of long work: it raises when another rank has failed."""
+
+    def conclude(self) -> None:  # noqa: B027 - most storages hold nothing
+        """Let go of what a save that succeeded still holds; called on every rank."""
 
     def abandon(self) -> None:  # noqa: B027 - most storages have nothing to forget
         """Forget a save that failed and remove what it left; never raises for what is gone already."""

@@ -97,10 +97,7 @@ def write_new(path: str | os.PathLike[str], data: bytes | bytearray | memoryview
     descriptor = create_new(path)
     try:
         try:
-            with reporting("write", path):
-                rest = memoryview(data).cast("B")
-                while rest.nbytes:
-                    rest = rest[_progress(os.write(descriptor, rest)) :]
+            write_all(descriptor, data, path)
             sync_file(descriptor, path)
         except BaseException:
             discard_descriptor(descriptor)
@@ -110,6 +107,14 @@ def write_new(path: str | os.PathLike[str], data: bytes | bytearray | memoryview
         with contextlib.suppress(StorageError):
             remove(path)
         raise
+
+
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, path: str | os.PathLike[str]) -> None:
+    """Writes all of ``data`` to the open file ``path``, where it stands."""
+    with reporting("write", path):
+        rest = memoryview(data).cast("B")
+        while rest.nbytes:
+            rest = rest[_progress(os.write(descriptor, rest)) :]
 
 
 def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -162,12 +167,18 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
     with reporting("sync", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        sync_directory_descriptor(descriptor, path)
+    finally:
+        close_descriptor(descriptor, path)
+
+
+def sync_directory_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """As ``sync_directory``, for the directory ``path`` that is open."""
+    try:
         sync_file(descriptor, path)
     except StorageError as error:
         if error.errno not in _DIRECTORY_SYNC_UNSUPPORTED:
             raise
-    finally:
-        close_descriptor(descriptor, path)
 
 
 def make_directories(path: str | os.PathLike[str]) -> None:

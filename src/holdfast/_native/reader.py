@@ -16,7 +16,7 @@ from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._state.raw import Target
-from holdfast._state.tensors import empty_quantized, torch_dtype
+from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torchformat.objects import serialize_object
 from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
@@ -83,6 +83,10 @@ class NativeReader(StorageReader):
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
         self.close()
         return speak_torch(self.catalog.metadata())
+
+    def check_files(self) -> None:
+        """CorruptError unless all data files are there in their sizes: for who wants them all, before allocating."""
+        self.catalog.check_files()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make sure that manifest and index are there."""
@@ -235,7 +239,7 @@ class _Delivery:
             entry = entries[tensor_id]
             dtype, shape = torch_dtype(entry.dtype), shape[: len(entry.shape)]
             if entry.kind in BYTE_KINDS:
-                targets.append(Target(torch.empty(shape, dtype=dtype), dtype, shape, None))
+                targets.append(Target(empty_tensor(shape, dtype), dtype, shape, None))
                 continue
             tensor = resolve(columns, item)
             if dtype != tensor.dtype or boxes[item][1] != tensor.shape:

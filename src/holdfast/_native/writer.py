@@ -238,6 +238,7 @@ class NativeWriter(StorageWriter):
             attempt=self._attempt,
             index_name=manifest.index.name,
             index=index,
+            data_files=[(file.name, file.bytes) for file in manifest.files],
             overwrite=self.overwrite,
         )
 
@@ -272,6 +273,10 @@ class NativeWriter(StorageWriter):
         held, self._held = self._held, None
         if held is not None:
             held.close()
+
+    def conclude(self) -> None:
+        """Let go of the data files of a save that is published."""
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": None, "_check": _go_on}

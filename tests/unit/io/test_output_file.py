@@ -373,6 +373,7 @@ def test_a_lock_that_someone_else_holds_is_an_error(tmp_path: Path, monkeypatch:
         raise BlockingIOError(errno.EWOULDBLOCK, "held")
 
     monkeypatch.setattr(fcntl, "flock", held)
+    monkeypatch.setattr("holdfast._io.locks._WAIT_S", 0.02)
     with pytest.raises(StorageError, match="cannot lock"):
         OutputFile.create(tmp_path / "file", expected_bytes=0)
     assert os.listdir(tmp_path) == []

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import holdfast
-from holdfast._io import posix
+from holdfast._io import locks, posix
 from holdfast._native.publish import MANIFEST_NAME, check_unpublished, publish, read_manifest
 
 
@@ -18,12 +20,17 @@ def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overw
     holdfast.save({"a": torch.ones(3), "attempt": attempt} if state is None else state, storage_writer=writer)
 
 
+def publish_new(path: Path, *, data_files: Sequence[tuple[str, int]] = (), overwrite: bool = True) -> None:
+    names = {"attempt": "new", "index_name": "index-new.safetensors"}
+    publish(str(path), b"{}", index=b"index", data_files=data_files, overwrite=overwrite, **names)
+
+
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What is done to the file system from now on, and to which name."""
     steps: list[tuple[str, str]] = []
 
-    def recording(name: str) -> Any:
-        real = getattr(posix, name)
+    def recording(name: str, module: ModuleType = posix) -> Any:
+        real = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             steps.append((name, os.path.basename(args[-1] if name in ("replace", "link_new") else args[0])))
@@ -33,6 +40,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     for name in ("sync_directory", "write_new", "replace", "link_new", "remove"):
         monkeypatch.setattr(posix, name, recording(name))
+    monkeypatch.setattr(locks, "new_file", recording("new_file", locks))
     return steps
 
 
@@ -43,7 +51,7 @@ def test_the_order_of_a_replacement_is_the_protocol(tmp_path: Path, monkeypatch:
     save(path, "new")
     assert steps == [
         ("sync_directory", "checkpoint"),
-        ("write_new", "index-new.safetensors"),
+        ("new_file", "index-new.safetensors"),
         ("write_new", "manifest-new.tmp"),
         ("sync_directory", "checkpoint"),
         ("replace", "manifest.json"),
@@ -60,7 +68,7 @@ def test_the_order_of_a_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert steps == [
         ("sync_directory", tmp_path.name),
         ("sync_directory", "checkpoint"),
-        ("write_new", "index-new.safetensors"),
+        ("new_file", "index-new.safetensors"),
         ("write_new", "manifest-new.tmp"),
         ("sync_directory", "checkpoint"),
         ("link_new", "manifest.json"),
@@ -103,7 +111,7 @@ def test_a_taken_name_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
     save(path, "old")
     before = sorted(os.listdir(path))
     with pytest.raises(holdfast.AlreadyPublishedError):
-        publish(str(path), b"{}", attempt="new", index_name="index-new.safetensors", index=b"index", overwrite=False)
+        publish_new(path, overwrite=False)
     assert sorted(os.listdir(path)) == before
     with pytest.raises(holdfast.AlreadyPublishedError):
         check_unpublished(str(path))
