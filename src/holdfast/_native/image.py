@@ -6,6 +6,7 @@ The files are the same, byte for byte, that the packer writes. They lie one afte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from holdfast._io.direct import ALIGNMENT
@@ -36,6 +37,7 @@ class Image:
         self.digests: list[int] = []
         self._files: list[DataFile] = []
         self._begins: list[int] = []
+        self._spans: list[tuple[int, int, int]] = []
         self.nbytes = 0
         for chunk in chunks:
             if not self._files or not self._files[-1].takes(chunk):
@@ -46,25 +48,26 @@ class Image:
                 self._files.append(file)
             file = self._files[-1]
             self.placed.append(Placed(len(self._files) - 1, file.end))
-            self.copies.append(Copy(chunk.name, chunk.source, self._begins[-1] + file.end))
+            start = self._begins[-1] + file.end
+            self.copies.append(Copy(chunk.name, chunk.source, start))
+            self._spans.append((len(self._files) - 1, start, start + chunk.source.nbytes))
             file.enter(chunk)
         self._end_file()
-        self.data_bytes = sum(copy.source.nbytes for copy in self.copies)
-        self.files = self._file_images()
+        self.data_bytes = sum(end - start for _, start, end in self._spans)
 
     def _end_file(self) -> None:
         if self._files:
             self.nbytes = self._begins[-1] + -(-self._files[-1].end // ALIGNMENT) * ALIGNMENT
 
-    def _file_images(self) -> list[FileImage]:
-        """What there is to write, as plain numbers."""
+    @cached_property
+    def files(self) -> list[FileImage]:
+        """What there is to write, as plain numbers; made when it is written, because there may be many blocks."""
         starts: list[list[int]] = [[] for _ in self._files]
         stops: list[list[int]] = [[] for _ in self._files]
-        for place, copy in zip(self.placed, self.copies, strict=True):
-            end = copy.at + copy.source.nbytes
-            blocks = range(copy.at, end, BLOCK_BYTES)
-            starts[place.file].extend(blocks)
-            stops[place.file].extend(min(start + BLOCK_BYTES, end) for start in blocks)
+        for file_number, begin, end in self._spans:
+            blocks = range(begin, end, BLOCK_BYTES)
+            starts[file_number].extend(blocks)
+            stops[file_number].extend(min(start + BLOCK_BYTES, end) for start in blocks)
         return [
             FileImage(
                 path=file.path,

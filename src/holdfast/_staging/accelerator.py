@@ -7,6 +7,8 @@ issued on a stream of the training, except a clone on the device.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,6 +22,9 @@ from holdfast.errors import StorageError
 
 _ROOM_LEFT = 256 << 20
 """Bytes of device memory that a clone leaves free for the training."""
+
+
+_NON_BLOCKING = 1  # does not wait for the stream that every program has
 
 
 class Transfer(Protocol):
@@ -106,8 +111,17 @@ class Cuda:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = _new_stream(device)
         return self._streams[device]
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the driver's own: the first one from torch comes with a pool that takes 70 MiB of the device."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device), contextlib.suppress(OSError, AttributeError):
+        if ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING) == 0:
+            return torch.cuda.ExternalStream(handle.value, device=device)
+    return torch.cuda.Stream(device)
 
 
 class _DeviceCopies:
