@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -20,7 +21,7 @@ from holdfast._values.digest import digest
 from holdfast.errors import StorageError
 
 _JOB_BYTES = 16 << 20
-_WORKERS = 4  # enough to keep a disk busy, few enough to leave the processor to the training
+_WORKERS = max(4, min(8, (os.cpu_count() or 4) // 2))  # to keep a disk busy, and leave the processor to the training
 
 
 class FileImage(msgspec.Struct, frozen=True, kw_only=True):
