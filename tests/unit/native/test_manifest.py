@@ -546,3 +546,13 @@ def test_more_entries_than_anyone_needs_are_refused(monkeypatch: pytest.MonkeyPa
     data = encode_manifest(example())
     monkeypatch.setattr(f"holdfast._native.manifest.{limit}", 1)
     assert "there are more than 1" in refusal(data).message
+
+
+def test_an_alias_of_something_that_is_no_tensor_is_refused() -> None:
+    def alias(manifest: dict[str, Any]) -> None:
+        entry = manifest["tensors"][1]
+        entry.update(dtype="uint8", shape=[9], alias_of="blob")
+
+    fault = refusal(hostile(alias))
+    assert fault.key == "model.tied"
+    assert "is no tensor" in fault.message
