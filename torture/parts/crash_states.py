@@ -17,7 +17,7 @@ from torture.weak_disk import Disk, Files, materialise
 
 NAME = "crash-states"
 _SHAPES = ("small", "blob", "values")
-_CHOICES = 30_000  # at each call
+_CHOICES = 12_000  # at each call
 _STATES = 2500  # of which distinct
 _CHECKPOINT = "run/checkpoint"
 
@@ -38,7 +38,7 @@ def run(options: Options) -> PartResult:
     ]
     violations: list[str] = []
     chosen = states = 0
-    for done, (case, outcome) in enumerate(options.crew.run(judge_point, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.run(judge_point, cases, limit_s=600.0), start=1):
         options.progress(done, len(cases))
         chosen += outcome.get("chosen", 0)
         states += outcome.get("states", 0)

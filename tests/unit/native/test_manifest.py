@@ -531,3 +531,28 @@ def test_odd_but_honest_keys_survive() -> None:
     tensors = tuple(TensorEntry(key=key, dtype="int8", shape=()) for key in keys)
     data = encode_manifest(example(tensors=tensors, values=(), requires=()))
     assert decode_manifest(data, path=PATH).tensors == tensors
+
+
+def test_an_attempt_that_leads_elsewhere_is_refused_even_if_all_names_agree_with_it() -> None:
+    def elsewhere(manifest: dict[str, Any]) -> None:
+        renamed = json.loads(json.dumps(manifest).replace("a-1_Z", "../../a"))
+        manifest.update(renamed)
+
+    assert "attempt" in refusal(hostile(elsewhere)).message
+
+
+@pytest.mark.parametrize("limit", ["MAX_TENSORS", "MAX_FILES"])
+def test_more_entries_than_anyone_needs_are_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    data = encode_manifest(example())
+    monkeypatch.setattr(f"holdfast._native.manifest.{limit}", 1)
+    assert "there are more than 1" in refusal(data).message
+
+
+def test_an_alias_of_something_that_is_no_tensor_is_refused() -> None:
+    def alias(manifest: dict[str, Any]) -> None:
+        entry = manifest["tensors"][1]
+        entry.update(dtype="uint8", shape=[9], alias_of="blob")
+
+    fault = refusal(hostile(alias))
+    assert fault.key == "model.tied"
+    assert "is no tensor" in fault.message
