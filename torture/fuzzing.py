@@ -226,10 +226,7 @@ def _header_input(chosen: random.Random) -> bytes:
     if kind < 0.2:
         return mutated_bytes(data, chosen)
     text = data[8:].rstrip()
-    if kind < 0.5:
-        text = mutated_bytes(text, chosen)
-    else:
-        text = msgspec.json.encode(mutated_json(_parsed(text), chosen))
+    text = mutated_bytes(text, chosen) if kind < 0.5 else msgspec.json.encode(mutated_json(_parsed(text), chosen))
     size = -(-(8 + len(text)) // 4096) * 4096
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
@@ -276,11 +273,15 @@ def _metadata_input(chosen: random.Random) -> bytes:
         elif kind == 2:
             opcodes[at] = opcodes[chosen.randrange(len(opcodes))]
         elif kind == 3:
-            opcodes.insert(at, bytes([chosen.choice(b"()}]NRbtsuaeQl0123qhJKMGX\x81\x85\x86\x87\x88\x8f\x90\x91\x93\x94.")]))
+            opcodes.insert(
+                at, bytes([chosen.choice(b"()}]NRbtsuaeQl0123qhJKMGX\x81\x85\x86\x87\x88\x8f\x90\x91\x93\x94.")])
+            )
         elif kind == 4:
             opcodes[at] = mutated_bytes(opcodes[at], chosen)
         elif kind == 5:
-            opcodes[at] = chosen.choice((b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"K\x00", b"N", b"\x88"))
+            opcodes[at] = chosen.choice(
+                (b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"K\x00", b"N", b"\x88")
+            )
         else:
             other = chosen.choice([_opcodes(each) for each in corpus("metadata")])
             start = chosen.randrange(len(other))
@@ -348,7 +349,11 @@ def make_corpus(folder: Path) -> None:
         _keep("index", name, (path / json.loads(manifest)["index"]["name"]).read_bytes())
         _keep("header", f"{name}-index", (path / json.loads(manifest)["index"]["name"]).read_bytes()[:4096])
         for entry in json.loads(manifest)["files"]:
-            _keep("header", entry["name"].removesuffix(".safetensors"), (path / entry["name"]).read_bytes()[: entry["header"]])
+            _keep(
+                "header",
+                entry["name"].removesuffix(".safetensors"),
+                (path / entry["name"]).read_bytes()[: entry["header"]],
+            )
         for number, entry in enumerate(json.loads(manifest)["values"]):
             _keep("value", f"{name}-{number}", msgspec.json.encode(entry["value"]))
     hostile_torch.saved(folder / "torch")

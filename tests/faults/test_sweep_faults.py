@@ -95,7 +95,9 @@ def test_a_save_under_way_is_never_swept(
     assert stopped >= 12
 
 
-def test_a_save_without_tensors_is_not_swept_while_it_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_without_tensors_is_not_swept_while_it_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has no data file whose lock could tell that it lives: that of the index does."""
     path = tmp_path / "checkpoint"
     seen: list[str] = []

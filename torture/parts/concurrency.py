@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def run(options: Options) -> PartResult:
     """Rounds of each scenario, each with processes of its own that start together."""
     get_ready_to_fork()
     chosen = random.Random(options.seed)
-    rounds = 3 if options.quick else ROUNDS
+    rounds = 2 if options.quick else ROUNDS
     violations: list[str] = []
     counts: dict[str, int] = {}
     holdfast.save(state_of(1), options.folder / "warm")
@@ -71,7 +72,7 @@ def _together(functions: list[Any]) -> list[Any]:
         time.sleep(max(0.0, start - time.monotonic()))
         return function()
 
-    children = [Child(lambda function=function: waiting(function)) for function in functions]
+    children = [Child(partial(waiting, function)) for function in functions]
     ends = [child.end() for child in children]
     return [end.told if end.told is not None else [f"a process ended with {end}"] for end in ends]
 
@@ -103,9 +104,7 @@ def _visible(path: Path, allowed: set[int | None]) -> list[str]:
 def _overwriting(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
     save(path, "fresh", version=1)
     versions = [[100 * saver + step for step in range(1, 3)] for saver in range(1, processes + 1)]
-    told = _together(
-        [_saver(path, own, "replacing", seed + number) for number, own in enumerate(versions)]
-    )
+    told = _together([_saver(path, own, "replacing", seed + number) for number, own in enumerate(versions)])
     problems = [line for lines in told for line in lines if not line.startswith("saved")]
     # The last of some saver's is there: whatever it was that came last.
     problems += _visible(path, {own[-1] for own in versions})

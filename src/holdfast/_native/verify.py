@@ -162,7 +162,10 @@ def _manifest_bytes(directory: str) -> int:
 
 def _has_its_files(directory: str, manifest: Manifest) -> bool:
     """Whether every file that the manifest names is there in its size; what is wrong otherwise is for others to say."""
-    for name, size in ((manifest.index.name, manifest.index.bytes), *((file.name, file.bytes) for file in manifest.files)):
+    for name, size in (
+        (manifest.index.name, manifest.index.bytes),
+        *((file.name, file.bytes) for file in manifest.files),
+    ):
         status = posix.file_status(os.path.join(directory, name))
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size:
             return False

@@ -31,7 +31,9 @@ def sweep_command(
         Path,
         typer.Argument(metavar="ROOT", help="A checkpoint, or a directory with checkpoints below.", show_default=False),
     ],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove what is proven dead; without it, only list.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove what is proven dead; without it, only list.")
+    ] = False,
     attempt: Annotated[
         list[str] | None,
         typer.Option(

@@ -84,7 +84,9 @@ def test_what_is_dead_goes_and_the_rest_stays(tmp_path: Path) -> None:
     before = sorted(os.listdir(path))
     plant(path, *DEAD, *FOREIGN)
     report = sweep(tmp_path, delete=True)
-    assert [leftover.removed for leftover in report.leftovers] == [tuple(sorted(DEAD, key=DEAD.index))[:2] + DEAD[3:] + DEAD[2:3]]
+    assert [leftover.removed for leftover in report.leftovers] == [
+        tuple(sorted(DEAD, key=DEAD.index))[:2] + DEAD[3:] + DEAD[2:3]
+    ]
     assert (report.removed_files, report.directories, report.problems) == (4, 4, ())
     assert sorted(os.listdir(path)) == sorted([*before, *FOREIGN])
     assert holdfast.load(path)["step"] == 1
