@@ -1,21 +1,22 @@
 # Everything a developer runs. Each target sets up what it needs: a fresh machine has only Python 3.10+, pip and make.
 PYTHON ?= python3
 VENV := .venv
+INTEGRATIONS := .venv-integrations
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # What is typed and linted; a folder that is not there is left out.
-TYPED := $(wildcard src benchmarks examples)
-LINTED := $(wildcard src benchmarks examples tests)
+TYPED := $(wildcard src benchmarks examples torture)
+LINTED := $(wildcard src benchmarks examples integrations torture tests)
 BENCH_OPTIONS ?=
 PYTEST_OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench clean
+.PHONY: help setup demo test lint types layers unit bench test-integrations clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-8s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-18s %s\n", $$1, $$2 }'
 
 setup: $(STAMP) ## make .venv with the package and its tools in it
 
@@ -48,6 +49,11 @@ unit: $(STAMP) ## pytest; PYTEST_OPTIONS='-k box -x' chooses
 bench: $(STAMP) ## all contestants side by side; BENCH_OPTIONS=--quick for a smoke run
 	@$(BIN)/python benchmarks/bench.py $(BENCH_OPTIONS)
 
+test-integrations: ## accelerate, Lightning Fabric and torchtitan on native storage; sets up $(INTEGRATIONS), not part of test
+	@test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	@$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements.txt
+	@$(INTEGRATIONS)/bin/python integrations/run.py
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

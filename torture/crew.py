@@ -26,7 +26,6 @@ from torture.shim import preloading
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 Case = dict[str, Any]
-_CASE_S = 120.0
 
 
 @dataclass(slots=True)
@@ -44,44 +43,59 @@ class _Worker:
         self.requests, self.replies = self.process.stdin, self.process.stdout
 
 
-def run_cases(
-    function: Callable[..., Case],
-    cases: Iterable[Case],
-    *,
-    workers: int | None = None,
-    source: Path = REPOSITORY / "src",
-) -> Iterator[tuple[Case, Case]]:
-    """Each case and what ``function(**case)`` returned in a worker; {"failure": traceback} where it raised or hung.
+class Crew:
+    """Workers that import the package from ``source``; started when first needed, ended by ``close``."""
 
-    ``source`` is where the package is imported from.
-    """
-    name = f"{function.__module__}:{function.__qualname__}"
-    waiting = deque(cases)
-    count = min(workers or os.cpu_count() or 1, max(1, len(waiting)))
-    crew = [_start(name, source) for _ in range(count)]
-    try:
-        with selectors.DefaultSelector() as selector:
-            for worker in crew:
-                selector.register(worker.replies, selectors.EVENT_READ, worker)
-                _give(worker, waiting)
-            while busy := [worker for worker in crew if worker.case is not None]:
-                for key, _ in selector.select(timeout=1.0):
-                    yield from _take(key.data, waiting)
-                for worker in busy:
-                    if worker.case is not None and time.monotonic() - worker.since > _CASE_S:
-                        raise RuntimeError(f"the case {worker.case} did not end within {_CASE_S:.0f} s")
-    finally:
-        for worker in crew:
+    def __init__(self, source: Path = REPOSITORY / "src") -> None:
+        self._source = source
+        self._workers: list[_Worker] = []
+
+    def run(
+        self,
+        function: Callable[..., Case],
+        cases: Iterable[Case],
+        *,
+        workers: int | None = None,
+        limit_s: float = 120.0,
+    ) -> Iterator[tuple[Case, Case]]:
+        """Each case and what ``function(**case)`` returned in a worker; {"failure": traceback} where it raised.
+
+        RuntimeError when a worker dies, or a case takes longer than ``limit_s``.
+        """
+        name = f"{function.__module__}:{function.__qualname__}"
+        waiting = deque(cases)
+        count = min(workers or os.cpu_count() or 1, len(waiting))
+        while len(self._workers) < count:
+            self._workers.append(_start(self._source))
+        crew = self._workers[:count]
+        try:
+            with selectors.DefaultSelector() as selector:
+                for worker in crew:
+                    selector.register(worker.replies, selectors.EVENT_READ, worker)
+                    _give(worker, name, waiting)
+                while busy := [worker for worker in crew if worker.case is not None]:
+                    for key, _ in selector.select(timeout=1.0):
+                        yield from _take(key.data, name, waiting)
+                    for worker in busy:
+                        if worker.case is not None and time.monotonic() - worker.since > limit_s:
+                            raise RuntimeError(f"the case {worker.case} did not end within {limit_s:g} s")
+        finally:
+            if any(worker.case is not None for worker in crew):
+                self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            # An interpreter with all of torch takes its time to end by itself, and has nothing to lose.
+            worker.process.kill()
             worker.requests.close()
-            try:
-                worker.process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+        for worker in workers:
+            worker.process.wait()
             worker.replies.close()
 
 
-def _start(name: str, source: Path) -> _Worker:
+def _start(source: Path) -> _Worker:
     environment = {
         **preloading(),
         "PYTHONPATH": os.pathsep.join((str(source), str(REPOSITORY))),
@@ -91,26 +105,26 @@ def _start(name: str, source: Path) -> _Worker:
         # What torch says of broken connections is what the faults are for.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
-    command = [sys.executable, "-m", "torture.crew", name]
+    command = [sys.executable, "-m", "torture.crew"]
     return _Worker(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
 
 
-def _give(worker: _Worker, waiting: deque[Case]) -> None:
+def _give(worker: _Worker, name: str, waiting: deque[Case]) -> None:
     worker.case = waiting.popleft() if waiting else None
     worker.since = time.monotonic()
     if worker.case is not None:
-        worker.requests.write(json.dumps(worker.case).encode() + b"\n")
+        worker.requests.write(json.dumps([name, worker.case]).encode() + b"\n")
         worker.requests.flush()
 
 
-def _take(worker: _Worker, waiting: deque[Case]) -> Iterator[tuple[Case, Case]]:
+def _take(worker: _Worker, name: str, waiting: deque[Case]) -> Iterator[tuple[Case, Case]]:
     data = os.read(worker.replies.fileno(), 1 << 20)
     if not data:
         raise RuntimeError(f"a worker died with {worker.process.wait()} at the case {worker.case}")
     worker.received += data
     if worker.received.endswith(b"\n"):
         outcome, case, worker.received = json.loads(worker.received), worker.case, b""
-        _give(worker, waiting)
+        _give(worker, name, waiting)
         assert case is not None
         yield case, outcome
 
@@ -168,15 +182,15 @@ class Child:
         )
 
 
-def _serve(name: str) -> None:
-    module, _, function_name = name.partition(":")
-    function = getattr(importlib.import_module(module), function_name)
+def _serve() -> None:
     # What libraries print must not get between the replies.
     replies = os.dup(1)
     os.dup2(2, 1)
     for line in sys.stdin.buffer:
+        name, case = json.loads(line)
+        module, _, function_name = name.partition(":")
         try:
-            outcome = function(**json.loads(line))
+            outcome = getattr(importlib.import_module(module), function_name)(**case)
         except Exception:
             outcome = {"failure": traceback.format_exc()}
         with open(replies, "wb", closefd=False) as stream:
@@ -184,4 +198,4 @@ def _serve(name: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve()

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torture import parts
+from torture.crew import Crew
 
 Progress = Callable[[int, int], None]
 """Told how many faults have been injected, and how many there will be."""
@@ -25,7 +26,8 @@ class Options:
 
     ``seed`` decides everything that is random; ``quick`` asks for a sample that takes seconds, whose counts nobody
     compares with what is required. ``folder`` is an empty directory for the part alone, in memory where there is room
-    for it, removed afterwards; ``disk`` is another one, on a disk.
+    for it, removed afterwards; ``disk`` is another one, on a disk. ``crew`` runs cases in processes that can be
+    disturbed.
     """
 
     seed: int
@@ -33,6 +35,7 @@ class Options:
     folder: Path
     disk: Path
     progress: Progress = lambda done, total: None
+    crew: Crew = field(default_factory=Crew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

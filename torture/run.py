@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Run as a script, by whatever path: the package is torture, not what lies beside this file.
@@ -33,6 +34,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from torture.crew import Crew  # noqa: E402
 from torture.part import Options, PartResult, all_parts  # noqa: E402
 
 RESULTS = REPOSITORY / "torture" / "results"
@@ -63,7 +65,9 @@ def parse_options(parts: Sequence[str], arguments: Sequence[str] | None = None) 
     parser.add_argument("--part", nargs="+", choices=parts, default=parts, metavar="NAME", help=", ".join(parts))
     parser.add_argument("--seed", type=int, default=0, help="decides everything that is random (default 0)")
     parser.add_argument("--quick", action="store_true", help="a sample of everything")
-    parser.add_argument("--output", type=Path, help="where the results go (default torture/results, for a full run)")
+    parser.add_argument(
+        "--output", type=Path, help="where the results go (default torture/results; with --quick nowhere)"
+    )
     parser.add_argument("--list", action="store_true", help="tell the names of the parts and end")
     return parser.parse_args(arguments)
 
@@ -76,13 +80,12 @@ def main() -> int:
     if options.list:
         console.print("\n".join(parts))
         return 0
-    outcomes = [_run(console, parts[name], seed=options.seed, quick=options.quick) for name in options.part]
+    with closing(Crew()) as crew:
+        outcomes = [_run(console, parts[name], crew, seed=options.seed, quick=options.quick) for name in options.part]
     _print_table(console, outcomes)
-    output = options.output
-    if output is None and not options.quick and set(options.part) == set(parts):
-        output = RESULTS
+    output = options.output or (None if options.quick else RESULTS)
     if output is not None:
-        write_results(output, outcomes, seed=options.seed, quick=options.quick)
+        write_results(output, outcomes, quick=options.quick)
         console.print(f"written to {output}")
     failures = [failure for outcome in outcomes for failure in outcome.failures(quick=options.quick)]
     for failure in failures:
@@ -90,30 +93,31 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def write_results(output: Path, outcomes: Sequence[Outcome], *, seed: int, quick: bool) -> None:
-    """Write torture.json, and torture.md for docs/guarantees.md."""
+def write_results(output: Path, outcomes: Sequence[Outcome], *, quick: bool) -> None:
+    """Write torture.json, and torture.md for docs/guarantees.md; parts that were not run keep what they had there."""
     output.mkdir(parents=True, exist_ok=True)
-    parts = {outcome.name: {**asdict(outcome.result), "seconds": round(outcome.seconds, 1)} for outcome in outcomes}
-    text = json.dumps({"seed": seed, "quick": quick, "parts": parts}, indent=2)
-    (output / "torture.json").write_text(text + "\n")
-    (output / "torture.md").write_text(markdown_table(outcomes))
+    path = output / "torture.json"
+    parts: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    for outcome in outcomes:
+        parts[outcome.name] = {**asdict(outcome.result), "seconds": round(outcome.seconds, 1), "quick": quick}
+    path.write_text(json.dumps(dict(sorted(parts.items())), indent=2) + "\n")
+    (output / "torture.md").write_text(markdown_table(parts))
 
 
-def markdown_table(outcomes: Sequence[Outcome]) -> str:
-    """The results as docs/guarantees.md shows them."""
+def markdown_table(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """The results of all ``parts`` as docs/guarantees.md shows them."""
     lines = [
         "| fault | injected | must hold | violations | torch DCP, same harness |",
         "|---|---|---|---|---|",
     ]
-    for outcome in outcomes:
-        result = outcome.result
-        injected = f"skipped: {result.skipped}" if result.skipped else f"{result.injected:,}"
-        violations = "" if result.skipped else str(len(result.violations))
-        lines.append(f"| {result.fault} | {injected} | {result.must_hold} | {violations} | {result.torch or ''} |")
+    for _, part in sorted(parts.items()):
+        injected = f"skipped: {part['skipped']}" if part["skipped"] else f"{part['injected']:,}"
+        violations = "" if part["skipped"] else len(part["violations"])
+        lines.append(f"| {part['fault']} | {injected} | {part['must_hold']} | {violations} | {part['torch'] or ''} |")
     return "\n".join(lines) + "\n"
 
 
-def _run(console: Console, part: ModuleType, *, seed: int, quick: bool) -> Outcome:
+def _run(console: Console, part: ModuleType, crew: Crew, *, seed: int, quick: bool) -> Outcome:
     """Run one part with a bar that shows how far it is; what it raises is a violation."""
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     started = time.monotonic()
@@ -123,7 +127,7 @@ def _run(console: Console, part: ModuleType, *, seed: int, quick: bool) -> Outco
         def progress(done: int, total: int) -> None:
             bars.update(bar, completed=done, total=total)
 
-        options = Options(seed=seed, quick=quick, folder=folder, disk=disk, progress=progress)
+        options = Options(seed=seed, quick=quick, folder=folder, disk=disk, progress=progress, crew=crew)
         try:
             result: PartResult = part.run(options)
         except Exception as error:

@@ -14,9 +14,11 @@ import torch
 
 import holdfast
 from holdfast._io.buffers import SLAB_BYTES
+from holdfast.async_saver import async_save
 
 MODES = ("fresh", "fresh, may overwrite", "replacing")
-BEFORE = {"fresh": None, "fresh, may overwrite": None, "replacing": 1}
+ASYNC_MODES = ("async, fresh", "async, replacing")
+BEFORE = {"fresh": None, "fresh, may overwrite": None, "replacing": 1, "async, fresh": None, "async, replacing": 1}
 """Which version is published before the save of version 2."""
 
 RANKS = 4
@@ -75,7 +77,7 @@ def _equal(one: Any, other: Any) -> bool:
 def prepare(path: Path, mode: str, shape: str = "small") -> None:
     """Make what is there before the save: nothing, or version 1."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if mode == "replacing":
+    if BEFORE[mode] is not None:
         template = path.parent.parent / f"template-{shape}-{os.getpid()}"
         if not template.exists():
             holdfast.save(state_of(1, shape), template)
@@ -83,9 +85,12 @@ def prepare(path: Path, mode: str, shape: str = "small") -> None:
 
 
 def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attempt: str | None = None) -> None:
-    """The save that is disturbed."""
+    """The save that is disturbed; when this returns it is acknowledged."""
     writer = holdfast.NativeWriter(path, overwrite=mode != "fresh", attempt=attempt)
-    holdfast.save(state_of(version, shape), storage_writer=writer)
+    if mode in ASYNC_MODES:
+        async_save(state_of(version, shape), storage_writer=writer).result()
+    else:
+        holdfast.save(state_of(version, shape), storage_writer=writer)
 
 
 def found_version(path: Path, shape: str = "small") -> int | None:

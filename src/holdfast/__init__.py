@@ -5,9 +5,12 @@ A save is whole or invisible, every byte is checked, nothing is pickled, and the
 
 from __future__ import annotations
 
+import importlib
+
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._version import __version__
+from holdfast.async_saver import AsyncSave, async_save, guard, prewarm, release
 from holdfast.checkpoint import Checkpoint, StoredTensor, open
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
@@ -27,6 +30,7 @@ from holdfast.errors import (
     UnsafeError,
     UnsupportedVersionError,
 )
+from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
 from holdfast.loader import LoadReport, load
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -50,11 +54,14 @@ from holdfast.planner import (
     WriteItemType,
 )
 from holdfast.saver import save
+from holdfast.state_dict_loader import load_state_dict
+from holdfast.state_dict_saver import save_state_dict
 from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = [
     "AlreadyPublishedError",
+    "AsyncSave",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -65,6 +72,10 @@ __all__ = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "Difference",
+    "FileSystem",
+    "FileSystemBase",
+    "FileSystemReader",
+    "FileSystemWriter",
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
@@ -83,6 +94,7 @@ __all__ = [
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "SerializationFormat",
     "Stateful",
     "StorageError",
     "StorageMeta",
@@ -98,7 +110,21 @@ __all__ = [
     "WriteItemType",
     "WriteResult",
     "__version__",
+    "async_save",
+    "guard",
     "load",
+    "load_sharded_optimizer_state_dict",
+    "load_state_dict",
     "open",
+    "prewarm",
+    "release",
     "save",
+    "save_state_dict",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Torch's loader of sharded optimizer states; its module takes longer to import than all of this package."""
+    if name == "load_sharded_optimizer_state_dict":
+        return importlib.import_module("holdfast.optimizer").load_sharded_optimizer_state_dict
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,6 +54,10 @@ class StoredTensor:
         box, view = _selection(index if isinstance(index, tuple) else (index,), self.shape, self.key)
         return self._checkpoint._read(self.key, self._stored, box)[view]
 
+    def read_into(self, target: torch.Tensor, box: Box) -> None:
+        """Fill ``target``, a tensor of this dtype and of the box's lengths, with the elements of ``box``."""
+        self._checkpoint._read_into(self.key, self._stored, box, target)
+
     def __repr__(self) -> str:
         return f"StoredTensor({self.key!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
@@ -108,10 +112,13 @@ class Checkpoint(Mapping[str, Any]):
             raise InvalidStateError(
                 f"{key!r} is quantised and cannot be read in parts; read it whole, by [...]", key=key
             )
+        self._read_into(key, stored, box, tensor)
+        return tensor
+
+    def _read_into(self, key: str, stored: TensorStorageMetadata, box: Box, tensor: torch.Tensor) -> None:
         rows = ReadRows()
         rows.add_tensor(key, stored, box)
         self._fetch({key: tensor}, rows)
-        return tensor
 
     def _fetch(self, target: dict[str, Any], rows: ReadRows) -> dict[str, Any]:
         """``target``, filled with what ``rows`` want."""

@@ -37,20 +37,23 @@ class _Rows:
         return _Rows(**{each.name: getattr(self, each.name)[chosen] for each in dataclasses.fields(self)})
 
 
-def plan_together(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> tuple[list[SavePlan], Metadata]:
+def plan_together(
+    plans: list[SavePlan], *, to_lowest_rank: bool = False, is_whole: bool = True
+) -> tuple[list[SavePlan], Metadata]:
     """The plan of each rank, and the metadata of what they write.
 
-    InvalidStateError unless the boxes of each tensor tile it exactly; RankDisagreementError where ranks say different
-    things of one key, or hold different contents where they should hold the same.
+    InvalidStateError unless the boxes of each tensor tile it exactly, which is asked of them where ``is_whole``, that
+    is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
+    hold different contents where they should hold the same.
     """
     rows, heads = _all_rows(plans)
     if len(plans) > 1:
         _check_replicas(rows, list(heads))
         return _placed(plans, _assigned(rows, heads, len(plans), to_lowest_rank), heads)
     if _ties_differ(plans[0], heads):
-        return _placed(plans, rows, heads)
+        return _placed(plans, rows, heads, is_whole=is_whole)
     order = _by_place(rows)
-    return plans, _metadata(rows if order is None else rows.take(order), heads)
+    return plans, _metadata(rows if order is None else rows.take(order), heads, is_whole=is_whole)
 
 
 def check_contents(plans: list[SavePlan]) -> None:
@@ -92,17 +95,19 @@ def _all_rows(plans: list[SavePlan]) -> tuple[_Rows, dict[str, TensorHead | None
 
 
 def _placed(
-    plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None]
+    plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None], *, is_whole: bool = True
 ) -> tuple[list[SavePlan], Metadata]:
     """Plans of just ``rows``, each with its position among the chunks of its tensor as hint; and the metadata."""
     order = _by_place(rows)
     if order is None:
-        return _plans(plans, dataclasses.replace(rows, hint=np.zeros_like(rows.hint)), heads), _metadata(rows, heads)
+        plans = _plans(plans, dataclasses.replace(rows, hint=np.zeros_like(rows.hint)), heads)
+        return plans, _metadata(rows, heads, is_whole=is_whole)
     in_place = rows.take(order)
     starts = np.searchsorted(in_place.key, np.arange(len(heads)))
     hint = np.empty(len(order), dtype=np.int64)
     hint[order] = np.arange(len(order)) - starts[in_place.key]
-    return _plans(plans, dataclasses.replace(rows, hint=hint), heads), _metadata(in_place, heads)
+    plans = _plans(plans, dataclasses.replace(rows, hint=hint), heads)
+    return plans, _metadata(in_place, heads, is_whole=is_whole)
 
 
 def _plans(plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None]) -> list[SavePlan]:
@@ -333,9 +338,10 @@ def _by_place(rows: _Rows) -> np.ndarray | None:
     return None if (np.diff(rows.key) > 0).all() else np.lexsort((*rows.lo.T[::-1], rows.key))
 
 
-def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
-    """What a checkpoint of ``rows``, which are in order, says of itself."""
-    _check_tiling(rows, heads)
+def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None], *, is_whole: bool) -> Metadata:
+    """What a checkpoint of ``rows``, which are in order, says of itself; all of each tensor where ``is_whole``."""
+    if is_whole:
+        _check_tiling(rows, heads)
     bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
     return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))
 

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from holdfast._adapt import (
+    as_load_planner,
+    as_reader,
+    id_and_storage,
+    metadata_of_rank,
+    set_up_reader,
+)
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.reader import NativeReader
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
-from holdfast._state.paths import stored_paths, unflatten
-from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, empty_state
-from holdfast.errors import CorruptError, Difference, InvalidStateError
+from holdfast._state.paths import restorable_paths, unflatten
+from holdfast._state.pieces import pieces_of
+from holdfast._torchformat.remote import is_remote, remote_reader
+from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state
+from holdfast.detect import reader_for
+from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
@@ -50,7 +61,7 @@ class LoadReport:
 @overload
 def load(
     state_dict: MutableMapping[Any, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,
     *,
     storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
@@ -63,16 +74,23 @@ def load(
     deadline_s: float = DEADLINE_S,
 ) -> LoadReport: ...
 @overload
-def load(state_dict: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> dict[Any, Any]: ...
+def load(
+    state_dict: str | os.PathLike[str],
+    *,
+    keys: Iterable[str] | None = None,
+    verify: bool = True,
+    allow_pickle: bool = False,
+) -> dict[Any, Any]: ...
 @collector_paused()
 def load(
     state_dict: MutableMapping[Any, Any] | str | os.PathLike[str],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,
     *,
     storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
+    keys: Iterable[str] | None = None,
     strict: bool = True,
     cast: bool = False,
     verify: bool = True,
@@ -87,11 +105,13 @@ def load(
     Args:
         state_dict: the target, of the same shape as what was saved. Tensors, on any device, are filled; other values
             are set in it; Stateful objects get load_state_dict. Meta tensors are replaced by CPU ones.
-        checkpoint_id: the directory of the checkpoint.
-        storage_reader: where to read from instead of native files at ``checkpoint_id``.
-        planner: what to read instead of everything in the target.
+        checkpoint_id: the directory of the checkpoint, or the URL of one that torch's fsspec storage reads, which
+            needs ``allow_pickle``. A storage here is torch's old form.
+        storage_reader: where to read from instead of ``checkpoint_id``; ours or torch's.
+        planner: what to read instead of everything in the target; ours or torch's.
         process_group: the ranks that take part, instead of all.
         no_dist: this process loads alone, whatever others do.
+        keys: for ``load(path)``: just these keys, and all that is below them ("model" stands for "model.weight" too).
         strict: any difference in keys, kinds, shapes or dtypes is one MismatchError, raised before anything is
             touched; False loads what fits. Keys that only the checkpoint has are never an error.
         cast: let a tensor of one floating type be loaded into one of another.
@@ -110,16 +130,18 @@ def load(
     if isinstance(state_dict, (str, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
-        return _load_everything(NativeReader(state_dict, verify=verify, allow_pickle=allow_pickle), allow_pickle)
+        reader = reader_at(state_dict, verify=verify, allow_pickle=allow_pickle)
+        return load_without_target(reader, keys, SoloRanks, allow_pickle=allow_pickle)
     ranks = partial(participants, process_group, no_dist=no_dist, deadline_s=deadline_s)
     first = ranks()
     with first:
+        checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
+        if keys is not None:
+            raise ValueError("a target says itself which keys it wants; keys are for load(path)")
         if not isinstance(state_dict, MutableMapping):
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
         if storage_reader is None:
-            if checkpoint_id is None:
-                raise ValueError("load needs a checkpoint_id or a storage_reader")
-            storage_reader = NativeReader(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
+            storage_reader = reader_at(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
         elif not verify:
             raise ValueError("verify is an option of the storage; give it to it")
         elif checkpoint_id is not None:
@@ -129,29 +151,69 @@ def load(
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
         first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-    target, report = _load(state_dict, storage_reader, planner, ranks)
-    hand_back(state_dict, target)
+    return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle)
+
+
+def reader_at(
+    checkpoint_id: str | os.PathLike[str] | None, *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
+) -> StorageReader:
+    """The storage that is meant by an id alone."""
+    if checkpoint_id is None:
+        raise ValueError("load needs a checkpoint_id or a storage_reader")
+    if is_remote(checkpoint_id):
+        return as_reader(remote_reader(checkpoint_id, allow_pickle=allow_pickle))
+    return reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
+
+
+def load_with(
+    state: MutableMapping[Any, Any],
+    reader: StorageReader,
+    planner: LoadPlanner,
+    make_ranks: Callable[[], Ranks],
+    *,
+    allow_pickle: bool = False,
+) -> LoadReport:
+    """Load into ``state``, in place, with a storage and a planner, ours or torch's."""
+    planner = as_load_planner(planner, allow_pickle=allow_pickle)
+    target, report = _load(lambda _: expose(state), as_reader(reader), planner, make_ranks)
+    hand_back(state, target)
     return report
 
 
-def _load_everything(reader: NativeReader, allow_pickle: bool) -> dict[Any, Any]:
+def load_without_target(
+    reader: StorageReader,
+    keys: Iterable[str] | None,
+    make_ranks: Callable[[], Ranks],
+    *,
+    allow_pickle: bool = False,
+) -> dict[Any, Any]:
+    """All that the checkpoint has, or what is at and below ``keys``, nested as it was saved, on the CPU."""
     planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
-    leaves, _ = _load(None, reader, planner, SoloRanks)
+    chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
+    leaves, _ = _load(partial(_leaves, reader, chosen), as_reader(reader), planner, make_ranks)
     metadata = planner.metadata
     assert metadata is not None
-    for key, stored in metadata.state_dict_metadata.items():
+    for key in leaves:
+        stored = metadata.state_dict_metadata[key]
         if isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad:
             leaves[key] = leaves[key].requires_grad_()
-    return unflatten(leaves, stored_paths(metadata))
+    return unflatten(leaves, restorable_paths(metadata))
+
+
+def _leaves(reader: StorageReader, keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:
+    """A flat target for ``keys`` and what is below them; MismatchError for one that stands for nothing."""
+    if isinstance(reader, NativeReader):
+        reader.check_files()  # room for what is not there may be more than there is
+    return empty_state(metadata, None if keys is None else chosen_keys(metadata, keys))
 
 
 def _load(
-    state: MutableMapping[Any, Any] | None,
+    make_target: Callable[[Metadata], dict[Any, Any]],
     reader: StorageReader,
     planner: LoadPlanner,
     make_ranks: Callable[[], Ranks],
 ) -> tuple[dict[Any, Any], LoadReport]:
-    """What was loaded for ``state``, and the report; without a state, everything that the checkpoint has, by key.
+    """What was loaded into the target, and the report.
 
     When the checkpoint is replaced by another one while it is read, all ranks start again together.
     """
@@ -160,7 +222,7 @@ def _load(
         while True:
             try:
                 with make_ranks() as ranks:
-                    return _load_once(state, reader, planner, ranks, started)
+                    return _load_once(make_target, reader, planner, ranks, started)
             except CorruptError as error:
                 with make_ranks() as ranks:
                     if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):
@@ -177,31 +239,40 @@ def _was_replaced(reader: StorageReader) -> bool:
 
 
 def _load_once(
-    state: MutableMapping[Any, Any] | None, reader: StorageReader, planner: LoadPlanner, ranks: Ranks, started: float
+    make_target: Callable[[Metadata], dict[Any, Any]],
+    reader: StorageReader,
+    planner: LoadPlanner,
+    ranks: Ranks,
+    started: float,
 ) -> tuple[dict[Any, Any], LoadReport]:
     metadata: Metadata | None = None
+    is_apart = False
     target: dict[Any, Any] = {}
     plan = LoadPlan([])
 
-    def read_metadata() -> str | None:
-        nonlocal metadata
-        metadata = reader.read_metadata()
-        if not isinstance(reader, NativeReader):
-            check_tiling(metadata)  # native storage has done it on its index
-        elif state is None:
-            reader.check_files()  # room for what is not there may be more than there is
-        return None if metadata.storage_meta is None else metadata.storage_meta.save_id
+    def read_metadata() -> tuple[bool, str | None]:
+        nonlocal metadata, is_apart
+        metadata, is_apart = _metadata(reader, ranks.rank)
+        if is_apart or metadata.storage_meta is None:
+            return is_apart, None
+        return is_apart, metadata.storage_meta.save_id
 
     def plan_locally() -> LoadPlan:
         nonlocal target
         assert metadata is not None
-        target = empty_state(metadata) if state is None else expose(state)
-        planner.set_up_planner(target, metadata, ranks.is_coordinator)
-        reader.set_up_storage_reader(metadata, ranks.is_coordinator)
+        target = make_target(metadata)
+        leads = ranks.is_coordinator
+        planner.set_up_planner(target, metadata, leads)
+        set_up_reader(reader, metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=not is_apart)
         return reader.prepare_local_plan(planner.create_local_plan())
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    def plan_alone() -> None:
+        nonlocal plan
+        (plan,) = plan_globally([plan_locally()])
+        _check_filled(planner, plan)
 
     def read() -> None:
         nonlocal plan
@@ -211,13 +282,56 @@ def _load_once(
 
     ranks.follow(lambda: reader.bytes_read)
     ranks.share("reading the metadata", read_metadata, _one_attempt)
-    plan = ranks.scatter("planning the load", plan_locally, plan_globally)
+    if is_apart:
+        ranks.share("planning the load", plan_alone, lambda done: None)
+    else:
+        plan = ranks.scatter("planning the load", plan_locally, plan_globally)
     ranks.share("reading the checkpoint", read, lambda done: None)
     assert metadata is not None
     return target, _report(metadata, plan, planner, bytes_read=reader.bytes_read, seconds=time.monotonic() - started)
 
 
-def _one_attempt(attempts: list[str | None]) -> None:
+def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """What the checkpoint says of itself; True beside it where ranks saved apart and this is what ``rank`` says."""
+    if isinstance(reader, NativeReader):
+        return reader.read_metadata(), False  # whose index has been checked to tile every tensor
+    try:
+        metadata = reader.read_metadata()
+    except Exception:
+        own = metadata_of_rank(reader, rank)
+        if own is None:
+            raise
+        return own, True
+    check_tiling(metadata)
+    return metadata, False
+
+
+def _check_filled(planner: LoadPlanner, plan: LoadPlan) -> None:
+    """MismatchError where a rank's own metadata, which describes parts of tensors, has not all of a target."""
+    if not isinstance(planner, DefaultLoadPlanner):
+        return
+    columns = read_columns(plan.items)
+    filled: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for row, (which, length) in enumerate(columns.boxes):
+        dimensions = columns.dimensions[which]
+        piece = tuple(columns.target_lo[row, : max(0, dimensions)].tolist())
+        filled[columns.keys[which], piece] += torch.Size(length).numel()
+    wanted = {
+        key: leaf for key in dict.fromkeys(columns.keys) if isinstance(leaf := planner.state_dict[key], torch.Tensor)
+    }
+    faults = [
+        Difference(key=key, kind="missing", stored="another rank's part", wanted=f"{list(piece.box.lengths)}")
+        for key, leaf in wanted.items()
+        for piece in pieces_of(key, leaf).pieces
+        if filled[key, piece.box.offsets] < piece.box.volume
+    ]
+    if faults:
+        raise MismatchError.of(
+            faults, advice="What ranks saved apart only as many ranks with the same layout can load."
+        )
+
+
+def _one_attempt(attempts: list[tuple[bool, str | None]]) -> None:
     """CorruptError unless all ranks have read the metadata of the same save: one of them was replaced meanwhile."""
     if len(set(attempts)) > 1:
         raise CorruptError("the checkpoint was replaced by another one while it was opened")

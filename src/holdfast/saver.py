@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast._coord.ranks import Ranks
+from holdfast._adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
+from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.writer import NativeWriter
+from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
+from holdfast._torchformat.remote import is_remote, remote_writer
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
@@ -25,12 +28,13 @@ __all__ = ["save"]
 @collector_paused()
 def save(
     state_dict: Mapping[Any, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
     *,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
+    use_collectives: bool = True,
     overwrite: bool = True,
     allow_pickle: bool = False,
     user_metadata: Mapping[str, Any] | None = None,
@@ -45,11 +49,14 @@ def save(
     Args:
         state_dict: nested dicts, lists and tuples of tensors, numpy arrays and plain values. Stateful objects (modules,
             optimizers) stand for their state_dict. Nothing is copied but what is written.
-        checkpoint_id: the directory of the checkpoint; made when it does not exist.
-        storage_writer: where to write instead of native files at ``checkpoint_id``.
-        planner: what to write instead of the whole state.
+        checkpoint_id: the directory of the checkpoint, made when it does not exist; or a URL, which is written by
+            torch's fsspec storage, in torch's format and with its guarantees. A storage here is torch's old form.
+        storage_writer: where to write instead of native files at ``checkpoint_id``; ours or torch's.
+        planner: what to write instead of the whole state; ours or torch's.
         process_group: the ranks that take part, instead of all.
         no_dist: this process saves alone, whatever others do.
+        use_collectives: False lets every rank plan and publish its own part, for storage that keeps metadata per rank;
+            only as many ranks can load it, each its own part.
         overwrite: replace a checkpoint of that name, atomically; False makes that AlreadyPublishedError.
         allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
         user_metadata: plain values to keep in the manifest beside the state.
@@ -69,51 +76,121 @@ def save(
     """
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
-        if storage_writer is None:
-            if checkpoint_id is None:
-                raise ValueError("save needs a checkpoint_id or a storage_writer")
-            storage_writer = NativeWriter(
-                checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
-            )
-        elif not overwrite or allow_pickle or user_metadata is not None:
-            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
-        elif checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)
+        checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
+        writer = writer_for(
+            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+        )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
             planner = WholeSavePlanner(replica_check=replica_check)
-        return _save(state_dict, storage_writer, planner, ranks)
+        return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 
-def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> Metadata:
-    metadata: Metadata | None = None
+def writer_for(
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+    user_metadata: Mapping[str, Any] | None,
+) -> StorageWriter:
+    """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
+    if storage_writer is not None:
+        if not overwrite or allow_pickle or user_metadata is not None:
+            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
+        if checkpoint_id is not None:
+            storage_writer.reset(checkpoint_id)
+        return storage_writer
+    if checkpoint_id is None:
+        raise ValueError("save needs a checkpoint_id or a storage_writer")
+    if not is_remote(checkpoint_id):
+        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+    if user_metadata is not None:
+        raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")
+    return as_writer(remote_writer(checkpoint_id, overwrite=overwrite))
 
-    def plan_locally() -> SavePlan:
-        if isinstance(planner, DefaultSavePlanner):
-            planner.ranks, planner.kept = ranks.size, ranks.kept
-        planner.set_up_planner(expose(state), writer.storage_meta(), ranks.is_coordinator)
-        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
 
-    def plan_globally(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+def save_with(
+    state: Mapping[Any, Any],
+    writer: StorageWriter,
+    planner: SavePlanner,
+    ranks: Ranks,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
+    ours = as_writer(writer)
+    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written)
+    ours.watch(ranks.check)
+    if use_collectives:
+        return _save(state, Saving(ours, planner, ranks))
+    metadata: list[Metadata] = []
 
-    def write() -> MutableSequence[WriteResult]:
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
+    def save_alone() -> None:
+        alone = SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
+        metadata.append(_save(state, Saving(ours, planner, alone, use_collectives=False)))
 
-    def publish(results: list[MutableSequence[WriteResult]]) -> Metadata:
-        assert metadata is not None
-        writer.finish(metadata, results)
-        return metadata
+    ranks.share("saving apart from each other", save_alone, lambda done: None)
+    return metadata[0]
 
-    ranks.follow(lambda: writer.bytes_written)
+
+def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
+    writer, planner = saving.writer, saving.planner
     try:
-        plan = ranks.scatter("planning the save", plan_locally, plan_globally)
-        shared = ranks.share("writing the checkpoint", write, publish)
+        plan = saving.plan(state, before=TURNS.settle)
+        metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
     except BaseException:
         writer.abandon()
         raise
-    writer.close()
-    return shared
+    writer.conclude()
+    return metadata
+
+
+class Saving:
+    """One save in the two steps that all ranks take together; what goes wrong in one is raised on every rank.
+
+    Planner and storage may be torch's.
+    """
+
+    def __init__(
+        self, writer: StorageWriter, planner: SavePlanner, ranks: Ranks, *, use_collectives: bool = True
+    ) -> None:
+        self.writer = as_writer(writer)
+        self.planner = as_save_planner(planner)
+        self.ranks = ranks
+        self._use_collectives = use_collectives
+        self._metadata: Metadata | None = None
+
+    def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
+        """What this rank is to write of ``state``; the planner has yet to finish it.
+
+        ``before`` is called first: what it raises is raised on every rank.
+        """
+
+        def plan_locally() -> SavePlan:
+            before()
+            return self._plan_locally(state)
+
+        return self.ranks.scatter("planning the save", plan_locally, self._plan_globally)
+
+    def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
+        """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
+        return self.ranks.share("writing the checkpoint", write, self._publish)
+
+    def _plan_locally(self, state: Mapping[Any, Any]) -> SavePlan:
+        writer, planner, ranks = self.writer, self.planner, self.ranks
+        if isinstance(planner, DefaultSavePlanner):
+            planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
+        exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
+        set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
+        set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def _plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self.planner.create_global_plan(plans)
+        return self.writer.prepare_global_plan(plans)
+
+    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata:
+        assert self._metadata is not None
+        self.writer.finish(self._metadata, results)
+        return self._metadata

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,10 @@ class StorageWriter(abc.ABC):
         """What planners may want to know of the storage."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - most storages hold nothing
+    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
+        """Take what to call between the pieces of long work: it raises when another rank has failed."""
+
+    def conclude(self) -> None:  # noqa: B027 - most storages hold nothing
         """Let go of what a save that succeeded still holds; called on every rank."""
 
     def abandon(self) -> None:  # noqa: B027 - most storages have nothing to forget
@@ -82,6 +85,9 @@ class StorageReader(abc.ABC):
 
     bytes_read: int = 0
     """Bytes taken from the medium since the last reset, where the storage counts them."""
+
+    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
+        """Take what to call between the pieces of long work: it raises when another rank has failed."""
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

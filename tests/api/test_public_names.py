@@ -17,6 +17,7 @@ import holdfast
 
 EXPECTED = [
     "AlreadyPublishedError",
+    "AsyncSave",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -27,6 +28,10 @@ EXPECTED = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "Difference",
+    "FileSystem",
+    "FileSystemBase",
+    "FileSystemReader",
+    "FileSystemWriter",
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
@@ -45,6 +50,7 @@ EXPECTED = [
     "ReadItem",
     "SavePlan",
     "SavePlanner",
+    "SerializationFormat",
     "Stateful",
     "StorageError",
     "StorageMeta",
@@ -60,9 +66,16 @@ EXPECTED = [
     "WriteItemType",
     "WriteResult",
     "__version__",
+    "async_save",
+    "guard",
     "load",
+    "load_sharded_optimizer_state_dict",
+    "load_state_dict",
     "open",
+    "prewarm",
+    "release",
     "save",
+    "save_state_dict",
 ]
 
 

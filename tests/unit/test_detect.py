@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast import Metadata, NativeReader
 from holdfast._filesystem.reader import FileSystemReader
-from holdfast._state.paths import unflatten
-from holdfast.detect import is_torch_format, reader_for, stored_paths
+from holdfast._state.paths import restorable_paths, unflatten
+from holdfast.detect import is_torch_format, reader_for
 from holdfast.errors import NotFoundError
 from holdfast.metadata import BytesStorageMetadata
 
@@ -53,7 +53,7 @@ def test_where_nothing_is_reading_says_so(tmp_path: Path, name: str) -> None:
 
 def nested(paths: dict[str, Any]) -> dict[Any, Any]:
     metadata = Metadata({key: BytesStorageMetadata() for key in paths}, planner_data=paths)
-    return unflatten({key: key for key in paths}, stored_paths(metadata))
+    return unflatten({key: key for key in paths}, restorable_paths(metadata))
 
 
 def test_nesting_is_restored() -> None:
@@ -72,4 +72,4 @@ def test_what_does_not_fit_together_stays_at_the_top() -> None:
 
 def test_without_paths_everything_is_at_the_top() -> None:
     metadata = Metadata({"a.b": BytesStorageMetadata()}, planner_data=None)
-    assert stored_paths(metadata) == {}
+    assert restorable_paths(metadata) == {}

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import holdfast
 from torture import saves
-from torture.crew import Case, Child, run_cases
+from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import CHANGING, Fault, Record, armed, read_trace
 from torture.weak_disk import Disk, Files, materialise
 
 NAME = "crash-states"
 _SHAPES = ("small", "blob", "values")
-_AT_EACH_POINT = 6000
+_CHOICES = 30_000  # at each call
+_STATES = 2500  # of which distinct
 _CHECKPOINT = "run/checkpoint"
 
 
@@ -25,20 +26,22 @@ def run(options: Options) -> PartResult:
     """Record each save, and judge the states after each of its calls."""
     shapes = _SHAPES[:1] if options.quick else _SHAPES
     plain: list[Case] = [
-        {"folder": str(options.folder), "mode": mode, "shape": shape} for mode in saves.MODES for shape in shapes
+        {"folder": str(options.folder), "mode": mode, "shape": shape}
+        for mode in (*saves.MODES, *saves.ASYNC_MODES)
+        for shape in shapes
     ]
-    limit = 60 if options.quick else _AT_EACH_POINT
+    choices, most = (60, 60) if options.quick else (_CHOICES, _STATES)
     cases = [
-        {**case, "point": point, "limit": limit, "seed": options.seed}
-        for case, outcome in run_cases(record_save, plain)
+        {**case, "point": point, "choices": choices, "most": most, "seed": options.seed}
+        for case, outcome in options.crew.run(record_save, plain)
         for point in range(outcome["calls"] + 1)
     ]
     violations: list[str] = []
-    states = judged = 0
-    for done, (case, outcome) in enumerate(run_cases(judge_point, cases), start=1):
+    chosen = states = 0
+    for done, (case, outcome) in enumerate(options.crew.run(judge_point, cases), start=1):
         options.progress(done, len(cases))
+        chosen += outcome.get("chosen", 0)
         states += outcome.get("states", 0)
-        judged += outcome.get("judged", 0)
         for problem in [*outcome.get("problems", []), *([outcome["failure"]] if "failure" in outcome else [])]:
             violations.append(f"{case['mode']}, {case['shape']}, after call {case['point']}: {problem}")
     return PartResult(
@@ -47,8 +50,8 @@ def run(options: Options) -> PartResult:
         injected=states,
         required=100_000,
         violations=violations,
-        notes=[f"{judged:,} distinct states were given to the reader"],
-        counts={"distinct": judged},
+        notes=[f"{chosen:,} choices of what is lost made {states:,} distinct states, each given to the reader"],
+        counts={"choices": chosen},
     )
 
 
@@ -56,7 +59,7 @@ def record_save(*, folder: str, mode: str, shape: str) -> Case:
     """Record the calls of a save, and what was there before it."""
     place = _place(folder, mode, shape)
     path = place / "root" / _CHECKPOINT
-    if mode == "replacing":
+    if saves.BEFORE[mode] is not None:
         saves.save(path, "fresh", shape, version=1)
     else:
         (place / "root").mkdir(parents=True)
@@ -70,8 +73,8 @@ def record_save(*, folder: str, mode: str, shape: str) -> Case:
     return {"calls": len(_changes(place))}
 
 
-def judge_point(*, folder: str, mode: str, shape: str, point: int, limit: int, seed: int) -> Case:
-    """Judge the states after ``point`` calls; each distinct one once."""
+def judge_point(*, folder: str, mode: str, shape: str, point: int, choices: int, most: int, seed: int) -> Case:
+    """Judge the states after ``point`` calls, each distinct one once, until there are ``most``."""
     place = _place(folder, mode, shape)
     records = _changes(place)
     disk = Disk(str(place / "root"), _files(place / "before"))
@@ -82,9 +85,11 @@ def judge_point(*, folder: str, mode: str, shape: str, point: int, limit: int, s
     known: dict[str, bytes | None] = {}
     seen: set[bytes] = set()
     problems: list[str] = []
-    states = 0
-    for state in disk.states(random.Random(f"{seed} {mode} {shape} {point}"), limit):
-        states += 1
+    chosen = 0
+    for state in disk.states(random.Random(f"{seed} {mode} {shape} {point}"), choices):
+        if len(seen) == most:
+            break
+        chosen += 1
         key = _digest(state)
         if key in seen:
             continue
@@ -94,7 +99,7 @@ def judge_point(*, folder: str, mode: str, shape: str, point: int, limit: int, s
         if problem is not None and len(problems) < 3:
             problems.append(f"{problem}, with {sorted(state)}")
     shutil.rmtree(scratch)
-    return {"states": states, "judged": len(seen), "problems": problems}
+    return {"chosen": chosen, "states": len(seen), "problems": problems}
 
 
 def _problem(path: Path, mode: str, shape: str, *, acknowledged: bool) -> str | None:

@@ -73,13 +73,13 @@ class Ranks(Protocol):
 
 
 class SoloRanks:
-    """One process that is all the ranks there are."""
+    """One process that is all the ranks there are, or acts as if it were: then under the number that it has."""
 
-    rank = 0
     size = 1
-    is_coordinator = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, rank: int = 0, is_coordinator: bool = True) -> None:
+        self.rank = rank
+        self.is_coordinator = is_coordinator
         self.kept: dict[object, Any] = {}
 
     def __enter__(self) -> SoloRanks:

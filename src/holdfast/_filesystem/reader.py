@@ -11,12 +11,14 @@ from typing import Any
 
 from torch.futures import Future
 
+from holdfast._adapt import final_load_plan
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
 from holdfast._filesystem.delivery import Delivery, Item, wanted_items
 from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Layouts, read_ranges
 from holdfast._filesystem.streams import StreamRead, TransformRegistry
 from holdfast._io import posix
+from holdfast._torchformat.translate import speak_torch
 from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
 from holdfast._values.limits import MAX_METADATA_BYTES
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
@@ -116,7 +118,7 @@ class FileSystemReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         self._layouts = {}
-        return metadata
+        return speak_torch(metadata)
 
     def _decode_each_rank(self) -> Iterator[Metadata]:
         rank = 0
@@ -174,6 +176,7 @@ class FileSystemReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; ``verify`` says what is checked on the way."""
+        plan, planner = final_load_plan(plan, planner, allow_pickle=self.allow_pickle)
         columns = read_columns(plan.items)
         items = wanted_items(columns, self.storage_data)
         delivery = Delivery(

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.futures import Future
 
+from holdfast._adapt import final_save_plan, is_torchs
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
 from holdfast._filesystem.file_packer import FilePacker
-from holdfast._filesystem.host_copies import HostCopyStager
 from holdfast._filesystem.items import ChangedInfo, PlannedItems
 from holdfast._filesystem.publish import (
     DATA_SUFFIX,
@@ -35,6 +35,7 @@ from holdfast._filesystem.stream_packer import StreamPacker, StreamTransform, _S
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
+from holdfast._torchformat.translate import metadata_from_torch
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError
 from holdfast.metadata import (
@@ -45,6 +46,7 @@ from holdfast.metadata import (
     StorageMeta,
 )
 from holdfast.planner import SavePlan, SavePlanner, write_columns
+from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import StorageWriter, WriteResult
 
 
@@ -147,7 +149,8 @@ class _FileSystemWriter(StorageWriter):
         self.fs.mkdir(self.path)
         if not self.overwrite:
             check_unpublished(self.fs, self.metadata_path)
-        plan = _with_arrays_as_values(plan)
+        if not is_torchs(plan):
+            plan = _with_arrays_as_values(plan)
         if not self.use_collectives and self.rank is not None:
             plan = dataclasses.replace(plan, storage_data=self._prefixes([self.rank])[0])
         return plan
@@ -167,6 +170,7 @@ class _FileSystemWriter(StorageWriter):
         prefix = getattr(plan.storage_data, "prefix", None)
         if not isinstance(prefix, str):
             raise InternalError("the plan did not pass through prepare_global_plan of this storage")
+        plan, planner = final_save_plan(plan, planner)
         items = PlannedItems(plan, planner)
         rows = items.files(single_file=self.single_file_per_rank, thread_count=self.thread_count)
         self._files = files = self._new_files(items)
@@ -192,6 +196,7 @@ class _FileSystemWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Publish ``metadata``, with where everything is; then remove the files of the checkpoint that it replaces."""
+        metadata = metadata_from_torch(metadata)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = _places(metadata, results)
@@ -258,7 +263,7 @@ def _change(metadata: Metadata, index: MetadataIndex, info: ChangedInfo) -> None
     )
 
 
-class FileSystemWriter(_FileSystemWriter, HostCopyStager):
+class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
     """Writes a checkpoint in torch's format to the directory ``path``, and stages asynchronous saves by host copies.
 
     The arguments are those of ``_FileSystemWriter``, and ``cache_staged_state_dict``: keep the copies for the next.
@@ -287,7 +292,7 @@ class FileSystemWriter(_FileSystemWriter, HostCopyStager):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
-        HostCopyStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """A copy of ``state_dict`` on the CPU; nothing is copied ahead any more, because nothing is left to copy."""

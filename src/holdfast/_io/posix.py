@@ -211,6 +211,12 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
                 raise
 
 
+def remove_empty_directory(path: str | os.PathLike[str]) -> None:
+    """Removes the directory ``path`` if nothing is in it; whatever else is there stays."""
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
 @contextlib.contextmanager
 def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
     """A stream on ``path``, opened as ``open`` does and closed at the end of the block."""

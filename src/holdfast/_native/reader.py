@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.futures import Future
 
+from holdfast._adapt import final_load_plan, is_torchs
 from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
@@ -17,6 +18,7 @@ from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._state.raw import Target
 from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torchformat.objects import serialize_object
+from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.value_buffer import ValueBuffer
@@ -78,9 +80,9 @@ class NativeReader(StorageReader):
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the checkpoint that is published now."""
+        """The metadata of the checkpoint that is published now; torch's planners understand it too."""
         self.close()
-        return self.catalog.metadata()
+        return speak_torch(self.catalog.metadata())
 
     def check_files(self) -> None:
         """CorruptError unless all data files are there in their sizes: for who wants them all, before allocating."""
@@ -100,19 +102,26 @@ class NativeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; every byte is verified before this returns, unless ``verify`` is off."""
+        is_driven_by_torch = is_torchs(planner)
+        plan, planner = final_load_plan(plan, planner, allow_pickle=self.allow_pickle)
         columns = read_columns(plan.items)
         catalog = self.catalog
         files = self._files
         assert files is not None
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
-        Fetch(
+        fetch = Fetch(
             catalog,
             files,
             delivery.wanted(),
             open_targets=delivery.open_targets,
             close_target=delivery.close_target,
             verify=self.verify,
-        ).run()
+        )
+        try:
+            fetch.run()
+        finally:
+            if is_driven_by_torch:  # which tells nobody when it is done
+                files.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -134,6 +134,8 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
                 run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
             ring.close()
+            # A fetch whose own methods these are would hold itself, and the targets, until the collector comes.
+            del self._open_targets, self._close_target
 
     def _run_beside(self, spans: list[slice], ring: SlabRing, workers: int) -> None:
         """Deliver in this thread while others read ahead: small segments are mostly work for one interpreter."""

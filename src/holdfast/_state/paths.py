@@ -64,6 +64,36 @@ def stored_paths(metadata: Metadata) -> dict[str, Path]:
     return metadata.paths or path_mapping(metadata.planner_data) or {}
 
 
+def is_path(path: Any) -> bool:
+    """Whether it is a tuple of dict keys (str) and list positions (int), as planners write it."""
+    return (
+        isinstance(path, tuple)
+        and 0 < len(path) <= MAX_PATH_DEPTH
+        and all(isinstance(element, str) or (isinstance(element, int) and element >= 0) for element in path)
+    )
+
+
+def restorable_paths(metadata: Metadata) -> dict[str, Path]:
+    """The stored paths that fit together, whoever wrote them.
+
+    Ranks may have saved different things under one name, a list and a dict, or a value and a dict: a key that would not
+    fit in beside those before it is left out, and stays at the top under its own name.
+    """
+    planner_data = metadata.paths or (metadata.planner_data if isinstance(metadata.planner_data, dict) else {})
+    found = {key: planner_data[key] for key in metadata.state_dict_metadata if is_path(planner_data.get(key))}
+    leaves = set(found.values())
+    kinds: dict[Path, bool] = {}
+    paths: dict[str, Path] = {}
+    for key, path in found.items():
+        parents = [path[:depth] for depth in range(1, len(path))]
+        if leaves.isdisjoint(parents) and all(
+            kinds.setdefault(path[:depth], isinstance(element, str)) == isinstance(element, str)
+            for depth, element in enumerate(path)
+        ):
+            paths[key] = path
+    return paths
+
+
 def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key."""
     found: list[tuple[str, Path, Any]] = []

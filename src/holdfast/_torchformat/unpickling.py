@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from holdfast._state.paths import is_path
 from holdfast._torchformat.opcodes import unpickle
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
 from holdfast._values.lazy import LazyList
-from holdfast._values.limits import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_KEY_BYTES, MAX_PATH_DEPTH
+from holdfast._values.limits import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_KEY_BYTES
 from holdfast.errors import CorruptError, UnsafeError
 from holdfast.metadata import (
     STORAGE_TYPES,
@@ -305,15 +306,6 @@ def _check_paths(planner_data: dict[Any, Any], entries: Mapping[str, STORAGE_TYP
                 lists[path[:depth]] = max(lists.get(path[:depth], 0), element + 1)
     if sum(lists.values()) > max(_MOST_LIST_ENTRIES, 64 * len(entries)):
         raise _Refused("its paths are positions in lists that are longer than any")
-
-
-def is_path(path: Any) -> bool:
-    """Whether it is a tuple of dict keys (str) and list positions (int), as torch's planners write it."""
-    return (
-        isinstance(path, tuple)
-        and 0 < len(path) <= MAX_PATH_DEPTH
-        and all(isinstance(element, str) or (isinstance(element, int) and element >= 0) for element in path)
-    )
 
 
 def merge_metadata(parts: Iterable[Metadata]) -> Metadata:

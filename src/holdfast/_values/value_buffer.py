@@ -59,3 +59,7 @@ class ValueBuffer(io.BytesIO):
         """The serialized value, without a copy."""
         self._fill()
         return super().getbuffer()
+
+
+class SavedValueBuffer(ValueBuffer):
+    """A value together with the ``torch.save`` bytes that somebody else made of it; loading those runs no code."""

@@ -18,10 +18,10 @@ from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.manifest import TensorEntry, ValueEntry
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.tree import decode_path
-from holdfast._state.paths import Path
+from holdfast._state.paths import Path, restorable_paths
 from holdfast._torchformat.places import StorageInfo
 from holdfast._values.dtypes import DTYPES
-from holdfast.detect import is_torch_format, stored_paths
+from holdfast.detect import is_torch_format
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling
 
@@ -200,7 +200,7 @@ def _torch_contents(path: str | os.PathLike[str], pattern: str | None) -> Conten
 
 
 def _torch_leaves(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], pattern: str | None) -> Iterator[Leaf]:
-    paths = stored_paths(metadata)
+    paths = restorable_paths(metadata)
     for key, stored in metadata.state_dict_metadata.items():
         if pattern is not None and not fnmatch.fnmatchcase(key, pattern):
             continue

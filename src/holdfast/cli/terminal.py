@@ -6,7 +6,12 @@ upon (newlines, escape sequences) is shown escaped.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -19,6 +24,18 @@ def output_console() -> Console:
 def error_console() -> Console:
     """The console of everything else: stderr."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+@contextlib.contextmanager
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
+    """What to call with the bytes that are done and all there are; None where nobody would see it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True) as progress:
+        task = progress.add_task(doing, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def one_line(text: str) -> str:

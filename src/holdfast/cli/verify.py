@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._native.verify import VerifyReport, verify_checkpoint
-from holdfast.cli.terminal import counted, error_console, output_console, shown_bytes, shown_name
+from holdfast.cli.terminal import counted, output_console, progress_bar, shown_bytes, shown_name
 from holdfast.detect import is_torch_format
 
 EXAMPLES = """\b
@@ -65,7 +61,7 @@ def verify_command(
     is_torch = is_torch_format(path)
     if is_torch and (part < 1 or level is not Depth.DIGESTS):
         raise typer.BadParameter("torch's own format is checked as a whole; leave out --level and --sample")
-    with _progress_bar() as on_progress:
+    with progress_bar("verifying") as on_progress:
         if is_torch:
             report = verify_torch_checkpoint(path, on_progress=on_progress)
         else:
@@ -87,18 +83,6 @@ def _part(text: str) -> float:
     if not 0 < part <= 1:
         raise typer.BadParameter(f"{text!r} is no part of a whole, such as 5% or 0.05", param_hint="--sample")
     return part
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """What to tell about progress; None where nobody would see it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True) as progress:
-        task = progress.add_task("verifying", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:

@@ -62,6 +62,7 @@ class DefaultSavePlanner(SavePlanner):
         self.enable_plan_caching = enable_plan_caching
         self.replica_check = replica_check
         self.ranks = 1
+        self.is_apart = False
         self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -102,7 +103,7 @@ class DefaultSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
         if self.enable_plan_caching:
-            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank
+            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank, self.is_apart
             all_plans, metadata = self._memory.plan_once(all_plans, self._plan_together, manner=manner)
         else:
             all_plans, metadata = self._plan_together(all_plans)
@@ -110,7 +111,9 @@ class DefaultSavePlanner(SavePlanner):
         return all_plans, metadata
 
     def _plan_together(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        all_plans, metadata = plan_together(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
+        all_plans, metadata = plan_together(
+            all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank, is_whole=not self.is_apart
+        )
         if self.flatten_state_dict:
             paths = dict(self.mappings)  # a subclass may have put something else into the plans
             for plan in all_plans:

@@ -36,7 +36,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-@pytest.mark.parametrize("command", [[], ["show"], ["verify"]], ids=["all", "show", "verify"])
+@pytest.mark.parametrize("command", [[], ["show"], ["verify"], ["convert"]], ids=["all", "show", "verify", "convert"])
 def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: str) -> None:
     result = CliRunner().invoke(app, [*command, option], env={"COLUMNS": "80"})
     assert result.exit_code == 0
@@ -49,8 +49,9 @@ def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: s
 
 def test_every_command_is_listed_with_its_purpose() -> None:
     output = CliRunner().invoke(app, ["--help"]).stdout
-    assert "show    Show what a checkpoint holds." in output
-    assert "verify  Check every byte of a checkpoint." in output
+    assert "show     Show what a checkpoint holds." in output
+    assert "verify   Check every byte of a checkpoint." in output
+    assert "convert  Write a checkpoint in another format." in output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,316 @@
+"""torch's format utilities under torch's names: ``.pt`` files to checkpoints and back, and loading one on many ranks.
+
+``python -m holdfast.format_utils torch_to_dcp SRC DST`` (or ``dcp_to_torch``) does the first from a shell; ``holdfast
+convert`` does that and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from holdfast._state.paths import flatten
+from holdfast._state.pieces import is_sharded, pieces_of
+from holdfast._state.tensors import empty_tensor
+from holdfast._torchformat.objects import serialize_object
+from holdfast._values.box import Box
+from holdfast._values.value_buffer import ValueBuffer
+from holdfast.default_planner import DefaultLoadPlanner
+from holdfast.errors import CheckpointError, Difference, InternalError, InvalidStateError, MismatchError
+from holdfast.interop.conversions import convert
+from holdfast.interop.pt_files import read_pt
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from holdfast.storage import StorageReader
+from holdfast.utils import _DistWrapper
+
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
+
+_Path = str | os.PathLike[str]
+
+
+# --- conversions -----------------------------------------------------------------------------------------------------
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: _Path, torch_save_path: _Path, *, allow_pickle: bool = False) -> None:
+    """Write a checkpoint (torch's format or the native one) as a file that torch.load reads, replacing one there."""
+    convert(dcp_checkpoint_dir, torch_save_path, to="pt", allow_pickle=allow_pickle, overwrite=True)
+
+
+def torch_save_to_dcp(torch_save_path: _Path, dcp_checkpoint_dir: _Path, *, allow_pickle: bool = False) -> None:
+    """Write a file that torch.save made as a checkpoint in torch's format, replacing one there."""
+    convert(torch_save_path, dcp_checkpoint_dir, to="torch", allow_pickle=allow_pickle, overwrite=True)
+
+
+# --- loading a file on many ranks ------------------------------------------------------------------------------------
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Loads every leaf of the target from storage that has no metadata, such as BroadcastingTorchSaveReader.
+
+    The target says what is wanted; whether the file has it is found out when it is read. ``allow_partial_load`` excuses
+    keys that it does not have.
+    """
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the target, and make the metadata of a checkpoint that would fit it."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.metadata = Metadata({key: _expected(key, leaf) for key, leaf in self.state_dict.items()})
+
+
+def _expected(key: str, leaf: Any) -> STORAGE_TYPES:
+    """What a file has to have under ``key``: one chunk, whatever part of it this rank wants."""
+    if not isinstance(leaf, torch.Tensor):
+        return BytesStorageMetadata()
+    if is_sharded(leaf):
+        pieces = pieces_of(key, leaf)
+        size, dtype = pieces.size, pieces.dtype
+    else:
+        size, dtype = leaf.shape, leaf.dtype
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    """What the coordinator tells each rank: how many take part, and which keys any of them wants, in order."""
+
+    ranks: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announced:
+    """What is about to come under a key: a tensor of that shape and dtype, or the value itself."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    value: Any = None
+
+
+class BroadcastingTorchSaveReader(StorageReader):
+    """Reads a ``.pt`` file on rank ``coordinator_rank`` only; the others are sent the tensors and keep their parts.
+
+    To be used with DynamicMetaLoadPlanner, by one process or by all ranks of the default process group. The file is
+    mapped, so that one tensor at a time is in memory. A key that is missing, or of another shape or dtype than in a
+    target, is a MismatchError on every rank before any target is touched.
+    """
+
+    def __init__(
+        self, checkpoint_id: _Path | None = None, coordinator_rank: int = 0, *, allow_pickle: bool = False
+    ) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.coordinator_rank = coordinator_rank
+        self.allow_pickle = allow_pickle
+
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
+        """Start a new load, of ``checkpoint_id`` when it is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Nothing: the planner makes the metadata from the target."""
+        return Metadata({})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """ValueError unless it is known what to read."""
+        if self.checkpoint_id is None:
+            raise ValueError("BroadcastingTorchSaveReader needs the path of a file, as its own or load's checkpoint_id")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, with the keys that it wants."""
+        keys = dict.fromkeys(item.storage_index.fqn for item in plan.items)
+        return replace(plan, storage_data=_Shares(ranks=1, keys=tuple(keys)))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, each with the keys that any rank wants: all ranks take part in each of them."""
+        if len(plans) > 1 and len(plans) != dist.get_world_size():
+            raise ValueError("BroadcastingTorchSaveReader works on all ranks of the default process group, or on one")
+        wanted = dict.fromkeys(key for plan in plans for key in plan.storage_data.keys)
+        shares = _Shares(ranks=len(plans), keys=tuple(wanted))
+        return [replace(plan, storage_data=shares) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the file where this rank is the one to do so, and fill the targets."""
+        shares = plan.storage_data
+        if not isinstance(shares, _Shares):
+            raise InternalError("the plan did not pass through prepare_global_plan of this storage")
+        together = _DistWrapper(None, shares.ranks > 1, self.coordinator_rank if shares.ranks > 1 else 0)
+        leaves: dict[str, Any] = {}
+
+        def announce() -> dict[str, _Announced]:
+            leaves.update(self._leaves(flat=getattr(planner, "flatten_state_dict", True)))
+            return {key: _announced(leaves[key]) for key in shares.keys if key in leaves}
+
+        announced = together.broadcast(f"reading {os.fspath(self.checkpoint_id or '')!r}", announce)
+        together.all_gather("comparing the file with the target", lambda: _check(plan, planner, announced))
+        plan.items[:] = [item for item in plan.items if item.storage_index.fqn in announced]
+        _Filling(plan, planner, announced, together).run(shares.keys, leaves)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _leaves(self, *, flat: bool) -> dict[str, Any]:
+        assert self.checkpoint_id is not None
+        state = read_pt(self.checkpoint_id, allow_pickle=self.allow_pickle).state
+        if not isinstance(state, dict):
+            raise InvalidStateError(f"{os.fspath(self.checkpoint_id)!r} holds a {type(state).__name__}, no dict")
+        return flatten(state)[0] if flat else state
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
+        """Whether it is a file."""
+        return os.path.isfile(checkpoint_id)
+
+
+def _announced(leaf: Any) -> _Announced:
+    if isinstance(leaf, torch.Tensor):
+        return _Announced(shape=tuple(leaf.shape), dtype=leaf.dtype)
+    return _Announced(value=leaf)
+
+
+def _check(plan: LoadPlan, planner: LoadPlanner, announced: dict[str, _Announced]) -> None:
+    """MismatchError unless the file has all that ``plan`` wants; the planner is told of missing keys it excuses."""
+    differences = []
+    for item in plan.items:
+        key = item.storage_index.fqn
+        found = announced.get(key)
+        wants_tensor = item.type is LoadItemType.TENSOR
+        if found is None:
+            differences.append(Difference(key=key, kind="missing", stored="nothing", wanted="a leaf"))
+        elif wants_tensor != (found.dtype is not None):
+            kinds = ("a value", "a tensor") if wants_tensor else ("a tensor", "a value")
+            differences.append(Difference(key=key, kind="kind", stored=kinds[0], wanted=kinds[1]))
+        elif wants_tensor:
+            differences += _tensor_differences(item, planner, found)
+    if isinstance(planner, DefaultLoadPlanner):
+        excused = [each for each in differences if each.kind == "missing" and planner.allow_partial_load]
+        planner.differences += excused
+        differences = [each for each in differences if each not in excused]
+    if differences:
+        raise MismatchError.of(dict.fromkeys(differences), advice="Fix the target, or load another file.")
+
+
+def _tensor_differences(item: ReadItem, planner: LoadPlanner, found: _Announced) -> list[Difference]:
+    key = item.storage_index.fqn
+    size, dtype = _wanted(planner, key)
+    if size is not None and tuple(size) != found.shape:
+        return [Difference(key=key, kind="shape", stored=str(list(found.shape or ())), wanted=str(list(size)))]
+    can_cast = getattr(planner, "cast", False) and all(
+        each is not None and each.is_floating_point for each in (dtype, found.dtype)
+    )
+    if dtype is not None and dtype != found.dtype and not can_cast:
+        names = [str(each).removeprefix("torch.") for each in (found.dtype, dtype)]
+        return [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])]
+    return []
+
+
+def _wanted(planner: LoadPlanner, key: str) -> tuple[torch.Size | None, torch.dtype | None]:
+    """Size and dtype of the target, from the metadata that the planner made of it."""
+    metadata = getattr(planner, "metadata", None)
+    entry = metadata.state_dict_metadata.get(key) if isinstance(metadata, Metadata) else None
+    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else (None, None)
+
+
+class _Filling:
+    """The tensors of a file on their way to all ranks, one after the other."""
+
+    def __init__(
+        self, plan: LoadPlan, planner: LoadPlanner, announced: dict[str, _Announced], together: _DistWrapper
+    ) -> None:
+        self._planner = planner
+        self._announced = announced
+        self._together = together
+        self._items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            self._items.setdefault(item.storage_index.fqn, []).append(item)
+
+    def run(self, keys: Sequence[str], leaves: dict[str, Any]) -> None:
+        """Fill the targets of ``keys``; ``leaves`` are the file's, on the rank that has read it."""
+        for key in keys:
+            found = self._announced.get(key)
+            if found is None:
+                continue
+            if found.shape is None or found.dtype is None:
+                for item in self._items.get(key, []):
+                    self._planner.load_bytes(item, ValueBuffer(found.value, serialize_object))
+                continue
+            tensor = self._shared(leaves.get(key), found.shape, found.dtype)
+            for item in self._items.get(key, []):
+                self._fill(item, tensor)
+
+    def _shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, on every rank; its bits travel, because not every backend knows every dtype."""
+        if not self._together.use_dist:
+            assert tensor is not None
+            return tensor
+        if tensor is None:
+            tensor = empty_tensor(shape, dtype)
+        sent = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(_transport())
+        if sent.numel():
+            dist.broadcast(sent, src=self._together.global_coordinator_rank)
+        return sent.view(dtype).view(shape)
+
+    def _fill(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        target = self._planner.resolve_tensor(item).detach()
+        target.copy_(tensor[box.slices()])
+        self._planner.commit_tensor(item, target)
+
+
+def _transport() -> torch.device:
+    """Where tensors have to be to be sent: the CPU, if the process group has a backend for it."""
+    if "gloo" in str(dist.get_backend_config()) or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+# --- from a shell ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the conversion that ``arguments`` ask for and return the exit code."""
+    modes = {"torch_to_dcp": torch_save_to_dcp, "dcp_to_torch": dcp_to_torch_save}
+    parser = argparse.ArgumentParser(prog="python -m holdfast.format_utils", description="Convert a checkpoint.")
+    parser.add_argument("mode", choices=list(modes), help="which way")
+    parser.add_argument("src", help="what to convert: a file, or the directory of a checkpoint")
+    parser.add_argument("dst", help="where the result goes; replaced if it is of the same kind")
+    parser.add_argument("--allow-pickle", action="store_true", help="also what only a pickle can keep; runs its code")
+    chosen = parser.parse_args(arguments)
+    try:
+        modes[chosen.mode](chosen.src, chosen.dst, allow_pickle=chosen.allow_pickle)
+    except (CheckpointError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"converted {chosen.src} to {chosen.dst}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

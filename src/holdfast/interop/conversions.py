@@ -1,0 +1,430 @@
+"""Checkpoints from one format to another: native, torch's, and ``.pt`` files, without loading them.
+
+Bytes pass in pieces of at most one slab from the source to the target, so that memory does not grow with the checkpoint
+or its largest tensor (but for quantised tensors, and ``.pt`` files of the time before torch 1.6). What is read is
+verified as far as the source's format goes. The target appears whole or not at all. Values keep their types; what only
+a pickle could keep is refused unless the caller allows pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from holdfast._filesystem.verify import verify_torch_checkpoint
+from holdfast._filesystem.writer import _FileSystemWriter
+from holdfast._io import posix
+from holdfast._io.pages import MappedFile
+from holdfast._native.writer import NativeWriter
+from holdfast._state.lazy_tensor import LazyTensor
+from holdfast._state.paths import Path, restorable_paths, unflatten
+from holdfast._state.raw import Buffer, DistantSource, Source, source_of
+from holdfast._torchformat.objects import deserialize_object, serialize_object
+from holdfast._values.box import flat_range_boxes
+from holdfast._values.lazy import LazyList
+from holdfast.checkpoint import Checkpoint, StoredTensor
+from holdfast.checkpoint import open as open_checkpoint
+from holdfast.default_planner import DefaultSavePlanner
+from holdfast.detect import is_torch_format
+from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
+from holdfast.interop.pt_files import read_pt, write_pt
+from holdfast.metadata import STATE_DICT_TYPE, StorageMeta, TensorStorageMetadata
+from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
+from holdfast.saver import save
+from holdfast.storage import StorageWriter
+
+_Path = str | os.PathLike[str]
+Format = Literal["native", "torch", "pt"]
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What was converted: how many tensors (tied ones count once each) and values, and the bytes of the tensors."""
+
+    tensors: int
+    values: int
+    bytes: int
+    seconds: float
+
+
+def convert(
+    source: _Path,
+    target: _Path,
+    *,
+    to: Format,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    verify: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Conversion:
+    """Write the checkpoint ``source`` (a directory, or a ``.pt`` file) to ``target`` in the format ``to``.
+
+    Args:
+        source: what it is, is found out by looking at it.
+        target: a directory, or for ``pt`` a file.
+        to: "native", "torch" (the format of torch.distributed.checkpoint) or "pt" (torch.save).
+        allow_pickle: read and write values that only a pickle can keep; reading them runs code from the source.
+        overwrite: replace what is at ``target``, at the end and at once, if it is of the same format.
+        verify: check the source's digests or checksums, where it has any.
+        on_progress: called with the bytes that are done and all that there are, from any thread.
+    """
+    started = time.monotonic()
+    if to not in ("native", "torch", "pt"):
+        raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
+    progress = _Progress(on_progress)
+    with _guarded_target(os.fspath(target), to, overwrite=overwrite):
+        if os.path.isfile(source):
+            if to == "pt":
+                raise ValueError(f"{os.fspath(source)!r} is a .pt file already; copy it")
+            writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
+            tensors, values = _from_pt(source, writer, progress, allow_pickle=allow_pickle, verify=verify)
+        else:
+            if verify and is_torch_format(source):
+                _check_torch(source)
+            with open_checkpoint(source, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+                leaves = _Leaves(checkpoint, progress, plain_only=to != "native" and not allow_pickle)
+                if to == "pt":
+                    write_pt(leaves.state(), target, overwrite=overwrite)
+                else:
+                    user_metadata = checkpoint.user_metadata if to == "native" else None
+                    writer = _writer(
+                        target, to, allow_pickle=allow_pickle, overwrite=overwrite, user_metadata=user_metadata
+                    )
+                    save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
+                tensors, values = leaves.counts()
+    return Conversion(tensors=tensors, values=values, bytes=progress.done, seconds=time.monotonic() - started)
+
+
+class _Progress:
+    """Counts bytes for whoever wants to know, from any thread."""
+
+    def __init__(self, told: OnProgress | None) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self.done = 0
+        self.total = 0
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self._told is not None:
+                self._told(self.done, max(self.total, self.done))
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[None]:
+    """Refuses a target that must not be replaced; after a failure, removes a directory that was made in vain."""
+    existed = posix.exists(target)
+    if existed and not overwrite:
+        raise AlreadyPublishedError(f"{target!r} exists already; use another name or overwrite=True")
+    if existed and not _holds(target, to):
+        raise AlreadyPublishedError(
+            f"{target!r} exists and is no checkpoint of the {to} format, so it is not replaced; remove it first"
+        )
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            posix.remove_empty_directory(target)
+        raise
+
+
+def _holds(target: str, to: Format) -> bool:
+    """Whether ``target`` is what a conversion to ``to`` would make; an empty directory is as good as none."""
+    if to == "pt":
+        return os.path.isfile(target)
+    if not os.path.isdir(target):
+        return False
+    names = set(posix.list_names(target))
+    mine, other = ("manifest.json", ".metadata") if to == "native" else (".metadata", "manifest.json")
+    return (mine in names and other not in names) or not names
+
+
+def _writer(
+    target: _Path, to: Format, *, allow_pickle: bool, overwrite: bool, user_metadata: Any = None
+) -> StorageWriter:
+    if to == "native":
+        return NativeWriter(target, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+    return _FileSystemWriter(target, overwrite=overwrite)
+
+
+def _check_torch(source: _Path) -> None:
+    """CorruptError where a checksum is wrong: torch's format has them for whole chunks, which are not read as such."""
+    damage = next(iter(verify_torch_checkpoint(source).damage), None)
+    if damage is not None:
+        raise CorruptError(
+            f"{damage.file!r} is damaged in bytes {damage.span[0]} to {damage.span[1]}, which hold part of "
+            f"{damage.key!r}: {damage.problem}; use another checkpoint",
+            path=os.path.join(source, damage.file),
+            key=damage.key,
+            span=damage.span,
+        )
+
+
+# --- from a checkpoint -----------------------------------------------------------------------------------------------
+
+
+class _StoredSource(DistantSource):
+    """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
+
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _Progress) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._lock = lock
+        self._progress = progress
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
+        dtype = self._stored.dtype
+        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
+            nbytes = box.volume * dtype.itemsize
+            # One at a time, because each has buffers of its own; it is read by several threads anyway.
+            with self._lock:
+                if at % dtype.itemsize:
+                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
+                else:
+                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
+            at += nbytes
+        self._progress.add(stop - start)
+
+
+class _QuantizedSource:
+    """The integers of a stored quantised tensor, which can only be read as a whole: at the first byte, and dropped
+    after the last.
+    """
+
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _Progress) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._progress = progress
+        self._whole: Source | None = None
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
+        if self._whole is None:
+            self._whole = source_of(self._stored[...])
+        self._whole.copy_out(start, stop, buffer, at)
+        if stop == self.nbytes:
+            self._whole = None
+        self._progress.add(stop - start)
+
+
+class _Leaves:
+    """The leaves of a checkpoint: tensors that are read when they are written, values as they are.
+
+    ``plain_only`` refuses values that could only be loaded again by running code.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, progress: _Progress, *, plain_only: bool) -> None:
+        self.checkpoint = checkpoint
+        self.metadata = checkpoint.metadata
+        self._progress = progress
+        self._plain_only = plain_only
+        self._lock = threading.Lock()
+        self._tensors: dict[str, LazyTensor] = {}
+        progress.total = sum(
+            stored.nbytes for stored in self._stored() if stored.alias_of not in self.metadata.state_dict_metadata
+        )
+
+    def _stored(self) -> Iterator[StoredTensor]:
+        entries = self.metadata.state_dict_metadata.items()
+        return (self.checkpoint[key] for key, entry in entries if isinstance(entry, TensorStorageMetadata))
+
+    def counts(self) -> tuple[int, int]:
+        """How many tensors, how many values."""
+        tensors = sum(1 for _ in self._stored())
+        return tensors, len(self.metadata.state_dict_metadata) - tensors
+
+    def tensor(self, key: str) -> LazyTensor:
+        """The tensor of ``key``, to be read when its bytes are asked for; tied keys give one object."""
+        if key not in self._tensors:
+            self._tensors[key] = self._new_tensor(key)
+        return self._tensors[key]
+
+    def _new_tensor(self, key: str) -> LazyTensor:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        requires_grad = entry.properties.requires_grad
+        kind = _StoredSource if entry.quantizer is None else _QuantizedSource
+        source: Source = kind(self.checkpoint[key], self._lock, self._progress)
+        first = self.metadata.state_dict_metadata.get(entry.alias_of) if entry.alias_of is not None else None
+        if entry.alias_of is not None and isinstance(first, TensorStorageMetadata):
+            tied = self.tensor(entry.alias_of)
+            if first.properties.requires_grad == requires_grad:
+                return tied
+            source = tied.source
+        return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
+
+    def value(self, key: str) -> Any:
+        """The value of ``key``; an array where it is kept like a tensor."""
+        found = self.checkpoint[key]
+        if isinstance(found, StoredTensor):
+            self._progress.add(found.nbytes)
+            found = found[...].numpy()
+        if self._plain_only:
+            _check_plain(key, found)
+        return found
+
+    def is_quantized(self, key: str) -> bool:
+        """Whether ``key`` is a quantised tensor, which storage takes only as it is."""
+        entry = self.metadata.state_dict_metadata[key]
+        return isinstance(entry, TensorStorageMetadata) and entry.quantizer is not None
+
+    def real_tensor(self, key: str) -> torch.Tensor:
+        """The tensor of ``key``, read now."""
+        stored: StoredTensor = self.checkpoint[key]
+        self._progress.add(stored.nbytes)
+        return stored[...]
+
+    def is_array(self, key: str) -> bool:
+        """Whether ``key`` was a numpy array."""
+        entry = self.metadata.state_dict_metadata[key]
+        return isinstance(entry, TensorStorageMetadata) and entry.kind == "numpy"
+
+    def state(self) -> dict[Any, Any]:
+        """All of it, nested as it was saved."""
+        entries = self.metadata.state_dict_metadata
+        leaves = {
+            key: self.tensor(key)
+            if isinstance(entry, TensorStorageMetadata) and not self.is_array(key)
+            else self.value(key)
+            for key, entry in entries.items()
+        }
+        return unflatten(leaves, self.paths())
+
+    def paths(self) -> dict[str, Path]:
+        """Where each key is in the state, as far as the checkpoint says so."""
+        return restorable_paths(self.metadata)
+
+
+def _check_plain(key: str, value: object) -> None:
+    """InvalidStateError unless torch.load takes the value without running code."""
+    try:
+        deserialize_object(io.BytesIO(serialize_object(value)), key=key, allow_pickle=False)
+    except UnsafeError:
+        raise InvalidStateError(
+            f"{key!r} is a {type(value).__name__}, which torch loads only by running code; convert it, or pass "
+            "allow_pickle=True",
+            key=key,
+        ) from None
+
+
+class _CopyPlanner(DefaultSavePlanner):
+    """Saves the leaves of a checkpoint, each tensor as one chunk."""
+
+    def __init__(self, leaves: _Leaves) -> None:
+        super().__init__()
+        self._leaves = leaves
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the paths of the checkpoint; the state that is given is empty."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.mappings = self._leaves.paths()
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each leaf."""
+        entries = self._leaves.metadata.state_dict_metadata
+        heads = [
+            TensorHead(entry.properties, entry.size, entry.alias_of, entry.kind)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for entry in entries.values()
+        ]
+        sizes = [() if head is None else tuple(head.size) for head in heads]
+        columns = WriteColumns(
+            keys=list(entries),
+            heads=heads,
+            key=np.arange(len(heads)),
+            lo=padded([(0,) * len(size) for size in sizes], fill=0),
+            length=padded(sizes, fill=1),
+            hint=np.zeros(len(heads), dtype=np.int64),
+            is_shard=np.zeros(len(heads), dtype=bool),
+        )
+        self.plan = SavePlan(LazyList(columns), planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor, or the value, of ``write_item``."""
+        return self.transform_object(write_item, self._object_of(write_item))
+
+    def _object_of(self, write_item: WriteItem) -> Any:
+        key = write_item.index.fqn
+        if write_item.type is WriteItemType.BYTE_IO:
+            return self._leaves.value(key)
+        return self._leaves.real_tensor(key) if self._leaves.is_quantized(key) else self._leaves.tensor(key)
+
+
+# --- from a .pt file -------------------------------------------------------------------------------------------------
+
+
+def _from_pt(
+    path: _Path, writer: StorageWriter, progress: _Progress, *, allow_pickle: bool, verify: bool
+) -> tuple[int, int]:
+    """Save what is in the file, and tell how many tensors and values that were."""
+    found = read_pt(path, allow_pickle=allow_pickle, verify=verify)
+    planner = _MappedPlanner(progress, MappedFile(path) if found.is_unchanged_file else None)
+    metadata = save(found.state, storage_writer=writer, planner=planner, no_dist=True)
+    entries = metadata.state_dict_metadata.values()
+    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
+    return tensors, len(entries) - tensors
+
+
+class _MappedSource:
+    """The bytes of a tensor that stands for part of a file; pages of the file are given back once they are copied."""
+
+    def __init__(self, tensor: torch.Tensor, progress: _Progress, file: MappedFile | None) -> None:
+        self._tensor = tensor
+        self._source = source_of(tensor)
+        self._progress = progress
+        self._file = file
+        self.nbytes = self._source.nbytes
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
+        self._source.copy_out(start, stop, buffer, at)
+        if self._file is not None and self._tensor.is_contiguous():
+            self._file.give_back(self._tensor.data_ptr() + start, stop - start)
+        elif self._file is not None:
+            storage = self._tensor.untyped_storage()
+            self._file.give_back(storage.data_ptr(), storage.nbytes())
+        self._progress.add(stop - start)
+
+
+class _MappedPlanner(DefaultSavePlanner):
+    """Saves a state of mapped tensors without keeping them in memory."""
+
+    def __init__(self, progress: _Progress, file: MappedFile | None) -> None:
+        super().__init__()
+        self._progress = progress
+        self._file = file
+
+    def create_local_plan(self) -> SavePlan:
+        """What the default planner plans; its bytes are what there is to do."""
+        plan = super().create_local_plan()
+        tensors = {leaf.data_ptr(): leaf for leaf in self.state_dict.values() if isinstance(leaf, torch.Tensor)}
+        self._progress.total = sum(leaf.numel() * leaf.dtype.itemsize for leaf in tensors.values())
+        return plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        """What the default planner gives; a tensor in memory of the file's as one that gives that memory back."""
+        data = super().transform_object(write_item, object)
+        if not isinstance(data, torch.Tensor) or data.is_quantized:
+            return data
+        return LazyTensor(_MappedSource(data, self._progress, self._file), data.shape, data.dtype)

@@ -1,0 +1,257 @@
+"""``.pt`` files, as torch.save writes them: read without loading the tensors, written without having them in memory.
+
+Reading maps the file; what a tensor holds comes when it is touched. Writing goes record by record: first the pickle, in
+which storages are only named, then the bytes of each storage. A file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import secrets
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast._io import posix
+from holdfast._io.buffers import SLAB_BYTES, SlabRing
+from holdfast._state.lazy_tensor import LazyTensor
+from holdfast._state.raw import Source, source_of
+from holdfast._state.tensors import empty_quantized
+from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError
+
+_Path = str | os.PathLike[str]
+
+ALIGNMENT = 64
+"""Storages begin at multiples of this, as torch's do, so that they can be used from a mapping of the file."""
+
+_ARCHIVE = "archive"
+_ZIP64_BYTES = 1 << 30
+_LOCAL_HEADER_BYTES = 30
+_ZIP64_EXTRA_BYTES = 20
+_PADDING_FIELD = b"FB"
+_CHECKED_BYTES = 1 << 20
+
+_TYPED_STORAGES: dict[torch.dtype, type] = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.uint8: torch.ByteStorage,
+    torch.int8: torch.CharStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int32: torch.IntStorage,
+    torch.int64: torch.LongStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+    torch.quint8: torch.QUInt8Storage,
+    torch.qint8: torch.QInt8Storage,
+    torch.qint32: torch.QInt32Storage,
+    torch.quint4x2: torch.QUInt4x2Storage,
+    torch.quint2x4: torch.QUInt2x4Storage,
+}
+"""The dtypes that a pickle names by a storage class; all others go as bytes with their dtype beside them."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtFile:
+    """What a file holds.
+
+    ``is_mapped`` says that the tensors are not in memory but stand for the file; ``is_unchanged_file`` that nobody can
+    have written to that memory since.
+    """
+
+    state: Any
+    is_mapped: bool
+    is_unchanged_file: bool
+
+
+def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> PtFile:
+    """What torch.save wrote to ``path``, on the CPU.
+
+    The tensors stay in the file until they are touched; only those of files in the format before torch 1.6, which is no
+    archive, are loaded as a whole. ``verify`` checks the checksums that the archive has. Nothing but weights, plain
+    containers and plain values is unpickled unless ``allow_pickle`` is set.
+    """
+    name = os.fspath(path)
+    if not posix.exists(name):
+        raise NotFoundError(f"there is no file {name!r}")
+    is_archive, is_native_order = _check_archive(name, verify=verify)
+    try:
+        state = torch.load(name, map_location="cpu", weights_only=not allow_pickle, mmap=is_archive)
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        if allow_pickle or (not is_archive and not _is_pickle(name)):
+            raise NotACheckpointError(f"{name!r} is no file that torch.save wrote: {reason}") from error
+        raise UnsafeError(
+            f"{name!r} has more than weights and plain values in it, and loading it would run code; "
+            "pass allow_pickle=True if you trust it"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
+    # torch swaps bytes in place; and code that a pickle runs may do anything.
+    is_unchanged = is_archive and is_native_order and not allow_pickle
+    return PtFile(state=state, is_mapped=is_archive, is_unchanged_file=is_unchanged)
+
+
+def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
+    """Whether the file is an archive, and in this machine's byte order; CorruptError when a record is damaged."""
+    with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
+        if not zipfile.is_zipfile(stream):
+            return False, False
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                records = archive.infolist()
+                if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                    raise CorruptError(f"{name!r} has compressed records, which torch.save never writes", path=name)
+                # torch can be told to compute no checksums; then it writes 0.
+                for record in (record for record in records if verify and record.CRC):
+                    with archive.open(record) as file:
+                        while file.read(_CHECKED_BYTES):
+                            pass
+                said = [record for record in records if record.filename.endswith("/byteorder")]
+                is_native_order = all(
+                    record.CRC != 0 and archive.read(record) == sys.byteorder.encode() for record in said
+                )
+        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+            raise CorruptError(f"{name!r} is a damaged archive: {error}; use another file", path=name) from error
+    return True, is_native_order
+
+
+def _is_pickle(name: str) -> bool:
+    with posix.open_stream(name, "rb") as stream:
+        return stream.read(1) == pickle.PROTO  # type: ignore[no-any-return]
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_pt(state: Mapping[Any, Any], path: _Path, *, overwrite: bool = False) -> None:
+    """Write ``state`` to ``path`` as torch.save would, durably; its LazyTensors are read while they are written.
+
+    Tensors that are one object, or share a ``source``, share their storage again when loaded.
+    """
+    name = os.fspath(path)
+    content, storages = _pickled(state)
+    temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+    try:
+        # Around the stream, because closing it writes too.
+        with posix.reporting("write", name), posix.open_stream(temporary, "xb") as stream:
+            _write_archive(stream, content, storages)
+            stream.flush()
+            posix.sync_file(stream.fileno(), temporary)
+        (posix.replace if overwrite else posix.link_new)(temporary, name)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            posix.remove(temporary)
+        raise
+    posix.sync_directory(os.path.dirname(name) or os.curdir)
+
+
+def _write_archive(stream: io.IOBase, content: bytes, storages: list[Source]) -> None:
+    ring = SlabRing(1)
+    with zipfile.ZipFile(stream, "w") as archive, ring.lend() as slab:
+        records = {"data.pkl": content, ".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode()}
+        records |= {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
+        for record, data in records.items():
+            with _record(archive, stream, record, len(data)) as file:
+                file.write(data)
+        for number, source in enumerate(storages):
+            with _record(archive, stream, f"data/{number}", source.nbytes) as file:
+                for start in range(0, source.nbytes, SLAB_BYTES):
+                    stop = min(start + SLAB_BYTES, source.nbytes)
+                    source.copy_out(start, stop, slab, 0)
+                    file.write(slab.view[: stop - start])
+
+
+def _record(archive: zipfile.ZipFile, stream: io.IOBase, name: str, nbytes: int) -> Any:
+    """A new record of ``nbytes``, open for writing; a field of padding in its header puts its data on an alignment."""
+    info = zipfile.ZipInfo(f"{_ARCHIVE}/{name}")
+    is_large = nbytes >= _ZIP64_BYTES
+    header = _LOCAL_HEADER_BYTES + len(info.filename) + (_ZIP64_EXTRA_BYTES if is_large else 0) + 4
+    padding = -(stream.tell() + header) % ALIGNMENT
+    info.extra = _PADDING_FIELD + padding.to_bytes(2, "little") + bytes(padding)
+    return archive.open(info, "w", force_zip64=is_large)
+
+
+def _pickled(state: object) -> tuple[bytes, list[Source]]:
+    """The pickle of ``state``, and the storages that it names by their numbers."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(state)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise InvalidStateError(f"the state cannot be pickled: {error}") from error
+    return buffer.getvalue(), pickler.storages
+
+
+class _StorageName:
+    """Stands in the pickle for the storage with that number."""
+
+    def __init__(self, number: int, kind: type, elements: int) -> None:
+        self.persistent = ("storage", kind, str(number), "cpu", elements)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what torch.load takes: tensors by the functions that torch rebuilds them with, storages by number."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=2)
+        self.storages: list[Source] = []
+        self._numbers: dict[int, int] = {}
+        self._kept: list[object] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        """How a storage is named in the pickle; None for everything else."""
+        if isinstance(obj, _StorageName):
+            return obj.persistent
+        if isinstance(obj, torch.storage.TypedStorage):
+            return self._named(obj._untyped_storage, obj.dtype).persistent
+        if isinstance(obj, torch.UntypedStorage):
+            return self._named(obj, None).persistent
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A LazyTensor as the call that rebuilds a tensor; everything else as usual."""
+        if not isinstance(obj, LazyTensor):
+            return NotImplemented
+        strides = torch.empty(obj.shape, device="meta").stride()
+        typed = obj.dtype in _TYPED_STORAGES
+        nbytes = obj.source.nbytes
+        kind = _TYPED_STORAGES[obj.dtype] if typed else torch.UntypedStorage
+        storage = _StorageName(self._number_of(obj.source), kind, nbytes // obj.dtype.itemsize if typed else nbytes)
+        if obj.quantizer is not None:
+            rebuild, (_, *rest) = empty_quantized(obj.shape, obj.dtype, obj.quantizer).__reduce_ex__(2)
+            return rebuild, (storage, *rest)
+        arguments: tuple[Any, ...] = (storage, 0, tuple(obj.shape), strides, obj.requires_grad, OrderedDict())
+        if typed:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
+
+    def _named(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> _StorageName:
+        """The name of a storage that is in memory, which is written as it is."""
+        storage = storage.cpu()
+        source = source_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        self._kept.append(source)
+        number = self._number_of(source, storage._cdata)
+        if dtype is None:
+            return _StorageName(number, torch.UntypedStorage, storage.nbytes())
+        return _StorageName(number, _TYPED_STORAGES[dtype], storage.nbytes() // dtype.itemsize)
+
+    def _number_of(self, source: Source, identity: int | None = None) -> int:
+        number = self._numbers.setdefault(id(source) if identity is None else identity, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(source)
+        return number

@@ -1,0 +1,7 @@
+"""torch's loader of sharded optimizer states (FSDP1), under torch's module name."""
+
+from __future__ import annotations
+
+from holdfast.interop.torch_state import load_sharded_optimizer_state_dict
+
+__all__ = ["load_sharded_optimizer_state_dict"]

@@ -1,0 +1,37 @@
+"""torch's helpers that take the state of a model and its optimizers apart and put it back, as they are."""
+
+from __future__ import annotations
+
+from holdfast.interop.torch_state import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
+    StateDictOptions,
+    ValueType,
+    _patch_model_state_dict,  # noqa: F401 - private in torch, and used by frameworks all the same
+    _patch_optimizer_state_dict,  # noqa: F401
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+__all__ = [
+    "FQNS_T",
+    "DictValueType",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
+    "StateDictOptions",
+    "ValueType",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]

@@ -1,0 +1,65 @@
+"""Loading, under the names of torch.distributed.checkpoint.state_dict_loader."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, MutableMapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from holdfast.default_planner import WholeLoadPlanner
+from holdfast.loader import load, load_with, load_without_target, reader_at
+from holdfast.participants import participants
+from holdfast.planner import LoadPlanner
+from holdfast.storage import StorageReader
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["load", "load_state_dict"]
+
+
+def load_state_dict(
+    state_dict: MutableMapping[Any, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Load from ``storage_reader``, after a reset of it; deprecated in favour of ``load``.
+
+    ``coordinator_rank`` counts within the group.
+    """
+    warnings.warn("load_state_dict is deprecated; use load", FutureWarning, stacklevel=2)
+    storage_reader.reset()
+    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+
+
+def _load_state_dict(
+    state_dict: MutableMapping[Any, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Load without a reset: what torch calls its engine, for those who import it."""
+    ranks = partial(participants, process_group, no_dist=no_dist, coordinator_rank=coordinator_rank)
+    load_with(state_dict, storage_reader, WholeLoadPlanner() if planner is None else planner, ranks)
+
+
+def _load_state_dict_from_keys(
+    keys: Iterable[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: ProcessGroup | None = None,
+) -> dict[Any, Any]:
+    """What is stored at and below ``keys``, or everything, whole on every rank; see ``load(path, keys=...)``."""
+    if storage_reader is None:
+        storage_reader = reader_at(checkpoint_id)
+    elif checkpoint_id is not None:
+        storage_reader.reset(checkpoint_id)
+    return load_without_target(storage_reader, keys, partial(participants, process_group, no_dist=False))
