@@ -129,7 +129,7 @@ def test_a_rank_that_died_is_missed_by_the_publisher(tmp_path: Path, monkeypatch
     real = writer_module.publish
 
     def late(*args: Any, **kwargs: Any) -> None:
-        writer._close()
+        writer.close()
         assert sweep(tmp_path, delete=True).removed_files == 1
         real(*args, **kwargs)
 
