@@ -10,11 +10,20 @@ import importlib
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._version import __version__
-from holdfast.async_saver import AsyncSave, async_save, guard, prewarm, release
+from holdfast.async_saver import (
+    AsyncCheckpointerType,
+    AsyncSave,
+    AsyncSaveResponse,
+    async_save,
+    guard,
+    prewarm,
+    release,
+)
 from holdfast.checkpoint import Checkpoint, StoredTensor, open
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
     AlreadyPublishedError,
+    BusyError,
     CheckpointError,
     CheckpointException,
     CorruptError,
@@ -54,6 +63,7 @@ from holdfast.planner import (
     WriteItemType,
 )
 from holdfast.saver import save
+from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_loader import load_state_dict
 from holdfast.state_dict_saver import save_state_dict
 from holdfast.stateful import Stateful
@@ -61,7 +71,12 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = [
     "AlreadyPublishedError",
+    "AsyncCheckpointerType",
     "AsyncSave",
+    "AsyncSaveResponse",
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "BusyError",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -71,6 +86,7 @@ __all__ = [
     "CorruptError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "DefaultStager",
     "Difference",
     "FileSystem",
     "FileSystemBase",
@@ -95,6 +111,7 @@ __all__ = [
     "SavePlan",
     "SavePlanner",
     "SerializationFormat",
+    "StagingOptions",
     "Stateful",
     "StorageError",
     "StorageMeta",

@@ -17,7 +17,12 @@ import holdfast
 
 EXPECTED = [
     "AlreadyPublishedError",
+    "AsyncCheckpointerType",
     "AsyncSave",
+    "AsyncSaveResponse",
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "BusyError",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -27,6 +32,7 @@ EXPECTED = [
     "CorruptError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "DefaultStager",
     "Difference",
     "FileSystem",
     "FileSystemBase",
@@ -51,6 +57,7 @@ EXPECTED = [
     "SavePlan",
     "SavePlanner",
     "SerializationFormat",
+    "StagingOptions",
     "Stateful",
     "StorageError",
     "StorageMeta",
