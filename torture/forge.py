@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,12 @@ def honest(path: Path) -> Forgery:
     with one_file_each():
         holdfast.save(state, storage_writer=writer)
     return Forgery.of(path)
+
+
+Change = Callable[[Forgery], object]
+"""What someone does to a checkpoint before its digests are made right."""
+
+
+def number_of(forgery: Forgery, key: str) -> int:
+    """The number of the tensor ``key``."""
+    return next(number for number, entry in enumerate(forgery.manifest["tensors"]) if entry["key"] == key)

@@ -226,10 +226,7 @@ def _header_input(chosen: random.Random) -> bytes:
     if kind < 0.2:
         return mutated_bytes(data, chosen)
     text = data[8:].rstrip()
-    if kind < 0.5:
-        text = mutated_bytes(text, chosen)
-    else:
-        text = msgspec.json.encode(mutated_json(_parsed(text), chosen))
+    text = mutated_bytes(text, chosen) if kind < 0.5 else msgspec.json.encode(mutated_json(_parsed(text), chosen))
     size = -(-(8 + len(text)) // 4096) * 4096
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 

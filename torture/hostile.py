@@ -1,8 +1,8 @@
-"""Looks at every hostile checkpoint in a process of its own, under watch: python -m torture.hostile FOLDER [FORMAT]
+"""Looks at every hostile checkpoint in a process of its own, under watch.
 
-Prints one JSON object per case: its name, and what is wrong with what came of it. A case is wrong when a look at it ends
-in anything but an error of the library, takes 100 ms or more, makes the process grow by 64 MiB or more, opens something
-outside of the checkpoint, writes, or runs code.
+``python -m torture.hostile FOLDER [FORMAT]`` prints one JSON object per case: its name, and what is wrong with what
+came of it. A case is wrong when a look at it ends in anything but an error of the library, takes 100 ms or more, makes
+the process grow by 64 MiB or more, opens something outside of the checkpoint, writes, or runs code.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import holdfast
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._native.verify import verify_checkpoint
 from torture import hostile_native, hostile_torch, watch
-from torture.forge import Forgery, honest
+from torture.forge import Change, Forgery, honest
 from torture.samples import chunks_of
 
 MOST_SECONDS = 0.1
@@ -75,7 +76,7 @@ def native_cases(folder: Path) -> Iterator[Case]:
     honest(template)
     data_file = next(chunk.name for chunk in chunks_of(template) if chunk.key == "weight")
 
-    def forged(change: hostile_native.Change) -> Callable[[Path], object]:
+    def forged(change: Change) -> Callable[[Path], object]:
         def make(path: Path) -> None:
             forgery = Forgery.of(template)
             change(forgery)
@@ -116,7 +117,7 @@ def problems_of(case: Case, path: Path, canary: Path) -> list[str]:
         found = None
         for _ in range(_TRIES):
             # Twice too slow on a machine that does something else is no finding.
-            found = watch.watched(lambda look=look: look(path), path)
+            found = watch.watched(partial(look, path), path)
             if found.seconds < MOST_SECONDS:
                 break
         assert found is not None

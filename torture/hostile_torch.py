@@ -5,20 +5,17 @@ The pickles would make a file, the canary, if anything in them ran.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import shutil
-import struct
 import subprocess
 import warnings
-import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,8 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from torture.hostile_bytes import archives, streams, torch_saved, values
+from torture.hostile_native import sparse
 
 CANARY = Path("canary")
 """The file that code from a checkpoint would make; set by who looks at them."""
@@ -69,7 +69,7 @@ def saved(path: Path) -> None:
     state = {"weight": torch.arange(24.0).reshape(4, 6), "bias": torch.ones(3), "step": 5, "note": {"a": [1, 2]}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path)
+        dcp_save(state, checkpoint_id=path)
 
 
 def cases(folder: Path) -> dict[str, Make]:
@@ -114,9 +114,9 @@ def cases(folder: Path) -> dict[str, Make]:
     found: dict[str, Make] = {"honest": with_metadata(lambda metadata: None)}
     found.update(_pickles(with_metadata, with_bytes, with_item))
     found.update({f"metadata: {name}": with_metadata(change) for name, change in _metadata().items()})
-    found.update({f"metadata: {name}": with_bytes(change) for name, change in _streams().items()})
-    found.update({f"item: {name}": with_item("weight", change) for name, change in _archives().items()})
-    found.update({f"value: {name}": with_item("step", change) for name, change in _value_items().items()})
+    found.update({f"metadata: {name}": with_bytes(change) for name, change in streams().items()})
+    found.update({f"item: {name}": with_item("weight", change) for name, change in archives().items()})
+    found.update({f"value: {name}": with_item("step", change) for name, change in values().items()})
     found.update(_planted(template))
     return found
 
@@ -124,7 +124,7 @@ def cases(folder: Path) -> dict[str, Make]:
 def _pickles(with_metadata: Any, with_bytes: Any, with_item: Any) -> dict[str, Make]:
     """Pickles that run code, wherever a pickle is."""
     found: dict[str, Make] = {}
-    places: dict[str, Callable[[Metadata, Any], Any]] = {
+    places: dict[str, Callable[[Any, Any], Any]] = {
         "the whole": lambda m, bad: bad,
         "the entries": lambda m, bad: setattr(m, "state_dict_metadata", bad),
         "an entry": lambda m, bad: m.state_dict_metadata.update(weight=bad),
@@ -142,10 +142,9 @@ def _pickles(with_metadata: Any, with_bytes: Any, with_item: Any) -> dict[str, M
             # Every payload at the top, every place with some payload or other.
             if place == 0 or (place + number) % 4 == 0:
                 found[f"{title} in place of {name}"] = with_metadata(lambda m, c=change, b=bad: c(m, b))
-        stream = io.BytesIO()
-        torch.save(bad, stream)
-        found[f"{title} in a tensor"] = with_item("weight", lambda item, data=stream.getvalue(): data)
-        found[f"{title} in a value"] = with_item("step", lambda item, data=stream.getvalue(): data)
+        archive = torch_saved(bad)
+        found[f"{title} in a tensor"] = with_item("weight", lambda item, data=archive: data)
+        found[f"{title} in a value"] = with_item("step", lambda item, data=archive: data)
         found[f"{title} in a plain pickle as a value"] = with_item("step", lambda item, b=bad: pickle.dumps(b))
     command = f"touch {CANARY}".encode()
     found["the old opcode INST"] = with_bytes(lambda data: b"(S'" + command + b"'\nios\nsystem\n.")
@@ -165,13 +164,11 @@ def _set_class(data: bytes) -> bytes:
     return build
 
 
-def _entry(m: Metadata) -> TensorStorageMetadata:
-    entry = m.state_dict_metadata["weight"]
-    assert isinstance(entry, TensorStorageMetadata)
-    return entry
+def _entry(m: Any) -> Any:
+    return m.state_dict_metadata["weight"]
 
 
-def _place(m: Metadata, **changes: Any) -> None:
+def _place(m: Any, **changes: Any) -> None:
     index = next(each for each in m.storage_data if each.fqn == "weight")
     fields = {**vars(m.storage_data[index]), **changes}
     m.storage_data[index] = _StorageInfo(**fields)
@@ -197,7 +194,7 @@ def _doubled(levels: int) -> Any:
     return found
 
 
-def _metadata() -> dict[str, Callable[[Metadata], Any]]:
+def _metadata() -> dict[str, Callable[[Any], Any]]:
     names = {
         "..": "..",
         "of the parent": "../x",
@@ -215,8 +212,8 @@ def _metadata() -> dict[str, Callable[[Metadata], Any]]:
         "that is missing": "nothing.distcp",
         "of the metadata": ".metadata",
     }
-    found: dict[str, Callable[[Metadata], Any]] = {
-        f"file name {title}": lambda m, name=name: _place(m, relative_path=name) for title, name in names.items()
+    found: dict[str, Callable[[Any], Any]] = {
+        f"file name {title}": partial(_place, relative_path=name) for title, name in names.items()
     }
     for title, number in {
         "negative": -1,
@@ -228,9 +225,9 @@ def _metadata() -> dict[str, Callable[[Metadata], Any]]:
         "none": None,
         "true": True,
     }.items():
-        found[f"offset {title}"] = lambda m, number=number: _place(m, offset=number)
+        found[f"offset {title}"] = partial(_place, offset=number)
         if title != "true":
-            found[f"length {title}"] = lambda m, number=number: _place(m, length=number)
+            found[f"length {title}"] = partial(_place, length=number)
     found.update(
         {
             "length 0": lambda m: _place(m, length=0),
@@ -265,8 +262,8 @@ def _metadata() -> dict[str, Callable[[Metadata], Any]]:
             "claim of 2**58 elements": _claim(2**58),
             "claim of 2**36 elements": _claim(2**36),
             "dtype of another size": lambda m: setattr(_entry(m).properties, "dtype", torch.float64),
-            "dtype none": lambda m: setattr(_entry(m), "properties", TensorProperties(dtype=None)),  # type: ignore[arg-type]
-            "key that is a number": lambda m: m.state_dict_metadata.update({5: _entry(m)}),  # type: ignore[dict-item]
+            "dtype none": lambda m: setattr(_entry(m), "properties", TensorProperties(dtype=cast("torch.dtype", None))),
+            "key that is a number": lambda m: m.state_dict_metadata.update({5: _entry(m)}),
             "key of 1 MB": lambda m: m.state_dict_metadata.update({"k" * (1 << 20): _entry(m)}),
             "key without a place": lambda m: m.state_dict_metadata.update(more=_entry(m)),
             "path of a number": lambda m: m.planner_data.update(weight=5),
@@ -286,11 +283,11 @@ def _metadata() -> dict[str, Callable[[Metadata], Any]]:
     return found
 
 
-def _length(m: Metadata) -> int:
+def _length(m: Any) -> Any:
     return next(place.length for index, place in m.storage_data.items() if index.fqn == "weight")
 
 
-def _offset(m: Metadata) -> int:
+def _offset(m: Any) -> Any:
     return next(place.offset for index, place in m.storage_data.items() if index.fqn == "weight")
 
 
@@ -301,137 +298,6 @@ def _claim(elements: int) -> Callable[[Metadata], None]:
         _place(m, length=min(elements * 4, 2**61))
 
     return change
-
-
-def _streams() -> dict[str, Callable[[bytes], bytes]]:
-    """Pickles whose opcodes are the attack."""
-    return {
-        "empty": lambda data: b"",
-        "cut in half": lambda data: data[: len(data) // 2],
-        "without its end": lambda data: data[:-1],
-        "with more after its end": lambda data: data + data,
-        "of zeros": lambda data: bytes(1000),
-        "of JSON": lambda data: b'{"state_dict_metadata": {}}',
-        "protocol 250": lambda data: b"\x80\xfa" + data[2:],
-        "30,000 nested lists": lambda data: b"\x80\x02" + b"]" * 30_000 + b"a" * 29_999 + b".",
-        "30,000 nested tuples": lambda data: b"\x80\x02)" + b"\x85" * 30_000 + b".",
-        "300,000 marks": lambda data: b"\x80\x02" + b"(" * 300_000 + b".",
-        "a memo of 2**31": lambda data: b"\x80\x02]r\xff\xff\xff\x7f.",
-        "a memo of 2**31 in text": lambda data: b"\x80\x02]p2147483647\n.",
-        "a memo of 10**30": lambda data: b"\x80\x02]p1000000000000000000000000000000\n.",
-        "a string of 2**31 bytes": lambda data: b"\x80\x02X\xff\xff\xff\x7fabc.",
-        "a string of 2**62 bytes": lambda data: b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"abc.",
-        "bytes of 2**62": lambda data: b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"abc.",
-        "a bytearray of 2**62": lambda data: b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"abc.",
-        "a frame of 2**62 bytes": lambda data: b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
-        "an integer of 2**31 bytes": lambda data: b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
-        "an integer of 1,000,000 digits": lambda data: b"\x80\x02I" + b"1" * 1_000_000 + b"\n.",
-        "a key that doubles 60 times": lambda data: b"\x80\x02}" + _doubling(60) + b"Ns.",
-        "a set element that doubles 60 times": lambda data: b"\x80\x04\x8f(" + _doubling(60) + b"\x90.",
-        "a frozen set that doubles 60 times": lambda data: b"\x80\x04(" + _doubling(60) + b"\x91.",
-        "an entry that is in itself": lambda data: b"\x80\x02]q\x00h\x00a.",
-        "out of band buffers": lambda data: b"\x80\x05\x97.",
-        "an empty stack": lambda data: b"\x80\x02.",
-        "pops too many": lambda data: b"\x80\x020000.",
-    }
-
-
-def _doubling(levels: int) -> bytes:
-    """Opcodes of a tuple that refers to the one before twice, so many times over."""
-    return b")" + b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(levels))
-
-
-def _zip(entries: dict[str, bytes], *, method: int = zipfile.ZIP_STORED) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", method) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    return stream.getvalue()
-
-
-def _archives() -> dict[str, Callable[[bytes], bytes]]:
-    """Other bytes in place of the archive of a tensor."""
-
-    def patched(data: bytes, at: int, new: bytes) -> bytes:
-        at = at if at >= 0 else len(data) + at
-        return data[:at] + new + data[at + len(new) :]
-
-    return {
-        "empty": lambda item: b"",
-        "of zeros": lambda item: bytes(len(item)),
-        "cut": lambda item: item[:-30],
-        "with bytes before": lambda item: b"x" * 64 + item,
-        "that counts 65,534 entries": lambda item: patched(item, -12, b"\xfe\xff"),
-        "whose directory begins at 2**31": lambda item: patched(item, -6, b"\xff\xff\xff\x7f"),
-        "whose directory has 2**31 bytes": lambda item: patched(item, -10, b"\xff\xff\xff\x7f"),
-        "whose directory is past its end": lambda item: patched(item, -6, struct.pack("<L", len(item))),
-        "of another tensor": lambda item: _torch_saved(torch.zeros(2)),
-        "of another dtype": lambda item: _torch_saved(torch.zeros(4, 6, dtype=torch.float64)),
-        "of another shape": lambda item: _torch_saved(torch.zeros(6, 4)),
-        "of fewer elements": lambda item: _torch_saved(torch.zeros(4, 5)),
-        "of a list": lambda item: _torch_saved([1, 2]),
-        "of a dict of tensors": lambda item: _torch_saved({"a": torch.zeros(4, 6)}),
-        "of a value": lambda item: _torch_saved(5),
-        "of no pickle": lambda item: _zip({"archive/data.pkl": b"garbage", "archive/data/0": bytes(96)}),
-        "without a pickle": lambda item: _zip({"archive/data/0": bytes(96)}),
-        "without its record": lambda item: _without_record(item),
-        "with a record too short": lambda item: _with_record(item, bytes(95)),
-        "with a record too long": lambda item: _with_record(item, bytes(97)),
-        "that is a bomb": lambda item: _zip({"archive/data.pkl": bytes(1 << 26)}, method=zipfile.ZIP_DEFLATED),
-        "with records outside": lambda item: _zip({"../../x/data.pkl": b"\x80\x02N.", "../../x/data/0": bytes(96)}),
-        "with an absolute record": lambda item: _zip({"/etc/data.pkl": b"\x80\x02N.", "/etc/version": b"3"}),
-        "of an old torch.save": lambda item: _torch_saved(torch.zeros(4, 5), zipped=False),
-        "with a flipped checksum": lambda item: (
-            item[: len(item) // 2] + item[len(item) // 2 :].replace(b"PK\x01\x02", b"PK\x01\x03", 1)
-        ),
-        "of TorchScript": lambda item: _zip(
-            {
-                "a/constants.pkl": b"\x80\x02).",
-                "a/data.pkl": b"\x80\x02}.",
-                "a/code/x.py": b"import os",
-                "a/version": b"3",
-            }
-        ),
-    }
-
-
-def _torch_saved(value: Any, *, zipped: bool = True) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, _use_new_zipfile_serialization=zipped)
-    return stream.getvalue()
-
-
-def _records(item: bytes) -> dict[str, bytes]:
-    with zipfile.ZipFile(io.BytesIO(item)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def _without_record(item: bytes) -> bytes:
-    return _zip({name: data for name, data in _records(item).items() if not name.endswith("data/0")})
-
-
-def _with_record(item: bytes, record: bytes) -> bytes:
-    return _zip({name: record if name.endswith("data/0") else data for name, data in _records(item).items()})
-
-
-def _value_items() -> dict[str, Callable[[bytes], bytes]]:
-    """Other bytes in place of a value."""
-    return {
-        "empty": lambda item: b"",
-        "of zeros": lambda item: bytes(100),
-        "cut": lambda item: item[:-1],
-        "a bomb": lambda item: _zip({"archive/data.pkl": bytes(1 << 26)}, method=zipfile.ZIP_DEFLATED),
-        "of no pickle": lambda item: _zip({"archive/data.pkl": b"garbage", "archive/version": b"3"}),
-        "with a string of 2**62 bytes": lambda item: _zip(
-            {"archive/data.pkl": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"abc.", "archive/version": b"3"}
-        ),
-        "with a memo of 2**31": lambda item: _zip(
-            {"archive/data.pkl": b"\x80\x02]r\xff\xff\xff\x7f", "archive/version": b"3"}
-        ),
-        "with a tensor of 2**60 elements": lambda item: _torch_saved(torch.zeros(1).expand(1)).replace(
-            b"K\x01", b"K\x7f"
-        ),
-    }
 
 
 def _planted(template: Path) -> dict[str, Make]:
@@ -465,7 +331,7 @@ def _planted(template: Path) -> dict[str, Make]:
         "a directory": lambda file: file.mkdir(),
         "a pipe": lambda file: os.mkfifo(file),
         "an endless device": lambda file: os.mknod(file, 0o020666, os.makedev(1, 5)),
-        "a sparse file of 2**40 bytes": lambda file: (file.touch(), os.truncate(file, 1 << 40)),
+        "a sparse file of 2**40 bytes": sparse,
     }
     found = {
         f"{what} in place of {name}": instead(name, make)

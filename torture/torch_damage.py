@@ -1,4 +1,4 @@
-"""The same damage done to checkpoints of torch.distributed.checkpoint, for comparison: what its own load makes of it."""
+"""The same damage done to checkpoints of torch.distributed.checkpoint: what its own load makes of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 
 def _state() -> dict[str, Any]:
@@ -21,7 +22,7 @@ def _state() -> dict[str, Any]:
 def _saved(path: Path) -> list[Path]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(_state(), checkpoint_id=path)
+        dcp_save(_state(), checkpoint_id=path)
     return sorted(each for each in path.iterdir())
 
 
@@ -31,7 +32,7 @@ def _outcome(path: Path) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(target, checkpoint_id=path)
+            dcp_load(target, checkpoint_id=path)
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise

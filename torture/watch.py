@@ -15,51 +15,19 @@ from pathlib import Path
 from typing import Any
 
 _RUNS_CODE = frozenset(
-    [
-        "exec",
-        "compile",
-        "import",
-        "marshal.loads",
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.fork",
-        "os.forkpty",
-        "subprocess.Popen",
-        "ctypes.dlopen",
-        "ctypes.dlsym",
-        "ctypes.cdata",
-        "socket.connect",
-        "socket.bind",
-        "socket.getaddrinfo",
-        "webbrowser.open",
-        "pickle.find_class",
-        "code.__new__",
-        "function.__new__",
-        "cpython.run_file",
-        "cpython.run_command",
-    ]
+    {
+        *("exec", "compile", "import", "marshal.loads", "os.system", "os.exec"),
+        *("os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen", "ctypes.dlopen"),
+        *("ctypes.dlsym", "ctypes.cdata", "socket.connect", "socket.bind", "socket.getaddrinfo", "webbrowser.open"),
+        *("pickle.find_class", "code.__new__", "function.__new__", "cpython.run_file", "cpython.run_command"),
+    }
 )
 _CHANGES_FILES = frozenset(
-    [
-        "os.rename",
-        "os.remove",
-        "os.link",
-        "os.symlink",
-        "os.mkdir",
-        "os.rmdir",
-        "os.chmod",
-        "os.chown",
-        "os.truncate",
-        "os.utime",
-        "os.setxattr",
-        "shutil.copyfile",
-        "shutil.move",
-        "shutil.rmtree",
-        "tempfile.mkstemp",
-        "tempfile.mkdtemp",
-    ]
+    {
+        *("os.rename", "os.remove", "os.link", "os.symlink", "os.mkdir", "os.rmdir"),
+        *("os.chmod", "os.chown", "os.truncate", "os.utime", "os.setxattr", "shutil.copyfile"),
+        *("shutil.move", "shutil.rmtree", "tempfile.mkstemp", "tempfile.mkdtemp"),
+    }
 )
 
 _inside: str | None = None

@@ -35,7 +35,8 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     notes: list[str] = []
     counts = {"times of files": 0, "jumping clocks": 0, "processes in another year": 0, "ranks of different years": 0}
-    for number in range(5 if options.quick else 40):
+    for number in range(rounds := 5 if options.quick else 40):
+        options.progress(number, rounds)
         counts["times of files"] += 1
         violations += _wrong_times(options.folder / f"times-{number}", chosen)
         counts["jumping clocks"] += 1
@@ -46,8 +47,9 @@ def run(options: Options) -> PartResult:
     else:
         pairs = [(400, -400)] if options.quick else [(one, other) for one in DAYS for other in DAYS if one != other]
         for one, other in pairs:
-            counts["processes in another year"] += 2
-            violations += _other_years(options.folder / f"years{one}{other}", library, one, other)
+            if not options.quick:
+                counts["processes in another year"] += 2
+                violations += _other_years(options.folder / f"years{one}{other}", library, one, other)
             counts["ranks of different years"] += 2
             violations += _other_ranks(options.folder / f"ranks{one}{other}", library, one, other)
     return PartResult(
@@ -87,10 +89,12 @@ def _jumping_clock(chosen: random.Random) -> Iterator[None]:
     def jumping() -> float:
         return real() + chosen.choice((-400, 0, 400)) * DAY_S
 
+    def jumping_ns() -> int:
+        return int(jumping() * 1e9)
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(time, "time", jumping))
-        stack.enter_context(mock.patch.object(time, "time_ns", lambda: int(jumping() * 1e9)))
-        stack.enter_context(mock.patch.object(time, "localtime", lambda *args: time.gmtime(jumping())))
+        stack.enter_context(mock.patch.object(time, "time_ns", jumping_ns))
         yield
 
 

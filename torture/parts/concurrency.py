@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def run(options: Options) -> PartResult:
     """Rounds of each scenario, each with processes of its own that start together."""
     get_ready_to_fork()
     chosen = random.Random(options.seed)
-    rounds = 3 if options.quick else ROUNDS
+    rounds = 2 if options.quick else ROUNDS
     violations: list[str] = []
     counts: dict[str, int] = {}
     holdfast.save(state_of(1), options.folder / "warm")
@@ -71,7 +72,7 @@ def _together(functions: list[Any]) -> list[Any]:
         time.sleep(max(0.0, start - time.monotonic()))
         return function()
 
-    children = [Child(lambda function=function: waiting(function)) for function in functions]
+    children = [Child(partial(waiting, function)) for function in functions]
     ends = [child.end() for child in children]
     return [end.told if end.told is not None else [f"a process ended with {end}"] for end in ends]
 

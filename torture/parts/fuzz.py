@@ -7,6 +7,7 @@ import random
 import resource
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import holdfast
@@ -50,7 +51,7 @@ def run(options: Options) -> PartResult:
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
             batch = waiting.pop()
-            running.append((batch, Child(lambda batch=batch: fed_under_limits(*batch))))
+            running.append((batch, Child(partial(fed_under_limits, *batch))))
         (name, size, seed), child = running.pop(0)
         end = child.end(timeout_s=300.0)
         done += size

@@ -1,4 +1,4 @@
-"""Links, pipes and devices planted where files are made and read; permissions, umasks, read-only places, a second uid."""
+"""Links, pipes and devices planted where files are made and read; permissions, umasks, read-only places."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _users() -> Iterator[Case]:
     )
     yield Case(
         name="uid: directory may be written and not read",
-        prepare=lambda path: (_old(path), (path / "checkpoint").chmod(0o733)),
+        prepare=_modes(directory=0o733),
         act=_save,
         user=user,
         keeps=1,
@@ -310,9 +310,9 @@ def _read_only_mount(folder: Path) -> list[str]:
         _left = path / "data-dead-0-0.safetensors"
         _left.write_bytes(b"dead")
         subprocess.run(["mount", "-o", "remount,ro", str(folder / "mount")], check=True)
-        for act in (lambda: save(path, "replacing"), lambda: save(folder / "mount" / "new", "fresh")):
+        for place, mode in ((path, "replacing"), (folder / "mount" / "new", "fresh")):
             try:
-                act()
+                save(place, mode)
                 problems.append("a save to a read-only file system succeeded")
             except holdfast.StorageError as error:
                 problems += [] if error.path and "Read-only" in error.message else [f"read-only: {error}"]
@@ -384,7 +384,7 @@ def _act(case: Case, path: Path) -> dict[str, Any]:
 
 
 def run(options: Options) -> PartResult:
-    """All cases: they are few and fast."""
+    """Every case, or every third."""
     if os.geteuid() != 0:
         return PartResult(
             fault="symlinks planted, permissions, read-only, umask, pipes",
@@ -401,6 +401,8 @@ def run(options: Options) -> PartResult:
     cases += [_umask(mask) for mask in (0o000, 0o022, 0o027, 0o077)]
     cases += [_umask(0o077, OTHER_USER)]
     cases.append(Case(name="umask 777", prepare=lambda path: path.chmod(0o777), act=_no_rights, user=OTHER_USER))
+    if options.quick:
+        cases = cases[options.seed % 3 :: 3]
     violations: list[str] = []
     for done, case in enumerate(cases, start=1):
         options.progress(done, len(cases) + 1)

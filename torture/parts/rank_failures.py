@@ -21,7 +21,7 @@ import torch
 
 import holdfast
 from holdfast._values.deadline import Patience
-from torture.crew import Case, Child, End, run_cases
+from torture.crew import Case, Child, End
 from torture.meeting import meet
 from torture.part import Options, PartResult
 
@@ -47,7 +47,7 @@ def run(options: Options) -> PartResult:
     if options.quick:
         cases = cases[options.seed % 7 :: 12]
     violations, slowest = [], dict.fromkeys(_LIMIT_S, 0.0)
-    for done, (case, outcome) in enumerate(run_cases(suffer, cases, workers=_WORKERS), start=1):
+    for done, (case, outcome) in enumerate(options.crew.run(suffer, cases, workers=_WORKERS), start=1):
         options.progress(done, len(cases))
         name = "{operation} on {world} ranks, rank {rank}, {fault} in {phase}".format(**case)
         violations += [f"{name}: {problem}" for problem in outcome.get("problems", [outcome.get("failure")])]
@@ -139,7 +139,7 @@ def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> lis
     if version != expected and not (operation == "save" and expected is None and version == 2):
         return [f"version {version} is published instead of {expected}"]
     wanted = {} if version is None else _state(version, ranks)
-    torn = [key for key, tensor in wanted.items() if key != "step" and not torch.equal(state[key], tensor)]
+    torn = [key for key, tensor in wanted.items() if key != "step" and not torch.equal((state or {})[key], tensor)]
     return [f"torn: {torn}"] if torn or set(state or {}) != set(wanted) else []
 
 

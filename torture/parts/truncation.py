@@ -81,7 +81,10 @@ def _restore(path: Path, whole: dict[str, bytes]) -> None:
 
 
 def _setter(file: Path, data: bytes) -> Callable[[], None]:
-    return lambda: file.write_bytes(data) and None
+    def damage() -> None:
+        file.write_bytes(data)
+
+    return damage
 
 
 def _cut(file: Path, length: int) -> Callable[[], None]:
@@ -126,7 +129,10 @@ def _missing(path: Path) -> Iterator[Damage]:
 
 
 def _copier(source: Path, target: Path) -> Callable[[], None]:
-    return lambda: shutil.copyfile(source, target) and None
+    def damage() -> None:
+        shutil.copyfile(source, target)
+
+    return damage
 
 
 def _foreign(path: Path, twin: Path, other: Path) -> Iterator[Damage]:

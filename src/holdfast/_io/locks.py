@@ -26,25 +26,10 @@ _PAUSE_S = 0.005
 _TRIES = 20
 
 _LOCAL_FILE_SYSTEMS = frozenset(
-    [
-        "bcachefs",
-        "btrfs",
-        "exfat",
-        "ext2",
-        "ext3",
-        "ext4",
-        "f2fs",
-        "hfsplus",
-        "jfs",
-        "ntfs3",
-        "overlay",
-        "ramfs",
-        "reiserfs",
-        "tmpfs",
-        "vfat",
-        "xfs",
-        "zfs",
-    ]
+    {
+        *("bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "hfsplus", "jfs"),
+        *("ntfs3", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"),
+    }
 )
 
 

@@ -3,8 +3,8 @@
 Invariant: what is decoded here runs no code but the constructors of harmless stand-ins, which live as long as the one
 call: a stream can neither reach the program's classes nor change them. Opcodes that no writer of torch's files uses are
 refused, and so are memo positions beyond the length of the stream, for which the interpreter would allocate any amount
-of memory. A tuple is never used twice, because a few hundred of them, each made of the one before twice over, would keep
-the interpreter busy for ever as soon as they become a key. Never imports a module because a stream names it.
+of memory. A tuple is never used twice: a few dozen of them, each made of the one before twice over, would keep the
+interpreter busy for ever as soon as they become a key. Never imports a module because a stream names it.
 """
 
 from __future__ import annotations

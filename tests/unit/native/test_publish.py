@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,3 +185,46 @@ def test_the_manifest_that_is_read_is_the_one_that_was_published(tmp_path: Path)
     with pytest.raises(holdfast.StorageError) as caught:
         read_manifest(str(tmp_path))
     assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "link"])
+def test_a_data_file_that_changed_before_the_commit_is_not_published(tmp_path: Path, damage: str) -> None:
+    """Its writer may have died and a sweep have taken it; the publisher, who holds the lock of the index, looks."""
+    data = tmp_path / "checkpoint" / "data-new-0-0.safetensors"
+    data.parent.mkdir()
+    if damage == "shorter":
+        data.write_bytes(b"123")
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(b"1234")
+        data.symlink_to(tmp_path / "elsewhere")
+    before = sorted(os.listdir(data.parent))
+    with pytest.raises(holdfast.StorageError, match="not what was written") as caught:
+        publish_new(data.parent, data_files=[(data.name, 4)])
+    assert caught.value.path == str(data)
+    assert sorted(os.listdir(data.parent)) == before
+
+
+def test_the_lock_of_the_index_is_held_until_the_manifest_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index-new.safetensors"
+    held: list[bool] = []
+    real = os.rename
+
+    def renaming(source: str, target: str) -> None:
+        held.append(not can_lock(index))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    publish_new(tmp_path)
+    assert held == [True]
+    assert can_lock(index)
+
+
+def can_lock(path: Path) -> bool:
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
