@@ -302,6 +302,8 @@ class Bench:
                     "torch stager",
                     lambda path: torch_async_save(self.state, checkpoint_id=path, no_dist=True, async_stager=stager),
                 )
+        except Exception as error:  # with some versions of torch a stager works only once
+            print(f"torch's DefaultStager failed: {error!r}", file=sys.stderr)
         finally:
             stager.close()
 
