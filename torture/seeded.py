@@ -218,7 +218,7 @@ BY_HAND = (
         file="planner_helpers.py",
         text="    for key, detail in tiling_faults(metadata):\n",
         replacement="    for key, detail in ():\n",
-        tests=("tests/unit/test_planner_protocol.py", "tests/unit/plan"),
+        tests=("tests/faults/test_hostile_findings.py", "tests/compat/test_torch_beside_ours.py"),
     ),
     Bug(
         name="replicas are not compared",
