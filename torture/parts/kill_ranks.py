@@ -108,7 +108,10 @@ def _start(path: Path, mode: str, faults: dict[int, Fault]) -> list[Child]:
 
 def _save(path: Path, mode: str, rank: int, fault: Fault) -> Any:
     """What a rank does: meet the others, save, and tell how that ended."""
-    channel = _meet(path.parent / "address", rank)
+    try:
+        channel = _meet(path.parent / "address", rank)
+    except holdfast.RankLostError as raised:  # on a machine that is too busy
+        return {"error": type(raised).__name__, "calls": 0}
     saver = importlib.import_module("holdfast.saver")
     ranks = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message, patience=_PATIENCE)
     setattr(saver, "participants", lambda *args, **kwargs: ranks())  # noqa: B010 - the name is the saver's own

@@ -139,3 +139,37 @@ def test_a_second_descriptor_that_cannot_be_looked_at_is_closed(
         monkeypatch.setattr(os.path, "samestat", real)
         assert os.listdir("/proc/self/fd") == before
         assert not file.direct
+
+
+def test_an_error_past_the_page_cache_is_not_taken_for_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    with InputFile.open(path) as file:
+        if file._open_direct() < 0:
+            pytest.skip("this file system reads through the page cache only")
+        real = os.preadv
+
+        def refuse(descriptor: int, *args: Any) -> int:
+            if descriptor == file._direct_descriptor:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(descriptor, *args)
+
+        monkeypatch.setattr(os, "preadv", refuse)
+        with pytest.raises(StorageError) as caught:
+            file.read_direct_into(memoryview(bytearray(8192)), 0)
+        assert caught.value.errno == errno.EIO
+
+
+def test_a_link_that_fails_is_not_tried_as_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "source").write_bytes(b"bytes")
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StorageError) as caught:
+        posix.link_new(tmp_path / "source", tmp_path / "target")
+    assert caught.value.errno == errno.EIO
+    assert os.listdir(tmp_path) == ["source"]

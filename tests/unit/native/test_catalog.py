@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,21 @@ def test_an_index_that_makes_no_sense_is_refused_under_right_digests(tmp_path: P
     (path / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, index=entry)))
     with pytest.raises(holdfast.CorruptError, match="'weight' do not tile it"):
         read_catalog(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index-one.safetensors", "data-one-0-0.safetensors"])
+def test_a_refusal_of_the_system_is_not_taken_for_a_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = save(tmp_path / "checkpoint", {"weight": torch.arange(6.0)})
+    real = os.open
+
+    def refuse(file: str, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(file) == name:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(holdfast.StorageError) as caught:
+        holdfast.load(path)
+    assert caught.value.errno == errno.EMFILE

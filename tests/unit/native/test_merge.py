@@ -85,3 +85,11 @@ def test_a_chunk_outside_of_its_file_is_refused(saved: tuple[Metadata, WriteRepo
     metadata, report = saved
     with pytest.raises(InvalidStateError, match="what was written is not whole"):
         merge(metadata, dataclasses.replace(report, offset=report.offset + np.int64(4096)))
+
+
+def test_an_alias_of_a_tensor_that_nobody_wrote_is_refused(saved: tuple[Metadata, WriteReport]) -> None:
+    metadata, report = saved
+    aliases = {key: msgspec.structs.replace(tensor, alias_of="nothing") for key, tensor in report.aliases.items()}
+    with pytest.raises(InvalidStateError, match="'nothing', which nobody wrote") as caught:
+        merge(metadata, dataclasses.replace(report, aliases=aliases))
+    assert caught.value.key == "tied"

@@ -11,7 +11,7 @@ import torch
 
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InvalidStateError, RankDisagreementError
-from holdfast.global_plan import plan_together
+from holdfast.global_plan import as_planned, plan_together
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from holdfast.metadata import TensorProperties as Properties
@@ -313,3 +313,13 @@ def test_nothing_at_all_is_a_plan_too() -> None:
     plans, metadata = plan_together([plan_of({}), plan_of({})])
     assert keys_written(plans) == [[], []]
     assert metadata.state_dict_metadata == {}
+
+
+def test_a_value_in_the_plans_of_two_ranks_is_refused_where_plans_stay_as_they_are() -> None:
+    plans = [SavePlan([WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO)]) for _ in range(2)]
+    with pytest.raises(InvalidStateError, match="the plans have the value of 'step' 2 times") as caught:
+        as_planned(plans)
+    assert caught.value.key == "step"
+    kept, metadata = as_planned(plans[:1])
+    assert keys_written(kept) == [["step"]]
+    assert list(metadata.state_dict_metadata) == ["step"]
