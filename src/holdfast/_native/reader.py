@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_load_plan, is_torchs
-from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
+from holdfast._host.exchange import Exchange
+from holdfast._native.catalog import Catalog, CatalogBytes, DataFiles, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
+from holdfast._native.shared_fetch import SharedFetch
 from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._state.raw import Target
 from holdfast._state.tensors import empty_quantized, torch_dtype
@@ -47,8 +50,10 @@ class NativeReader(StorageReader):
         self.verify = verify
         self.cast = cast
         self.allow_pickle = allow_pickle
+        self.catalog_bytes_read = 0
         self._catalog: Catalog | None = None
         self._files: DataFiles | None = None
+        self._exchange: Exchange | None = None
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
@@ -59,9 +64,26 @@ class NativeReader(StorageReader):
     def catalog(self) -> Catalog:
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
-            self._catalog = read_catalog(self.path)
+            self._catalog = decode_catalog(self.path, self.read_catalog_bytes())
             self._files = DataFiles(self._catalog)
         return self._catalog
+
+    def read_catalog_bytes(self) -> CatalogBytes:
+        """Manifest and index of the checkpoint that is published now, from the disk."""
+        data = read_catalog_bytes(self.path)
+        self.catalog_bytes_read = len(data.manifest) + len(data.index)
+        return data
+
+    def use_catalog(self, data: CatalogBytes) -> Metadata:
+        """Go on with this manifest and index, whoever read them; the metadata that they make."""
+        self.close()
+        self._catalog = decode_catalog(self.path, data)
+        self._files = DataFiles(self._catalog)
+        return speak_torch(self._catalog.metadata())
+
+    def use_exchange(self, exchange: Exchange | None) -> None:
+        """Read together with the other ranks of this host from now on; all of them read the same checkpoint."""
+        self._exchange = exchange
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
@@ -70,8 +92,8 @@ class NativeReader(StorageReader):
         self.close()
 
     def close(self) -> None:
-        """Close the files and forget the checkpoint."""
-        files, self._files, self._catalog = self._files, None, None
+        """Close the files and forget the checkpoint, and with whom it was read."""
+        files, self._files, self._catalog, self._exchange = self._files, None, None, None
         if files is not None:
             files.close()
 
@@ -105,7 +127,8 @@ class NativeReader(StorageReader):
         files = self._files
         assert files is not None
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
-        fetch = Fetch(
+        make_fetch = Fetch if self._exchange is None else partial(SharedFetch, exchange=self._exchange)
+        fetch = make_fetch(
             catalog,
             files,
             delivery.wanted(),
@@ -128,7 +151,7 @@ class NativeReader(StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_catalog": None}
+        return {**self.__dict__, "_files": None, "_catalog": None, "_exchange": None}
 
 
 class _Delivery:
