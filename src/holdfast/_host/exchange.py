@@ -161,7 +161,8 @@ class Exchange:
         self._post(int(self._reads.reader[read]), _Kind.TAKEN, read, slot)
 
     def collect(self) -> None:
-        """Take what messages there are, without waiting."""
+        """Take what messages there are, without waiting; raise what another rank has failed with."""
+        self._check()
         for message in self._link.inbox.collect():
             self._take(message)
 

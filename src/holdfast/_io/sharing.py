@@ -73,10 +73,11 @@ class SharedMemory:
         return Slab(self.view[start:stop], self.tensor[start:stop])
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with the last buffer over it."""
+        """Give the descriptor back; the memory goes with the last buffer over it, at once where there is none."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+            del self.tensor, self.view, self._memory
 
 
 class Inbox:
