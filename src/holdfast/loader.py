@@ -312,17 +312,14 @@ def _load_once(
         ranks.share("reading the metadata", read_metadata, _one_attempt)
     if is_apart:
         ranks.share("planning the load", plan_alone, lambda done: None)
-    elif type(reader) is NativeReader and type(planner) in _PLANNERS_OF_ONE_RANK:
+    elif type(reader) is NativeReader and type(planner) is WholeLoadPlanner:
+        # Both leave all plans as they are, and nobody's own code is to see them: they need not travel.
         ranks.share("planning the load", plan_for_oneself, lambda done: None)
     else:
         plan = ranks.scatter("planning the load", plan_locally, plan_globally)
     ranks.share("reading the checkpoint", read, lambda done: None)
     assert metadata is not None
     return target, _report(metadata, plan, planner, bytes_read=reader.bytes_read, seconds=time.monotonic() - started)
-
-
-# They leave the plans of all ranks as they are, so that these need not travel.
-_PLANNERS_OF_ONE_RANK = (WholeLoadPlanner, DefaultLoadPlanner)
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

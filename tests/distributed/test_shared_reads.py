@@ -158,7 +158,7 @@ def broken(where: str) -> Iterator[None]:
     elif where == "handing over" and dist.get_rank() == 0:
         patch = mock.patch.object(sharing, "leave_at", refuse)
     elif where == "joining on rank 2" and dist.get_rank() == 2:
-        patch = mock.patch.object(sharing.SharedMemory, "attach", refuse)
+        patch = mock.patch.object(sharing.SharedMemory, "__init__", refuse)
     else:
         yield
         return

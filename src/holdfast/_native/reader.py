@@ -51,6 +51,7 @@ class NativeReader(StorageReader):
         self.cast = cast
         self.allow_pickle = allow_pickle
         self.catalog_bytes_read = 0
+        self._offered: CatalogBytes | None = None
         self._catalog: Catalog | None = None
         self._files: DataFiles | None = None
         self._exchange: Exchange | None = None
@@ -74,12 +75,9 @@ class NativeReader(StorageReader):
         self.catalog_bytes_read = len(data.manifest) + len(data.index)
         return data
 
-    def use_catalog(self, data: CatalogBytes) -> Metadata:
-        """Go on with this manifest and index, whoever read them; the metadata that they make."""
-        self.close()
-        self._catalog = decode_catalog(self.path, data)
-        self._files = DataFiles(self._catalog)
-        return speak_torch(self._catalog.metadata())
+    def offer_catalog(self, data: CatalogBytes) -> None:
+        """Have ``read_metadata`` take this manifest and index, whoever read them, instead of reading them itself."""
+        self._offered = data
 
     def use_exchange(self, exchange: Exchange | None) -> None:
         """Read together with the other ranks of this host from now on; all of them read the same checkpoint."""
@@ -103,7 +101,11 @@ class NativeReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
+        data, self._offered = self._offered, None
         self.close()
+        if data is not None:
+            self._catalog = decode_catalog(self.path, data)
+            self._files = DataFiles(self._catalog)
         return speak_torch(self.catalog.metadata())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +153,7 @@ class NativeReader(StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_catalog": None, "_exchange": None}
+        return {**self.__dict__, "_files": None, "_catalog": None, "_offered": None, "_exchange": None}
 
 
 class _Delivery:

@@ -87,8 +87,9 @@ class _Opening:
             if self.link is not None:
                 manifest, index = (bytes(self.link.section(number)) for number in (_MANIFEST, _INDEX))
                 self._data = CatalogBytes(manifest=manifest, index=index)
-        self.metadata = self._reader.use_catalog(self._data or self._reader.read_catalog_bytes())
+        self._reader.offer_catalog(self._data or self._reader.read_catalog_bytes())
         self._data = None
+        self.metadata = self._reader.read_metadata()
         members = seat.members if seat is not None and self.is_invited else ()
         return self._reader.catalog.manifest.attempt, self.link is not None, members
 
