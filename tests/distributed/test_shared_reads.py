@@ -69,10 +69,11 @@ def stored_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
 
 
-def load_counted(target: dict[str, Any], path: str, **options: Any) -> tuple[int, int]:
-    """The bytes of data, and of manifest and index, that this rank read."""
+def load_counted(target: dict[str, Any], path: str, *, is_cached: bool = False, **options: Any) -> tuple[int, int]:
+    """The bytes of data, and of manifest and index, that this rank read; files are cold or cached, as is said."""
     reader = NativeReader(path, **options)
-    report = holdfast.load(target, storage_reader=reader)
+    with mock.patch.object(InputFile, "is_cached", return_value=is_cached):
+        report = holdfast.load(target, storage_reader=reader)
     return report.bytes_read, reader.catalog_bytes_read
 
 
@@ -111,6 +112,16 @@ def test_the_same_layout_reads_only_what_is_its_own(pool: Pool, tmp_path: Path) 
     path = str(tmp_path / "step")
     counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
+
+
+@pytest.mark.parametrize(("world", "times"), [(2, 2), (5, 1)])
+def test_what_is_in_the_page_cache_is_shared_only_between_many(
+    pool: Pool, tmp_path: Path, world: int, times: int
+) -> None:
+    path = str(tmp_path / "step")
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True}, timeout_s=TIMEOUT_S)
+    total = stored_bytes({**SHAPES, **MANY})
+    assert times * total <= sum(data for data, _ in counts) <= times * (total + 4096 * 20)
 
 
 def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Pool, tmp_path: Path) -> None:

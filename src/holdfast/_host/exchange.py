@@ -88,6 +88,7 @@ class Exchange:
         self.waits = 0
         self._heard: set[int] = set()
         self._reads: CommonReads | None = None
+        self._takes_own = False
         self._to_fill: deque[int] = deque()
         self._untaken: set[int] = set()
         self._filled: deque[tuple[int, int]] = deque()
@@ -110,12 +111,17 @@ class Exchange:
             deadline = self._wait(deadline, set(range(self.size)) - self._heard)
         return np.unpackbits(room[:, : len(bits)], axis=1, count=len(wanted)).view(bool)
 
-    def begin(self, reads: CommonReads) -> None:
-        """Take up the reads that all ranks of the host have agreed on."""
+    def begin(self, reads: CommonReads, *, takes_own: bool = False) -> None:
+        """Take up the reads that all ranks of the host have agreed on.
+
+        With ``takes_own`` this rank is told of its own reads too, and takes them from their slots like everyone else.
+        """
         self._reads = reads
+        self._takes_own = takes_own
         mine = np.flatnonzero(reads.reader == self.place)
         self._to_fill.extend(mine.tolist())
-        self._untaken.update(np.flatnonzero(reads.takers[:, self.place] & (reads.reader != self.place)).tolist())
+        wants = reads.takers[:, self.place] & (takes_own | (reads.reader != self.place))
+        self._untaken.update(np.flatnonzero(wants).tolist())
         self._untaken.difference_update(read for read, _ in self._filled)  # by ranks that began before this one
         if len(mine):
             first = sorted(set(reads.reader.tolist())).index(self.place) * self._slots_each
@@ -136,7 +142,9 @@ class Exchange:
             return None
         assert self._reads is not None
         read, slot = self._to_fill.popleft(), self._free.pop()
-        takers = set(np.flatnonzero(self._reads.takers[read]).tolist()) - {self.place}
+        takers = set(np.flatnonzero(self._reads.takers[read]).tolist())
+        if not self._takes_own:
+            takers.discard(self.place)
         self._in_use[slot] = read, takers
         return read, slot
 

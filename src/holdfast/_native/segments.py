@@ -30,7 +30,7 @@ from holdfast.errors import CorruptError
 HOT_BYTES = 4 << 20
 
 # Reads of more segments than this consist of small ones.
-_FEW_SEGMENTS = 32
+FEW_SEGMENTS = 32
 
 
 def uses_cuda() -> bool:
@@ -144,7 +144,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         workers = default_workers()
         ring = SlabRing(workers, pinned=uses_cuda())
         try:
-            if len(self._segments.box) > _FEW_SEGMENTS * len(spans):
+            if len(self._segments.box) > FEW_SEGMENTS * len(spans):
                 self._run_beside(spans, ring, workers)
             else:
                 run_bounded((self._job(span, ring) for span in spans), workers=workers)

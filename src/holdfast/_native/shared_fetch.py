@@ -20,13 +20,16 @@ from holdfast._io.direct import ALIGNMENT
 from holdfast._io.pinning import pinned
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.fetch import Fetch
-from holdfast._native.segments import SegmentJob, Segments, uses_cuda
+from holdfast._native.segments import FEW_SEGMENTS, SegmentJob, Segments, uses_cuda
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
 from holdfast._state.raw import Target, move
 from holdfast._values.digest import BLOCK_BYTES
 
 # What all ranks pass around together is to stay in the last-level cache; a block and its pages must fit.
 _HOT_SLOT_BYTES = 2 << 20
+
+# What is in the page cache costs few ranks less to copy each from there than to pass on.
+_FEW_RANKS = 4
 
 # Pinned slabs are large, and the slots are pinned too.
 _MOST_CUDA_WORKERS = 6
@@ -58,8 +61,9 @@ class SharedFetch(Fetch):
             stack.callback(ring.close)
             if uses_cuda():
                 stack.enter_context(pinned(self._exchange.slots))
-            self._exchange.begin(reads)
-            run_bounded(self._jobs(alone, _Common(reads, slices, ring)), workers=workers, at_once=True)
+            common = _Common(reads, slices, ring)
+            self._exchange.begin(reads, takes_own=common.is_small)
+            run_bounded(self._jobs(alone, common), workers=workers, at_once=True)
 
     def _blocks_of_segments(self) -> np.ndarray:
         """The number of the block in which each segment lies."""
@@ -71,7 +75,7 @@ class SharedFetch(Fetch):
         """The common reads of this host, the same on each of its ranks."""
         index, exchange = self._catalog.index, self._exchange
         mine = np.zeros(len(index.digests), dtype=bool)
-        mine[block] = True
+        mine[block[self._is_to_share()]] = True
         wanted = exchange.gather_wishes(mine)
         first_block = index.first_block()
         blocks = locate(
@@ -91,12 +95,22 @@ class SharedFetch(Fetch):
             most_readers=exchange.most_readers,
         )
 
+    def _is_to_share(self) -> np.ndarray:
+        """Which segments this rank would rather have from others, if they want them too."""
+        files = self._segments.file
+        if self._exchange.size > _FEW_RANKS or len(files) == 0:
+            return np.ones(len(files), dtype=bool)
+        # In file order, so that each is looked at once.
+        first = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+        is_cold = [not self._files.get(number)[1] for number in files[first].tolist()]
+        return np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
+
     def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[list[slice], list[slice]]:
         """Put the segments that are read alone first; their groups, and which segments each common read brings."""
         place = np.full(len(self._catalog.index.digests), -1, dtype=np.int64)
         place[reads.blocks.number] = np.arange(len(reads.blocks.number))
         place = place[block]
-        is_common = place >= 0
+        is_common = (place >= 0) & self._is_to_share()
         order = np.argsort(is_common, kind="stable")
         count = len(order) - int(is_common.sum())
         self._segments = _reordered(self._segments, order, count)
@@ -110,7 +124,11 @@ class SharedFetch(Fetch):
         while True:
             exchange.collect()
             if (filled := exchange.next_filled()) is not None:
-                yield self._taking(*filled, common)
+                taking = self._taking(*filled, common)
+                if common.is_small:
+                    taking()  # small segments are mostly work for one interpreter, and this is the one that waits
+                else:
+                    yield taking
             elif (to_fill := exchange.next_to_fill()) is not None:
                 yield self._filling(*to_fill, common)
             elif (span := next(spans, None)) is not None:
@@ -131,7 +149,7 @@ class SharedFetch(Fetch):
 
     def _filling(self, read: int, slot: int, common: _Common) -> Callable[[], None]:
         job = None
-        if common.slices[read].stop > common.slices[read].start:
+        if not common.is_small and common.slices[read].stop > common.slices[read].start:
             job = SegmentJob(self, common.slices[read], common.ring)
             job.open()
         return partial(self._fill, job, read, slot, common)
@@ -166,6 +184,7 @@ class _Common:
         self.reads = reads
         self.slices = slices
         self.ring = ring
+        self.is_small = slices[-1].stop - slices[0].start > FEW_SEGMENTS * len(slices)
 
     def span(self, read: int) -> slice:
         """The blocks of a read."""
