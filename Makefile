@@ -9,10 +9,11 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TYPED := $(wildcard src benchmarks examples torture)
 LINTED := $(wildcard src benchmarks examples integrations torture tests)
 BENCH_OPTIONS ?=
+TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench test-integrations clean
+.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -46,8 +47,22 @@ layers: $(STAMP) ## import-linter: imports point down only
 unit: $(STAMP) ## pytest; PYTEST_OPTIONS='-k box -x' chooses
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-bench: $(STAMP) ## all contestants side by side; BENCH_OPTIONS=--quick for a smoke run
+bench: $(STAMP) ## all contestants side by side, torch's format and saves in the background; BENCH_OPTIONS=--quick: the first, a smoke run
 	@$(BIN)/python benchmarks/bench.py $(BENCH_OPTIONS)
+ifeq (,$(findstring --quick,$(BENCH_OPTIONS)))
+	@$(BIN)/python benchmarks/torch_format_read.py --output benchmarks/results/torch_format_read.json
+	@$(BIN)/python benchmarks/torch_format_write.py --dir .bench/write --output benchmarks/results/torch_format_write.json
+	@$(BIN)/python benchmarks/async_cpu.py --dir .bench/async --json benchmarks/results/async_cpu.json
+endif
+
+bench-scale: $(STAMP) ## planning for thousands of ranks, beside torch's
+	@$(BIN)/python benchmarks/scale.py
+
+torture: $(STAMP) ## every fault there is a part for, injected and judged; TORTURE_OPTIONS='--part kill --quick' chooses
+	@$(BIN)/python torture/run.py $(TORTURE_OPTIONS)
+
+mutants: $(STAMP) ## seeded bugs that some test must notice
+	@$(BIN)/python torture/run.py --part mutants
 
 test-integrations: ## accelerate, Lightning Fabric and torchtitan on native storage; sets up $(INTEGRATIONS), not part of test
 	@test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)

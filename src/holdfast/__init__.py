@@ -5,13 +5,25 @@ A save is whole or invisible, every byte is checked, nothing is pickled, and the
 
 from __future__ import annotations
 
+import importlib
+
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._version import __version__
+from holdfast.async_saver import (
+    AsyncCheckpointerType,
+    AsyncSave,
+    AsyncSaveResponse,
+    async_save,
+    guard,
+    prewarm,
+    release,
+)
 from holdfast.checkpoint import Checkpoint, StoredTensor, open
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
     AlreadyPublishedError,
+    BusyError,
     CheckpointError,
     CheckpointException,
     CorruptError,
@@ -51,6 +63,7 @@ from holdfast.planner import (
     WriteItemType,
 )
 from holdfast.saver import save
+from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_loader import load_state_dict
 from holdfast.state_dict_saver import save_state_dict
 from holdfast.stateful import Stateful
@@ -58,6 +71,12 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = [
     "AlreadyPublishedError",
+    "AsyncCheckpointerType",
+    "AsyncSave",
+    "AsyncSaveResponse",
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "BusyError",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -67,6 +86,7 @@ __all__ = [
     "CorruptError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "DefaultStager",
     "Difference",
     "FileSystem",
     "FileSystemBase",
@@ -91,6 +111,7 @@ __all__ = [
     "SavePlan",
     "SavePlanner",
     "SerializationFormat",
+    "StagingOptions",
     "Stateful",
     "StorageError",
     "StorageMeta",
@@ -106,9 +127,21 @@ __all__ = [
     "WriteItemType",
     "WriteResult",
     "__version__",
+    "async_save",
+    "guard",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "open",
+    "prewarm",
+    "release",
     "save",
     "save_state_dict",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Torch's loader of sharded optimizer states; its module takes longer to import than all of this package."""
+    if name == "load_sharded_optimizer_state_dict":
+        return importlib.import_module("holdfast.optimizer").load_sharded_optimizer_state_dict
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

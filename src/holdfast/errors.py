@@ -9,6 +9,7 @@
     ├── CorruptError                bytes are not what was written    -> another checkpoint
     ├── UnsafeError                 loading would have to run code    -> do not trust it, or allow_pickle=True
     ├── UnsupportedVersionError     written by a newer holdfast       -> upgrade
+    ├── BusyError                   a save is still under way         -> wait for it, or skip this one
     ├── StorageError                the file system said no           -> retry, free space, fix permissions
     ├── RankLostError               a rank died, hangs or is silent   -> look at that rank
     ├── RankDisagreementError       the ranks asked different things  -> look at the ranks it names
@@ -27,6 +28,7 @@ from typing import Any
 
 __all__ = [
     "AlreadyPublishedError",
+    "BusyError",
     "CheckpointError",
     "CheckpointException",
     "CorruptError",
@@ -87,6 +89,10 @@ class NotACheckpointError(NotFoundError):
 
 class AlreadyPublishedError(CheckpointError):
     """A checkpoint is published under the name and ``overwrite=False`` forbids replacing it."""
+
+
+class BusyError(CheckpointError):
+    """The save before is still under way and ``when_busy="raise"`` says not to wait for it."""
 
 
 class InvalidStateError(CheckpointError):

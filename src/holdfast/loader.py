@@ -203,7 +203,7 @@ def load_without_target(
     """All that the checkpoint has, or what is at and below ``keys``, nested as it was saved, on the CPU."""
     planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
     chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
-    leaves, _ = _load(partial(_leaves, chosen), as_reader(reader), planner, make_ranks)
+    leaves, _ = _load(partial(_leaves, reader, chosen), as_reader(reader), planner, make_ranks)
     metadata = planner.metadata
     assert metadata is not None
     for key in leaves:
@@ -213,8 +213,10 @@ def load_without_target(
     return unflatten(leaves, restorable_paths(metadata))
 
 
-def _leaves(keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:
+def _leaves(reader: StorageReader, keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:
     """A flat target for ``keys`` and what is below them; MismatchError for one that stands for nothing."""
+    if isinstance(reader, NativeReader):
+        reader.check_files()  # room for what is not there may be more than there is
     return empty_state(metadata, None if keys is None else chosen_keys(metadata, keys))
 
 

@@ -53,11 +53,14 @@ def tiling_faults(metadata: Metadata) -> list[tuple[str, str]]:
         (key, each) for key, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
     ]
     tables = [chunk_columns(stored.chunks, len(stored.size)) for _, stored in tensors]
+    sizes = padded([stored.size for _, stored in tensors], fill=1)
+    # The last row, left out again, makes all tables as wide as the sizes, though the widest tensor may have no chunks.
+    widest = [1] * sizes.shape[1]
     faults = check_coverage(
         np.repeat(np.arange(len(tables)), [len(table) for table in tables]),
-        padded([row for table in tables for row in table.lo.tolist()], fill=0),
-        padded([row for table in tables for row in table.length.tolist()], fill=1),
-        padded([stored.size for _, stored in tensors], fill=1),
+        padded([*(row for table in tables for row in table.lo.tolist()), widest], fill=0)[:-1],
+        padded([*(row for table in tables for row in table.length.tolist()), widest], fill=1)[:-1],
+        sizes,
     )
     return [(tensors[fault.tensor][0], fault.detail) for fault in faults]
 

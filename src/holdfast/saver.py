@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._native.writer import NativeWriter
+from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
 from holdfast._torchformat.remote import is_remote, remote_writer
@@ -76,27 +77,35 @@ def save(
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
-        if storage_writer is None:
-            storage_writer = _writer_at(
-                checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
-            )
-        elif not overwrite or allow_pickle or user_metadata is not None:
-            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
-        elif checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)
+        writer = writer_for(
+            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+        )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
             planner = WholeSavePlanner(replica_check=replica_check)
-        return save_with(state_dict, storage_writer, planner, ranks, use_collectives=use_collectives)
+        return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 
-def _writer_at(checkpoint_id: str | os.PathLike[str] | None, *, overwrite: bool, **options: Any) -> StorageWriter:
-    """The storage that is meant by an id alone."""
+def writer_for(
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+    user_metadata: Mapping[str, Any] | None,
+) -> StorageWriter:
+    """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
+    if storage_writer is not None:
+        if not overwrite or allow_pickle or user_metadata is not None:
+            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
+        if checkpoint_id is not None:
+            storage_writer.reset(checkpoint_id)
+        return storage_writer
     if checkpoint_id is None:
         raise ValueError("save needs a checkpoint_id or a storage_writer")
     if not is_remote(checkpoint_id):
-        return NativeWriter(checkpoint_id, overwrite=overwrite, **options)
-    if options["user_metadata"] is not None:
+        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+    if user_metadata is not None:
         raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")
     return as_writer(remote_writer(checkpoint_id, overwrite=overwrite))
 
@@ -110,54 +119,78 @@ def save_with(
     use_collectives: bool = True,
 ) -> Metadata:
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
-    writer, planner = as_writer(writer), as_save_planner(planner)
-    ranks.follow(lambda: writer.bytes_written)
+    ours = as_writer(writer)
+    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written)
+    ours.watch(ranks.check)
     if use_collectives:
-        return _save(state, writer, planner, ranks)
+        return _save(state, Saving(ours, planner, ranks))
     metadata: list[Metadata] = []
 
     def save_alone() -> None:
         alone = SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
-        metadata.append(_save(state, writer, planner, alone, use_collectives=False))
+        metadata.append(_save(state, Saving(ours, planner, alone, use_collectives=False)))
 
     ranks.share("saving apart from each other", save_alone, lambda done: None)
     return metadata[0]
 
 
-def _save(
-    state: Mapping[Any, Any],
-    writer: StorageWriter,
-    planner: SavePlanner,
-    ranks: Ranks,
-    *,
-    use_collectives: bool = True,
-) -> Metadata:
-    metadata: Metadata | None = None
-
-    def plan_locally() -> SavePlan:
-        if isinstance(planner, DefaultSavePlanner):
-            planner.ranks, planner.is_apart, planner.kept = ranks.size, not use_collectives, ranks.kept
-        exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
-        set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
-        set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=use_collectives)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def plan_globally(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
-
-    def write() -> MutableSequence[WriteResult]:
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
-
-    def publish(results: list[MutableSequence[WriteResult]]) -> Metadata:
-        assert metadata is not None
-        writer.finish(metadata, results)
-        return metadata
-
+def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
+    writer, planner = saving.writer, saving.planner
     try:
-        plan = ranks.scatter("planning the save", plan_locally, plan_globally)
-        return ranks.share("writing the checkpoint", write, publish)
+        plan = saving.plan(state, before=TURNS.settle)
+        metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
     except BaseException:
         writer.abandon()
         raise
+    writer.conclude()
+    return metadata
+
+
+class Saving:
+    """One save in the two steps that all ranks take together; what goes wrong in one is raised on every rank.
+
+    Planner and storage may be torch's.
+    """
+
+    def __init__(
+        self, writer: StorageWriter, planner: SavePlanner, ranks: Ranks, *, use_collectives: bool = True
+    ) -> None:
+        self.writer = as_writer(writer)
+        self.planner = as_save_planner(planner)
+        self.ranks = ranks
+        self._use_collectives = use_collectives
+        self._metadata: Metadata | None = None
+
+    def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
+        """What this rank is to write of ``state``; the planner has yet to finish it.
+
+        ``before`` is called first: what it raises is raised on every rank.
+        """
+
+        def plan_locally() -> SavePlan:
+            before()
+            return self._plan_locally(state)
+
+        return self.ranks.scatter("planning the save", plan_locally, self._plan_globally)
+
+    def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
+        """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
+        return self.ranks.share("writing the checkpoint", write, self._publish)
+
+    def _plan_locally(self, state: Mapping[Any, Any]) -> SavePlan:
+        writer, planner, ranks = self.writer, self.planner, self.ranks
+        if isinstance(planner, DefaultSavePlanner):
+            planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
+        exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
+        set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
+        set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def _plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self.planner.create_global_plan(plans)
+        return self.writer.prepare_global_plan(plans)
+
+    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata:
+        assert self._metadata is not None
+        self.writer.finish(self._metadata, results)
+        return self._metadata

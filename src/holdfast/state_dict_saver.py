@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from holdfast.async_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 from holdfast.default_planner import WholeSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import participants
@@ -16,7 +17,7 @@ from holdfast.storage import StorageWriter
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["save", "save_state_dict"]
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
 
 def save_state_dict(

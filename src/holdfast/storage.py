@@ -1,7 +1,7 @@
 """The storage protocol: how items reach a medium and come back, under torch's names and call order.
 
 A writer sees, on every rank: reset (when an id is given), set_up_storage_writer, prepare_local_plan, [coordinator:
-prepare_global_plan], write_data, [coordinator: finish]; and ``abandon`` on every rank when the save failed.
+prepare_global_plan], write_data, [coordinator: finish]; then ``close``, or ``abandon`` when the save failed.
 A reader sees: reset, read_metadata, set_up_storage_reader, prepare_local_plan, [coordinator: prepare_global_plan],
 read_data.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,12 @@ class StorageWriter(abc.ABC):
         """What planners may want to know of the storage."""
         return None
 
+    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
+        """Take what to call between the pieces of long work: it raises when another rank has failed."""
+
+    def conclude(self) -> None:  # noqa: B027 - most storages hold nothing
+        """Let go of what a save that succeeded still holds; called on every rank."""
+
     def abandon(self) -> None:  # noqa: B027 - most storages have nothing to forget
         """Forget a save that failed and remove what it left; never raises for what is gone already."""
 
@@ -79,6 +85,9 @@ class StorageReader(abc.ABC):
 
     bytes_read: int = 0
     """Bytes taken from the medium since the last reset, where the storage counts them."""
+
+    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
+        """Take what to call between the pieces of long work: it raises when another rank has failed."""
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -57,3 +57,28 @@ def test_a_rank_that_stands_still_is_given_up_by_name(pool: Any, tmp_path: Path)
     assert all("rank 1" in text and "no progress" in text for text in said)
     with pytest.raises(holdfast.NotFoundError):
         holdfast.load(str(tmp_path / "checkpoint"))
+
+
+def save_while_another_fails(path: str) -> tuple[str, float]:
+    """Rank 0 fails at once; rank 1 would be busy for ten seconds. What each was told, and after how long."""
+    rank = torch.distributed.get_rank()
+    state = {f"{rank}.{number}": torch.full((17 << 20,), number, dtype=torch.uint8) for number in range(20)}
+    planner = SlowPlanner(pause_s=0.5, at_once=False) if rank == 1 else _FailingPlanner()
+    started = time.monotonic()
+    try:
+        holdfast.save(state, path, planner=planner)
+    except holdfast.CheckpointError as error:
+        return str(error), time.monotonic() - started
+    return "saved", time.monotonic() - started
+
+
+class _FailingPlanner(holdfast.DefaultSavePlanner):
+    def transform_object(self, write_item: holdfast.WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        raise ZeroDivisionError("odd")
+
+
+def test_a_busy_rank_stops_soon_after_another_has_failed(pool: Any, tmp_path: Path) -> None:
+    told = pool.run(2, save_while_another_fails, str(tmp_path / "checkpoint"), timeout_s=60)
+    for message, seconds in told:
+        assert message.startswith("rank 0: writing the checkpoint failed: ZeroDivisionError")
+        assert seconds < 5  # far from the ten seconds that its own part takes

@@ -398,4 +398,3 @@ def test_kept_copies_are_filled_again_while_they_fit(path: str) -> None:
     assert staged["other"].dtype == torch.float64  # a copy into the old one would have been a cast
     assert list(staged) == ["w", "other", "new"]
     writer.close()
-    assert writer.state_dict_cache is None

@@ -301,7 +301,8 @@ class ChannelRanks:
     def _broken(self, reason: str) -> None:
         """Take it that the connection is gone, on a thread that used it."""
         with self._changed:
-            self._lose(self._watch.broken(self._phase, reason))
+            # The system gives each rank another reason; the error is to be the same on all.
+            self._lose(self._watch.broken(self._phase))
             self._changed.notify_all()
 
     def _sign(self, beat: int, moved: int) -> Sign:

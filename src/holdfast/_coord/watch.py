@@ -120,9 +120,9 @@ class Watch:
                 lost[rank] = self._stall(rank, pulse)
         return lost
 
-    def broken(self, phase: str, reason: str) -> dict[int, RankLostError]:
-        """The carrier, after the connection to it broke for ``reason``."""
-        said = f"is gone: the connection to it broke in {phase!r} ({reason}); look at that rank"
+    def broken(self, phase: str) -> dict[int, RankLostError]:
+        """The carrier, after the connection to it broke."""
+        said = f"is gone: the connection to it broke in {phase!r}; look at that rank"
         return {self._carrier: self._lost(self._carrier, phase, said)}
 
     def _silence(self, rank: int, phase: str) -> RankLostError:

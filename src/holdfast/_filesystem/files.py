@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from holdfast._io import posix
 from holdfast._io.direct import InputFile
 from holdfast.errors import CorruptError, StorageError
 
@@ -104,5 +106,12 @@ class LocalFiles:
 
 
 def local_path(directory: str | os.PathLike[str], relative_path: str) -> str:
-    """The path of a file of the checkpoint in ``directory``."""
-    return os.path.join(os.fspath(directory), relative_path)
+    """The path of a file of the checkpoint in ``directory``; CorruptError where a link would lead out of it."""
+    path = os.path.join(os.fspath(directory), relative_path)
+    *folders, _ = relative_path.split("/")
+    for depth in range(1, len(folders) + 1):
+        folder = os.path.join(os.fspath(directory), *folders[:depth])
+        status = posix.file_status(folder)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            raise CorruptError(f"{folder!r} is a link, which may lead anywhere; use another checkpoint", path=path)
+    return path

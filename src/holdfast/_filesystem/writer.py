@@ -21,7 +21,6 @@ from torch.futures import Future
 from holdfast._adapt import final_save_plan, is_torchs
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
 from holdfast._filesystem.file_packer import FilePacker
-from holdfast._filesystem.host_copies import HostCopyStager
 from holdfast._filesystem.items import ChangedInfo, PlannedItems
 from holdfast._filesystem.publish import (
     DATA_SUFFIX,
@@ -47,6 +46,7 @@ from holdfast.metadata import (
     StorageMeta,
 )
 from holdfast.planner import SavePlan, SavePlanner, write_columns
+from holdfast.staging import BlockingAsyncStager
 from holdfast.storage import StorageWriter, WriteResult
 
 
@@ -263,7 +263,7 @@ def _change(metadata: Metadata, index: MetadataIndex, info: ChangedInfo) -> None
     )
 
 
-class FileSystemWriter(_FileSystemWriter, HostCopyStager):
+class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
     """Writes a checkpoint in torch's format to the directory ``path``, and stages asynchronous saves by host copies.
 
     The arguments are those of ``_FileSystemWriter``, and ``cache_staged_state_dict``: keep the copies for the next.
@@ -292,7 +292,7 @@ class FileSystemWriter(_FileSystemWriter, HostCopyStager):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
-        HostCopyStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """A copy of ``state_dict`` on the CPU; nothing is copied ahead any more, because nothing is left to copy."""

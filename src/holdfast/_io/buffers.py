@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
+from holdfast._io.mapping import HUGE_PAGE, map_private
 from holdfast.errors import InternalError, StorageError
 
 SLAB_BYTES = 16 << 20
-_HUGE_PAGE = 2 << 20
 
 
 class Slab:
@@ -110,22 +110,16 @@ class SlabRing:
 
 
 def _huge_pages(size: int) -> torch.Tensor:
-    """Memory that the kernel may back by huge pages, all of it: direct transfers to small pages are three times slower.
+    """Memory that the kernel may back by huge pages, all of it.
 
     A page becomes memory when it is first touched, so that slabs which are never lent cost nothing.
     """
     try:
-        # Private, because shared anonymous memory is a tmpfs: no huge pages, and charged to a container's /dev/shm.
-        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = map_private(size + HUGE_PAGE)
     except (OSError, MemoryError) as error:
         raise _no_memory(error) from error
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        # Kernels built without huge pages refuse; then it is slower, nothing else.
-        with contextlib.suppress(OSError):
-            memory.madvise(advice)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -tensor.data_ptr() % _HUGE_PAGE
+    start = -tensor.data_ptr() % HUGE_PAGE
     return tensor[start : start + size]
 
 

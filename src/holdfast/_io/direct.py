@@ -17,12 +17,11 @@ import secrets
 import threading
 from types import TracebackType
 
-from holdfast._io import posix
+from holdfast._io import locks, posix
 from holdfast.errors import CorruptError, StorageError
 
 ALIGNMENT = 4096
 
-_LOCK_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _RESERVE_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _PROBED_PAGES = 5
 _COPIED_READ_BYTES = 16 << 20
@@ -46,17 +45,15 @@ class OutputFile:
     def create(cls, path: str | os.PathLike[str], *, expected_bytes: int) -> OutputFile:
         """A file that did not exist before, locked, with room for ``expected_bytes`` where that can be reserved."""
         name = os.fspath(path)
-        descriptor = posix.create_new(name)
+        descriptor = locks.create_locked(name)
         try:
-            _hold_lock(descriptor, name)
             _reserve(descriptor, name, expected_bytes)
             # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
             return cls(descriptor, name, direct=_set_direct(descriptor))
         except BaseException:
             with contextlib.suppress(StorageError):
                 posix.remove(name)
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            posix.discard_descriptor(descriptor)
             raise
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -108,6 +105,12 @@ class OutputFile:
             with contextlib.suppress(StorageError):
                 self.close()
 
+    def __del__(self) -> None:
+        # For storage that someone else drives and does not close: an open file keeps its room on disk, and its lock.
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+
     def _leave_direct(self) -> None:
         with self._lock:
             if self.direct:
@@ -141,7 +144,7 @@ class InputFile:
             with posix.reporting("open", name):
                 return cls(descriptor, name, os.fstat(descriptor).st_size)
         except BaseException:
-            os.close(descriptor)
+            posix.discard_descriptor(descriptor)
             raise
 
     def __enter__(self) -> InputFile:
@@ -241,11 +244,11 @@ class InputFile:
             descriptor = posix.open_regular(self.path, flags=_direct_flag())
         except (StorageError, CorruptError):
             return -1
-        with posix.reporting("open", self.path):
-            # The name may have been given to another file since, or to none; the first descriptor still has ours.
+        # The name may have been given to another file since, or to none; the first descriptor still has ours.
+        with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
                 return descriptor
-            os.close(descriptor)
+        posix.discard_descriptor(descriptor)
         return -1
 
     def _truncated(self, begin: int, end: int) -> CorruptError:
@@ -270,18 +273,6 @@ def _set_direct(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _hold_lock(descriptor: int, path: str) -> None:
-    with posix.reporting("lock", path):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _LOCK_UNSUPPORTED:
-                raise
-    if not posix.exists(path):
-        # Between its creation and the lock, a sweep may have taken the file for a dead writer's.
-        raise StorageError(f"{path!r} was removed while being created; save again", errno=errno.ENOENT, path=path)
 
 
 def _reserve(descriptor: int, path: str, size: int) -> None:

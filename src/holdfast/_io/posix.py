@@ -15,10 +15,13 @@ import fcntl
 import io
 import os
 import stat
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar, cast
 
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 _LINK_UNSUPPORTED = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 _RENAME_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -59,7 +62,7 @@ def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
                 raise _not_regular(path)
             os.set_blocking(descriptor, True)
         except BaseException:
-            os.close(descriptor)
+            discard_descriptor(descriptor)
             raise
     return descriptor
 
@@ -94,14 +97,10 @@ def write_new(path: str | os.PathLike[str], data: bytes | bytearray | memoryview
     descriptor = create_new(path)
     try:
         try:
-            with reporting("write", path):
-                rest = memoryview(data).cast("B")
-                while rest.nbytes:
-                    rest = rest[_progress(os.write(descriptor, rest)) :]
+            write_all(descriptor, data, path)
             sync_file(descriptor, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            discard_descriptor(descriptor)
             raise
         close_descriptor(descriptor, path)
     except BaseException:
@@ -110,13 +109,21 @@ def write_new(path: str | os.PathLike[str], data: bytes | bytearray | memoryview
         raise
 
 
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, path: str | os.PathLike[str]) -> None:
+    """Writes all of ``data`` to the open file ``path``, where it stands."""
+    with reporting("write", path):
+        rest = memoryview(data).cast("B")
+        while rest.nbytes:
+            rest = rest[_progress(os.write(descriptor, rest)) :]
+
+
 def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Moves ``source`` to ``target`` atomically; what is there already stays, and is an ``AlreadyPublishedError``."""
     with reporting("publish", target):
         try:
-            os.link(source, target)
+            _uninterrupted(os.link, source, target)
         except FileExistsError:
-            # A retried NFS request finds the link that its first try made.
+            # A retried request, on NFS or after an interruption, finds the link that its first try made.
             if not _same_file(source, target):
                 raise _already_published(target) from None
         except OSError as error:
@@ -126,13 +133,18 @@ def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
             return
     # The target is visible from here on: a source name that cannot be removed is litter, not a failure.
     with contextlib.suppress(OSError):
-        os.unlink(source)
+        _uninterrupted(os.unlink, source)
 
 
 def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Moves ``source`` to ``target`` atomically, in place of what is there."""
     with reporting("replace", target):
-        os.rename(source, target)
+        try:
+            os.rename(source, target)
+        except InterruptedError:
+            # The first try may have moved it all the same; then nothing is left to be moved.
+            with contextlib.suppress(FileNotFoundError):
+                _uninterrupted(os.rename, source, target)
 
 
 def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:
@@ -155,12 +167,18 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
     with reporting("sync", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        sync_directory_descriptor(descriptor, path)
+    finally:
+        close_descriptor(descriptor, path)
+
+
+def sync_directory_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """As ``sync_directory``, for the directory ``path`` that is open."""
+    try:
         sync_file(descriptor, path)
     except StorageError as error:
         if error.errno not in _DIRECTORY_SYNC_UNSUPPORTED:
             raise
-    finally:
-        close_descriptor(descriptor, path)
 
 
 def make_directories(path: str | os.PathLike[str]) -> None:
@@ -175,7 +193,7 @@ def make_directories(path: str | os.PathLike[str]) -> None:
     for directory in reversed(missing):
         with reporting("create", directory):
             try:
-                os.mkdir(directory)
+                _uninterrupted(os.mkdir, directory)
             except FileExistsError:
                 if not _is_directory(directory):
                     raise
@@ -187,7 +205,7 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
     """Guarantees that no file has the name ``path``."""
     with reporting("remove", path):
         try:
-            os.unlink(path)
+            _uninterrupted(os.unlink, path)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -223,14 +241,14 @@ def sync_stream(stream: io.IOBase, path: str | os.PathLike[str]) -> None:
 def list_names(path: str | os.PathLike[str]) -> list[str]:
     """The sorted names in the directory ``path``."""
     with reporting("list", path):
-        return sorted(os.listdir(path))
+        return sorted(_uninterrupted(os.listdir, path))
 
 
 def file_status(path: str | os.PathLike[str]) -> os.stat_result | None:
     """The status of what has the name ``path`` (a link itself, not where it leads); None if nothing does."""
     with reporting("look at", path):
         try:
-            return os.lstat(path)
+            return _uninterrupted(os.lstat, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -242,8 +260,27 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 def close_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
     """Closes the descriptor; some file systems tell of failed writes only here, so an error is reported."""
-    with reporting("close", path):
+    # Interrupted or not, it is closed; and what it wrote was synced before.
+    with reporting("close", path), contextlib.suppress(InterruptedError):
         os.close(descriptor)
+
+
+def discard_descriptor(descriptor: int) -> None:
+    """Closes the descriptor after an error, which is the one to tell."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def _uninterrupted(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    """What ``call`` returns, tried again for as long as a signal cuts it short.
+
+    Python does so itself for calls on descriptors; network file systems interrupt those on names too.
+    """
+    while True:
+        try:
+            return call(*args, **kwargs)
+        except InterruptedError:
+            continue
 
 
 def _progress(count: int) -> int:
@@ -269,7 +306,7 @@ def _same_file(first: str | os.PathLike[str], second: str | os.PathLike[str]) ->
 def _is_directory(path: str) -> bool:
     with reporting("create", path):
         try:
-            status = os.stat(path)
+            status = _uninterrupted(os.stat, path)
         except FileNotFoundError:
             return False
         if not stat.S_ISDIR(status.st_mode):
@@ -299,6 +336,11 @@ def _renameat2(source: bytes, target: bytes) -> int:
         return errno.ENOSYS
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     function.restype = ctypes.c_int
-    if function(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE) == 0:
-        return 0
-    return ctypes.get_errno()
+    interrupted = False
+    while function(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            # The interrupted try may have moved it all the same; then nothing is left to be moved.
+            return 0 if interrupted and code == errno.ENOENT else code
+        interrupted = True
+    return 0

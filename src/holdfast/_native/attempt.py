@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from holdfast._native.packer import Packer
 from holdfast._native.publish import may_be_published
 
 
@@ -23,11 +22,28 @@ class WriterNumber:
     is_spent: bool = False
 
 
+class Files(Protocol):
+    """The data files of a save under way, whoever writes them."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the system took."""
+        ...
+
+    def close(self) -> None:
+        """Close the files, which ends the sign that their writer lives."""
+        ...
+
+    def abandon(self) -> None:
+        """Close and remove the files."""
+        ...
+
+
 class Held:
     """The files of one attempt, open and locked, which tells others that their writer lives."""
 
-    def __init__(self, packer: Packer, path: str, attempt: str) -> None:
-        self.packer = packer
+    def __init__(self, files: Files, path: str, attempt: str) -> None:
+        self.files = files
         self.attempt = attempt
         self._path = path
         self._is_closed = False
@@ -45,10 +61,10 @@ class Held:
         if self._when_forgotten is not None:
             self._when_forgotten.detach()
         self._is_closed = True
-        self.packer.close()
+        self.files.close()
 
     def remove(self) -> None:
         """Remove the files, unless they are let go already or part of what is published."""
         if not self._is_closed and not may_be_published(self._path, self.attempt):
-            self.packer.abandon()
+            self.files.abandon()
         self.close()

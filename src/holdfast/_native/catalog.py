@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -89,6 +90,17 @@ class Catalog:
     def file_path(self, file: int) -> str:
         """The path of data file number ``file``."""
         return os.path.join(self.directory, self.manifest.files[file].name)
+
+    def check_files(self) -> None:
+        """CorruptError unless all data files are there in their sizes."""
+        for number, file in enumerate(self.manifest.files):
+            path = self.file_path(number)
+            status = posix.file_status(path)
+            if status is None:
+                raise _missing(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptError(f"{path!r} is not a regular file; use another checkpoint", path=path)
+            _check_size(path, status.st_size, file.bytes)
 
     def paths(self) -> dict[str, Path]:
         """Where in the state each key belongs."""
@@ -180,6 +192,11 @@ def was_replaced(directory: str, attempt: str) -> bool:
         return False
 
 
+def read_published(directory: str) -> Manifest:
+    """The manifest of the checkpoint in ``directory``, checked; NotFoundError when there is none."""
+    return decode_manifest(_read_manifest_bytes(directory), path=os.path.join(directory, MANIFEST_NAME))
+
+
 def _read_manifest_bytes(directory: str) -> bytes:
     try:
         return read_manifest_bytes(directory)
@@ -210,10 +227,22 @@ def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        raise CorruptError(f"{path!r} is missing; use another checkpoint", path=path) from error
+        raise _missing(path) from error
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
     return data
+
+
+def _missing(path: str) -> CorruptError:
+    return CorruptError(f"{path!r} is missing; use another checkpoint", path=path)
+
+
+def _check_size(path: str, size: int, expected: int) -> None:
+    if size != expected:
+        raise CorruptError(
+            f"{path!r} has {size} bytes instead of {expected}: it was truncated or replaced; use another checkpoint",
+            path=path,
+        )
 
 
 class DataFiles:
@@ -240,14 +269,12 @@ class DataFiles:
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
-            raise CorruptError(f"{path!r} is missing; use another checkpoint", path=path) from error
-        if file.size != expected:
+            raise _missing(path) from error
+        try:
+            _check_size(path, file.size, expected)
+        except BaseException:
             file.close()
-            raise CorruptError(
-                f"{path!r} has {file.size} bytes instead of {expected}: it was truncated or replaced; "
-                "use another checkpoint",
-                path=path,
-            )
+            raise
         return file
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._native.header import HEADER_ALIGNMENT, HeaderEntry, decode_header, encode_header
-from holdfast._native.manifest import FileEntry, TensorEntry
+from holdfast._native.manifest import BYTE_KINDS, FileEntry, TensorEntry
 from holdfast._plan.coverage import check_coverage
 from holdfast._values.digest import block_counts, digest, to_hex
 from holdfast._values.dtypes import DTYPES
@@ -122,6 +122,7 @@ def check_index(index: ChunkIndex, *, files: Sequence[FileEntry], tensors: Seque
     shapes = np.ones((len(tensors), dimensions), dtype=np.int64)
     shapes[inside] = np.fromiter(chain.from_iterable(entry.shape for entry in tensors), np.int64, int(ranks.sum()))
     _check_boxes(index, shapes, tensors, path)
+    _check_runs(index, tensors, path)
     _check_files(index, files, tensors, path)
 
 
@@ -191,6 +192,14 @@ def _check_boxes(index: ChunkIndex, shapes: _Int64s, tensors: Sequence[TensorEnt
     wrong = index.length.prod(axis=1) * itemsizes[index.tensor] != index.bytes
     if wrong.any():
         _refuse_row(wrong, "has not the size of its box", index, tensors, path)
+
+
+def _check_runs(index: ChunkIndex, tensors: Sequence[TensorEntry], path: str) -> None:
+    """Accept only one chunk for each run of bytes: readers take it as a whole."""
+    counts = np.bincount(index.tensor, minlength=len(tensors))
+    for number, entry in enumerate(tensors):
+        if entry.kind in BYTE_KINDS and counts[number] != 1:
+            raise _corrupt(path, f"{entry.key[:200]!r} is one run of bytes and has {counts[number]} chunks", entry.key)
 
 
 def _check_files(index: ChunkIndex, files: Sequence[FileEntry], tensors: Sequence[TensorEntry], path: str) -> None:

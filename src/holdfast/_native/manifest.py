@@ -48,6 +48,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 _ATTEMPT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _FILE_SUFFIX = re.compile(r"(?:0|[1-9][0-9]{0,9})-(?:0|[1-9][0-9]{0,9})\.safetensors")
 _MAX_VERSION_CHARACTERS = 200
+_MAX_FEATURES = 1000
 
 _NUMPY_DTYPES = frozenset(name for name in DTYPES if name == "bool" or re.fullmatch(r"u?int(8|16|32|64)", name)) | {
     "float16",
@@ -188,6 +189,8 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
     _check_frame(data, path)
     try:
         needs = _decode_needs(data)
+        if len(needs.requires) > _MAX_FEATURES:
+            raise _Fault(f"it requires {len(needs.requires)} features")
         unknown = sorted(set(needs.requires) - FEATURES)
         if unknown:
             names = ", ".join(repr(name[:80]) for name in unknown[:8])
@@ -366,6 +369,8 @@ def _check_quantizer(entry: TensorEntry) -> None:
         fits = quantizer.scheme in _CHANNEL_SCHEMES and per_tensor == (None, None) and None not in per_channel
         fits = fits and len(scales) == len(zero_points) == channels
         numbers = (*scales, *zero_points)
+    points = (quantizer.zero_point, *(quantizer.zero_points or ()))
+    fits = fits and all(type(point) is not int or -(1 << 63) <= point < 1 << 63 for point in points)
     if not fits or not all(math.isfinite(number) for number in numbers):
         raise _Fault("has a quantizer that does not fit it", entry.key)
 

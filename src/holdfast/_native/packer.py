@@ -55,16 +55,24 @@ class _Job(PageJob):
 
 
 class DataFile:
-    """One data file while it is being written."""
+    """One data file while it is being laid out and written; it is on disk from ``create`` on."""
+
+    output: OutputFile
 
     def __init__(self, path: str, name: str, *, header_bytes: int, expected_bytes: int) -> None:
+        self.path = path
         self.name = name
         self.header_bytes = -(-header_bytes // ALIGNMENT) * ALIGNMENT
-        self.output = OutputFile.create(path, expected_bytes=self.header_bytes + expected_bytes)
+        self._expected_bytes = expected_bytes
         self.entries: list[HeaderEntry] = []
         self.end = self.header_bytes
         self.first_digest = 0
         self._header_used = HEADER_FRAME_BYTES
+
+    def create(self) -> OutputFile:
+        """The file on disk, with room for what is expected."""
+        self.output = OutputFile.create(self.path, expected_bytes=self.header_bytes + self._expected_bytes)
+        return self.output
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether the header has room for ``chunk``; an empty file takes any."""
@@ -83,11 +91,16 @@ class DataFile:
         self._header_used += chunk.header_bytes
         self.end += chunk.source.nbytes
 
-    def complete(self, digests: list[int]) -> WrittenFile:
-        """Write the header, make everything durable; ``digests`` are those of this file's blocks, in order."""
+    def header(self) -> bytes:
+        """The header, which takes just the room that was reserved for it."""
         header = encode_header(self.entries, reserve=self.header_bytes)
         if len(header) != self.header_bytes:
             raise InternalError(f"the header of {self.name} outgrew the room reserved for it; please report it")
+        return header
+
+    def complete(self, digests: list[int]) -> WrittenFile:
+        """Write the header, make everything durable; ``digests`` are those of this file's blocks, in order."""
+        header = self.header()
         ring = SlabRing(1)
         with ring.lend() as slab:
             for start in range(0, len(header), SLAB_BYTES):
@@ -110,30 +123,49 @@ class Placed(NamedTuple):
 class Packer:
     """Writes chunks, in the order they come, to as many files as their headers need.
 
-    Until ``close``, the files stay open and locked, which tells others that their writer lives.
+    Until ``close``, the files stay open and locked, which tells others that their writer lives. With ``slabs`` the
+    calling thread fills that many ahead of those who write, and ``on_filled`` is called once it has filled the last:
+    nothing is asked of the chunks' sources any more. ``check`` is called before each job and raises to give up.
     """
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        pinned: bool = False,
+        slabs: int | None = None,
+        on_filled: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._pinned = pinned
+        self._check = check
+        self._slabs = slabs
+        self._on_filled = on_filled
         self.files: list[DataFile] = []
         self.digests: list[int] = []
         self.placed: list[Placed] = []
 
-    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int], DataFile]) -> list[WrittenFile]:
+    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
         """Write every chunk and return the durable files; on an error they are left to ``abandon``.
 
-        ``open_file(number)`` makes the next data file.
+        ``open_file(number, start)`` makes the next data file, for the chunks from number ``start`` on.
         """
         workers = default_workers()
-        ring = SlabRing(workers, pinned=self._pinned)
+        # One job is held back until there is a second.
+        slabs = workers if self._slabs is None else max(2, self._slabs)
+        ring = SlabRing(slabs, pinned=self._pinned)
         try:
-            run_bounded((self._runner(job, ring) for job in self._jobs(chunks, open_file)), workers=workers)
+            run_bounded(self._runners(chunks, open_file, ring), workers=workers, ahead=max(2, slabs - workers))
         finally:
             ring.close()
         bounds = [file.first_digest for file in self.files] + [len(self.digests)]
         return [
             file.complete(self.digests[bounds[number] : bounds[number + 1]]) for number, file in enumerate(self.files)
         ]
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the system took."""
+        return sum(file.output.bytes_written for file in tuple(self.files))
 
     def close(self) -> None:
         """Close the files, which ends the sign that their writer lives."""
@@ -149,7 +181,7 @@ class Packer:
             with contextlib.suppress(StorageError):
                 file.output.abandon()
 
-    def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int], DataFile]) -> Iterator[_Job]:
+    def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> Iterator[_Job]:
         job: _Job | None = None
         for chunk in chunks:
             if not self.files or not self.files[-1].takes(chunk):
@@ -174,12 +206,13 @@ class Packer:
             job.is_last = True
             yield job
 
-    def _next_file(self, chunk: Chunk, open_file: Callable[[int], DataFile]) -> _Job:
-        file = open_file(len(self.files))
+    def _next_file(self, chunk: Chunk, open_file: Callable[[int, int], DataFile]) -> _Job:
+        file = open_file(len(self.files), len(self.placed))
         file.first_digest = len(self.digests)
-        self.files.append(file)
         file.make_room(chunk)
-        return _Job(file.output, file.header_bytes, file.header_bytes)
+        output = file.create()
+        self.files.append(file)
+        return _Job(output, file.header_bytes, file.header_bytes)
 
     def _enter(self, chunk: Chunk) -> None:
         """Give ``chunk`` its place in the current file."""
@@ -187,12 +220,20 @@ class Packer:
         self.placed.append(Placed(len(self.files) - 1, file.end))
         file.enter(chunk)
 
+    def _runners(
+        self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing
+    ) -> Iterator[Callable[[], None]]:
+        for job in self._jobs(chunks, open_file):
+            self._check()
+            yield self._runner(job, ring)
+        self._on_filled()
+
     def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
         """What a thread does for ``job``: all of it, or just the writing where filling is mostly work for Python.
 
         Threads that all need the interpreter only get in each other's way.
         """
-        if len(job.blocks) > _FEW_BLOCKS:
+        if len(job.blocks) > _FEW_BLOCKS or self._slabs is not None:
             return partial(write_pages, job, self._filled(job, ring), ring)
         return lambda: write_pages(job, self._filled(job, ring), ring)
 

@@ -1,8 +1,13 @@
 """The commit: a checkpoint is there from the moment its manifest has its name, and not before.
 
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
-then: index, manifest under a name of its attempt (each synced), then the name itself, then the directory. Only then may
-anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No lock file, no clock.
+then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
+again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
+lock file, no clock.
+
+The lock of the index is held from the moment it exists until the checkpoint is published, and only then are the data
+files looked at for the last time. A sweep holds that lock while it removes anything of an attempt: so either it is
+refused, or what it removed is missed here, whichever rank died meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
+from collections.abc import Iterable
 
-from holdfast._io import posix
+from holdfast._io import locks, posix
 from holdfast._native.manifest import Manifest, decode_manifest
 from holdfast._values.limits import MAX_MANIFEST_BYTES
 from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
@@ -19,9 +26,19 @@ from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError
 MANIFEST_NAME = "manifest.json"
 
 
-def publish(directory: str, manifest: bytes, *, attempt: str, index_name: str, index: bytes, overwrite: bool) -> None:
+def publish(
+    directory: str,
+    manifest: bytes,
+    *,
+    attempt: str,
+    index_name: str,
+    index: bytes,
+    data_files: Iterable[tuple[str, int]],
+    overwrite: bool,
+) -> None:
     """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
+    ``data_files`` are the names and sizes of the files that hold its data, and must be there.
     Where only its durability could not be confirmed, it stays, and so do the files of the one that it replaced: the
     disk may come back with either. AlreadyPublishedError when there is one and ``overwrite`` is not set: of several
     savers exactly one succeeds.
@@ -31,26 +48,38 @@ def publish(directory: str, manifest: bytes, *, attempt: str, index_name: str, i
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
     replaced = _published_files(directory) if overwrite else []
     written: list[str] = []
-    try:
-        for path, data in ((index_path, index), (staged, manifest)):
-            posix.write_new(path, data)
-            written.append(path)
-        if overwrite:
-            posix.replace(staged, target)
-        else:
-            posix.link_new(staged, target)
-    except BaseException:
-        # An interrupt may come right after the fact, and a network may lose the answer.
-        if not may_be_published(directory, attempt):
-            for path in written:
-                with contextlib.suppress(StorageError):
-                    posix.remove(path)
-        raise
-    posix.sync_directory(directory)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locks.new_file(index_path, index))
+            written.append(index_path)
+            for name, size in data_files:
+                _check_data_file(os.path.join(directory, name), size)
+            posix.write_new(staged, manifest)
+            written.append(staged)
+            # Otherwise a crash might keep the name of the manifest, and lose that of the index.
+            posix.sync_directory(directory)
+            if overwrite:
+                posix.replace(staged, target)
+            else:
+                posix.link_new(staged, target)
+        except BaseException:
+            # An interrupt may come right after the fact, and a network may lose the answer.
+            if not may_be_published(directory, attempt):
+                for path in written:
+                    with contextlib.suppress(StorageError):
+                        posix.remove(path)
+            raise
+        posix.sync_directory(directory)
     for name in replaced:
         # What cannot be removed is invisible, and a later sweep's business.
         with contextlib.suppress(StorageError):
             posix.remove(os.path.join(directory, name))
+
+
+def _check_data_file(path: str, size: int) -> None:
+    status = posix.file_status(path)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise StorageError(f"{path!r} is not what was written a moment ago; save again", errno=errno.ESTALE, path=path)
 
 
 def may_be_published(directory: str, attempt: str) -> bool:

@@ -19,7 +19,7 @@ from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.shared_fetch import SharedFetch
 from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._state.raw import Target
-from holdfast._state.tensors import empty_quantized, torch_dtype
+from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torchformat.objects import serialize_object
 from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
@@ -107,6 +107,10 @@ class NativeReader(StorageReader):
             self._catalog = decode_catalog(self.path, data)
             self._files = DataFiles(self._catalog)
         return speak_torch(self.catalog.metadata())
+
+    def check_files(self) -> None:
+        """CorruptError unless all data files are there in their sizes: for who wants them all, before allocating."""
+        self.catalog.check_files()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make sure that manifest and index are there."""
@@ -260,7 +264,7 @@ class _Delivery:
             entry = entries[tensor_id]
             dtype, shape = torch_dtype(entry.dtype), shape[: len(entry.shape)]
             if entry.kind in BYTE_KINDS:
-                targets.append(Target(torch.empty(shape, dtype=dtype), dtype, shape, None))
+                targets.append(Target(empty_tensor(shape, dtype), dtype, shape, None))
                 continue
             tensor = resolve(columns, item)
             if dtype != tensor.dtype or boxes[item][1] != tensor.shape:

@@ -1,8 +1,8 @@
 """Every byte of a published checkpoint against its digests, and all the damage there is, not just the first.
 
 Manifest and index are checked by reading them. Then each data file: it is there, has its size, its header is the one
-that was written and says what the index says, every block has its digest. Memory is bounded by the slabs and the table
-of one file at a time. Never changes a file, never decodes a value.
+that was written and says what the index says, every block has its digest. Levels below stop earlier, and say so. Memory
+is bounded by the slabs and the table of one file at a time. Never changes a file, never decodes a value.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +25,10 @@ from holdfast._io import posix
 from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
+from holdfast._native.catalog import Catalog, DataFiles, read_catalog, read_published, was_replaced
 from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
 from holdfast._native.index import file_digest
+from holdfast._native.manifest import FileEntry, Manifest
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.ranges import coalesce
 from holdfast._values.box import Box
@@ -35,6 +38,11 @@ from holdfast.errors import CorruptError, StorageError
 
 _Int64s = npt.NDArray[np.int64]
 _Progress = Callable[[int, int], None]
+
+Level = Literal["sizes", "coverage", "digests"]
+"""How closely a checkpoint is looked at."""
+
+_DATA = "the digests of the data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +90,18 @@ class VerifyReport:
         return tuple(dict.fromkeys(damage.file for damage in self.damage))
 
 
-def verify_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progress | None = None) -> VerifyReport:
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    level: Level = "digests",
+    sample: float = 1.0,
+    on_progress: _Progress | None = None,
+) -> VerifyReport:
     """What a look at every byte of the checkpoint at ``path`` found.
+
+    ``level`` "sizes" reads the manifest and looks whether each file is there in its size; "coverage" reads the index
+    too, whose chunks must make up every tensor and every file; "digests" reads everything. ``sample`` is the part of
+    the blocks of data that "digests" reads, chosen anew each time; headers are always read.
 
     ``on_progress`` is told, one call at a time but from any thread, how many bytes of how many are done. Where a saver
     replaces the checkpoint meanwhile, the new one is looked at from the start.
@@ -93,23 +111,65 @@ def verify_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progress | 
         CorruptError: manifest or index are damaged, so that nothing else can be said.
         StorageError: the file system refused; this tells nothing about the bytes.
     """
+    if level not in get_args(Level) or not 0 < sample <= 1:
+        raise ValueError(f"a level is one of {get_args(Level)}, and a sample more than 0 and at most 1")
     begin = time.perf_counter()
+    directory = os.fspath(path)
     while True:
-        catalog = read_catalog(path)
+        if level == "sizes" and (manifest := read_published(directory)) and _has_its_files(directory, manifest):
+            return _report(directory, manifest, begin, unchecked=["whether its chunks make up its tensors", _DATA])
+        catalog = read_catalog(directory)
         manifest = catalog.manifest
-        status = posix.file_status(os.path.join(catalog.directory, MANIFEST_NAME))
-        read = manifest.index.bytes + (0 if status is None else status.st_size)
-        verification = _Verification(catalog, already_read=read, on_progress=on_progress)
-        damage = verification.run()
-        if damage and was_replaced(catalog.directory, manifest.attempt):
-            continue
-        return VerifyReport(
-            files=len(manifest.files) + 2,
-            bytes=verification.total_bytes,
-            keys=len(manifest.tensors) + len(manifest.values),
-            seconds=time.perf_counter() - begin,
-            damage=damage,
+        verification = _Verification(
+            catalog,
+            already_read=manifest.index.bytes + _manifest_bytes(directory),
+            sample=sample if level == "digests" else 0.0,
+            on_progress=on_progress,
         )
+        damage = verification.run()
+        if damage and was_replaced(directory, manifest.attempt):
+            continue
+        unchecked = [_DATA] if level != "digests" else []
+        if level == "digests" and sample < 1:
+            unchecked = [f"the digests of the data but for a sample of {100 * sample:g} % of its blocks"]
+        read = verification.total_bytes
+        return _report(directory, manifest, begin, read=read, damage=damage, unchecked=unchecked)
+
+
+def _report(
+    directory: str,
+    manifest: Manifest,
+    begin: float,
+    *,
+    read: int | None = None,
+    damage: tuple[Damage, ...] = (),
+    unchecked: Sequence[str] = (),
+) -> VerifyReport:
+    return VerifyReport(
+        files=len(manifest.files) + 2,
+        bytes=_manifest_bytes(directory) if read is None else read,
+        keys=len(manifest.tensors) + len(manifest.values),
+        seconds=time.perf_counter() - begin,
+        damage=damage,
+        unchecked=tuple(unchecked),
+    )
+
+
+def _manifest_bytes(directory: str) -> int:
+    status = posix.file_status(os.path.join(directory, MANIFEST_NAME))
+    return 0 if status is None else status.st_size
+
+
+def _has_its_files(directory: str, manifest: Manifest) -> bool:
+    """Whether every file that the manifest names is there in its size; what is wrong otherwise is for others to say."""
+    for name, size in (
+        (manifest.index.name, manifest.index.bytes),
+        *((file.name, file.bytes) for file in manifest.files),
+    ):
+        status = posix.file_status(os.path.join(directory, name))
+        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,10 +181,19 @@ class _Blocks:
     nbytes: _Int64s
     digest: npt.NDArray[np.uint64]
 
+    def take(self, chosen: npt.NDArray[np.bool_]) -> _Blocks:
+        """The blocks that are ``chosen``."""
+        return _Blocks(
+            row=self.row[chosen], offset=self.offset[chosen], nbytes=self.nbytes[chosen], digest=self.digest[chosen]
+        )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _OpenFile:
-    """A data file while it is checked, closed when no job is ``pending`` any more; ``rows`` are its chunks."""
+    """A data file while it is checked, closed when no job is ``pending`` any more.
+
+    ``rows`` are its chunks, ``digests`` those of all its blocks, ``blocks`` the ones to be read.
+    """
 
     number: int
     handle: DataFiles
@@ -132,20 +201,26 @@ class _OpenFile:
     is_cached: bool
     rows: _Int64s
     blocks: _Blocks
+    digests: npt.NDArray[np.uint64]
     pending: int
 
 
 class _Verification:
     """One pass over all data files: jobs on threads, damage and progress collected under a lock."""
 
-    def __init__(self, catalog: Catalog, *, already_read: int, on_progress: _Progress | None) -> None:
+    def __init__(self, catalog: Catalog, *, already_read: int, sample: float, on_progress: _Progress | None) -> None:
         self._catalog = catalog
+        self._sample = sample
+        # A generator of its own: the program's random numbers are left alone.
+        self._chosen = np.random.default_rng()
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._open_files: set[_OpenFile] = set()
         self._damage: list[tuple[int, int, Damage]] = []
         self._done_bytes = already_read
-        self.total_bytes = already_read + sum(entry.bytes for entry in catalog.manifest.files)
+        # Of a sample an estimate, until each file's share of it is known.
+        files = catalog.manifest.files
+        self.total_bytes = already_read + sum(self._expected(entry) for entry in files)
         index = catalog.index
         self._first_block = index.first_block()
         self._order = np.lexsort((index.bytes, index.offset, index.file))
@@ -165,6 +240,9 @@ class _Verification:
         found = sorted(self._damage, key=lambda place: place[:2])
         return _with_aliases(self._catalog, _joined(damage for _, _, damage in found))
 
+    def _expected(self, entry: FileEntry) -> int:
+        return entry.header + int(self._sample * (entry.bytes - entry.header)) if self._sample else 0
+
     def _jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
         for number, entry in enumerate(self._catalog.manifest.files):
             rows = self._order[self._bounds[number] : self._bounds[number + 1]]
@@ -173,9 +251,16 @@ class _Verification:
                 file, is_cached = handle.get(number)
             except CorruptError as error:
                 self._lose_file(number, rows, problem_of(error))
-                self._advance(entry.bytes)
+                self._advance(self._expected(entry))
                 continue
-            blocks = self._blocks(rows)
+            if not self._sample:
+                handle.close()
+                continue
+            blocks = every = self._blocks(rows)
+            if self._sample < 1:
+                blocks = every.take(self._chosen.random(len(every.offset)) < self._sample)
+                with self._lock:
+                    self.total_bytes += entry.header + int(blocks.nbytes.sum()) - self._expected(entry)
             groups = coalesce(
                 np.zeros_like(blocks.offset), blocks.offset, blocks.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT
             ).tolist()
@@ -186,6 +271,7 @@ class _Verification:
                 is_cached=is_cached,
                 rows=rows,
                 blocks=blocks,
+                digests=every.digest,
                 pending=len(groups),
             )
             self._open_files.add(opened)
@@ -213,7 +299,7 @@ class _Verification:
             data = bytearray(entry.header)
             opened.file.read_into(memoryview(data), 0)
             header = bytes(data)
-            if file_digest(header, opened.blocks.digest) != entry.digest:
+            if file_digest(header, opened.digests) != entry.digest:
                 problem = "the header is not the one that was written"
             elif not self._agrees(opened, decode_header(header, path=opened.file.path)):
                 problem = "the header does not say what the index says"

@@ -4,52 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import platform
 import secrets
-from collections.abc import Iterator, Mapping, MutableSequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from typing import Any, Protocol
 
-import msgspec
-import numpy as np
 import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_save_plan
 from holdfast._io import posix
-from holdfast._io.direct import ALIGNMENT
-from holdfast._native.attempt import Held, WriterNumber
-from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
+from holdfast._native.attempt import Files, Held, WriterNumber
+from holdfast._native.image import Image
+from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
-from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
+from holdfast._native.packer import Chunk, Packer, Placed
 from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
-from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, report_of
+from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.tree import check_key, encode_path
-from holdfast._native.values import Json, encode_value
-from holdfast._plan.packing import pack_order
+from holdfast._native.values import encode_value
+from holdfast._native.work import StagedFiles, WriterWork
 from holdfast._state.paths import TypedKey, path_mapping
-from holdfast._state.raw import MemorySource, source_of
-from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_torch
-from holdfast._values import dtypes
-from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
-from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
-from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
 from holdfast._version import __version__
-from holdfast.errors import InternalError, InvalidStateError, StorageError
+from holdfast.errors import InternalError, StorageError
 from holdfast.metadata import Metadata, StorageMeta
-from holdfast.planner import SavePlan, SavePlanner, TensorHead, padded, write_columns
+from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
-
-# What one file's header may take before another file is begun; safetensors itself reads 100 MB.
-_MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
 
 # How many attempts that failed a coordinator tells of; whoever missed so many leaves them to a sweep.
 _MOST_FAILED = 8
+
+
+class ImageOutput(Files, Protocol):
+    """Whoever writes file images from memory: this process, or another that has the same memory."""
+
+    def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
+        """What was written, durably."""
+        ...
 
 
 class NativeWriter(StorageWriter):
@@ -79,12 +75,13 @@ class NativeWriter(StorageWriter):
         self._unfinished: str | None = None
         self._failed: tuple[str, ...] = ()
         self._held: Held | None = None
+        self._check: Callable[[], None] = _go_on
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
         """Bytes of data files that the system took from the save under way."""
         held = self._held
-        return 0 if held is None else sum(file.output.bytes_written for file in tuple(held.packer.files))
+        return 0 if held is None else held.files.bytes_written
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
@@ -92,12 +89,16 @@ class NativeWriter(StorageWriter):
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before each piece of work of the next write: it raises when another rank has failed."""
+        self._check = check
+
     def storage_meta(self) -> StorageMeta | None:
         """The path and the attempt."""
         return StorageMeta(checkpoint_id=self.path, save_id=self._attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the directory; refuse early what could not be published."""
+        """Refuse early what could not be published; nothing is on disk before something is written."""
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "a native checkpoint is planned by all ranks together; leave use_collectives at True, "
@@ -109,7 +110,6 @@ class NativeWriter(StorageWriter):
             check_unpublished(self.path)
         check_user_metadata(self.user_metadata)
         encode_value(self.user_metadata, key="user_metadata")
-        posix.make_directories(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
@@ -134,13 +134,48 @@ class NativeWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
+        work = self._work(plan, planner)
+        done: Future[MutableSequence[WriteResult]] = Future()
+        check, self._check = self._check, _go_on
+        packer = Packer(pinned=_wants_pinned(), check=check)
+        done.set_result(self._pack(work, packer, work.chunks()))
+        return done
+
+    def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
+        """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied.
+
+        Whoever copies them sees to it that they are copied after what the caller's streams have queued.
+        """
+        work = self._work(plan, planner)
+        chunks = list(work.chunks(is_ordered=True))
+        return StagedFiles(work, chunks, Image(work.next_file, chunks))
+
+    def stream_staged(
+        self, staged: StagedFiles, *, slabs: int, check: Callable[[], None], on_copied: Callable[[], None]
+    ) -> MutableSequence[WriteResult]:
+        """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between.
+
+        ``check`` is called again and again and raises to give up.
+        """
+        packer = Packer(pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied, check=check)
+        return self._pack(staged.work, packer, staged.chunks)
+
+    def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
+        """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
+        image = staged.image
+        with self._holding(files):
+            written = image.written(files.write(image.files, memory))
+        return self._written(staged.work, written, image.placed, image.digests)
+
+    def _work(self, plan: SavePlan, planner: SavePlanner) -> WriterWork:
+        """What there is to write for the attempt that the plan names; what failed before is removed."""
         plan, planner = final_save_plan(plan, planner)
         number = plan.storage_data
         if not isinstance(number, WriterNumber):
             raise InternalError("the plan did not pass through prepare_global_plan of native storage")
         if self._held is not None and self._held.attempt in number.failed:
             self._held.remove()
-        self._close()
+        self.close()
         if number.is_spent:
             # Nobody could tell this rank the attempt; finish gives its files the names that they should have.
             number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer)
@@ -148,17 +183,31 @@ class NativeWriter(StorageWriter):
         else:
             self._attempt = number.attempt
         number.is_spent = True
-        work = _WriterWork(self.path, plan, planner, allow_pickle=self.allow_pickle)
-        self._held = Held(work.packer, self.path, self._attempt)
+        return WriterWork(plan, planner, path=self.path, allow_pickle=self.allow_pickle)
+
+    def _pack(self, work: WriterWork, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
+        with self._holding(packer):
+            files = packer.write(chunks, work.next_file)
+        return self._written(work, files, packer.placed, packer.digests)
+
+    @contextlib.contextmanager
+    def _holding(self, files: Files) -> Iterator[None]:
+        """Hold ``files`` from here on, in a directory that is there; they are removed if the block fails."""
+        self._held = Held(files, self.path, self._attempt)
         self._held.end_with(self, removing=self.is_coordinator)
         try:
-            report = work.run()
+            posix.make_directories(self.path)
+            yield
         except BaseException:
             self.abandon()
             raise
-        done: Future[MutableSequence[WriteResult]] = Future()
-        done.set_result(LazyList(report))
-        return done
+
+    def _written(
+        self, work: WriterWork, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]
+    ) -> MutableSequence[WriteResult]:
+        if files:
+            posix.sync_directory(self.path)
+        return LazyList(work.report(files, placed, digests))
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
@@ -173,7 +222,7 @@ class NativeWriter(StorageWriter):
             self.abandon()
             raise
         self._unfinished = None
-        self._close()
+        self.close()
 
     def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
         manifest, index = merge_reports(
@@ -189,6 +238,7 @@ class NativeWriter(StorageWriter):
             attempt=self._attempt,
             index_name=manifest.index.name,
             index=index,
+            data_files=[(file.name, file.bytes) for file in manifest.files],
             overwrite=self.overwrite,
         )
 
@@ -196,7 +246,7 @@ class NativeWriter(StorageWriter):
         """Remove the files of a save that failed, unless it failed after it was published."""
         if self._held is not None:
             self._held.remove()
-        self._close()
+        self.close()
 
     def _named(self, report: WriteReport, writer: int) -> WriteReport:
         """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""
@@ -218,13 +268,18 @@ class NativeWriter(StorageWriter):
             self.abandon()
         self._attempt = self._given_attempt or secrets.token_hex(8)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the files of a save that is over, which ends the sign that their writer lives."""
         held, self._held = self._held, None
         if held is not None:
             held.close()
 
+    def conclude(self) -> None:
+        """Let go of the data files of a save that is published."""
+        self.close()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
+        return {**self.__dict__, "_held": None, "_check": _go_on}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -232,191 +287,9 @@ class NativeWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
-class _Planned(NamedTuple):
-    """A chunk as planned: its row in the plan, its name and how much of the header that takes."""
-
-    row: int
-    key: str
-    head: TensorHead
-    box: Box
-    name: str
-    header_bytes: int
+def _go_on() -> None:
+    """Nobody to hear of: nothing to give up for."""
 
 
-class _WriterWork:
-    """One ``write_data``: the plan, and what became of it."""
-
-    def __init__(self, path: str, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> None:
-        self._path = path
-        self._number: WriterNumber = plan.storage_data
-        self._planner = planner
-        self._columns = write_columns(plan.items)
-        self._allow_pickle = allow_pickle
-        self._values: dict[str, Json] = {}
-        self._blobs: dict[str, tuple[str, bytes]] = {}
-        self._aliases: dict[str, WrittenTensor] = {}
-        self._written: dict[str, tuple[int, WrittenTensor]] = {}
-        self._rows: list[tuple[int, Box, int]] = []
-        self._planned: list[_Planned] = []
-        self._header_bytes: list[int] = []
-        self._planned_bytes: list[int] = []
-        self.packer = Packer(pinned=torch.cuda.is_available() and torch.cuda.is_initialized())
-
-    def run(self) -> WriteReport:
-        """Write everything and tell where it went."""
-        for row, key in enumerate(self._columns.key.tolist()):
-            if self._columns.heads[key] is None:
-                self._take_value(row)
-        self._plan_chunks()
-        files = self.packer.write(self._chunks(), self._open_file)
-        if files:
-            posix.sync_directory(self._path)
-        return self._report(files)
-
-    def _take_value(self, row: int) -> None:
-        """Encode the value of ``row``, before anything is written: for the manifest, or as bytes like a tensor's."""
-        key = self._columns.keys[self._columns.key[row]]
-        buffer = self._planner.resolve_row(self._columns, row)
-        if not isinstance(buffer, io.BytesIO):
-            raise InvalidStateError(f"the planner gave a {type(buffer).__name__} for the value of {key!r}", key=key)
-        if not isinstance(buffer, ValueBuffer):
-            self._blobs[key] = "opaque", buffer.getvalue()
-        elif type(buffer.value) is bytes and len(buffer.value) > MAX_VALUE_INLINE_BYTES:
-            self._blobs[key] = "bytes", buffer.value
-        else:
-            try:
-                json = encode_value(buffer.value, key=key)
-            except InvalidStateError as error:
-                if isinstance(buffer, SavedValueBuffer):
-                    self._blobs[key] = "opaque", buffer.getvalue()
-                    return
-                if not self._allow_pickle:
-                    raise InvalidStateError(
-                        f"{error.message}; convert it, or pass allow_pickle=True on both sides", key=key
-                    ) from error
-                self._blobs[key] = "pickle", buffer.getvalue()
-                return
-            text = msgspec.json.encode(json)
-            if len(text) > MAX_VALUE_INLINE_BYTES:
-                self._blobs[key] = "json", text
-            else:
-                self._values[key] = json
-
-    def _plan_chunks(self) -> None:
-        """Plan the chunks in file order: pages first, then by element size, so that every chunk is aligned."""
-        columns, rows = self._columns, []
-        for row, which in enumerate(columns.key.tolist()):
-            key, head = columns.keys[which], columns.heads[which]
-            if head is None:
-                continue
-            if head.alias_of is not None:  # whichever rank writes that one
-                self._aliases[key] = _written(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
-            else:
-                rows.append(row)
-        itemsizes = np.array([1 if head is None else head.properties.dtype.itemsize for head in columns.heads])
-        itemsize = itemsizes[columns.key[rows]]
-        nbytes = columns.length[rows].prod(axis=1, dtype=np.int64) * itemsize
-        by_size = np.argsort(-itemsize, kind="stable")
-        order = by_size[pack_order(nbytes[by_size], ALIGNMENT)]
-        self._planned = [self._planned_chunk(row) for row in np.array(rows, dtype=np.int64)[order].tolist()]
-        self._planned_bytes = nbytes[order].tolist() + [len(data) for _, data in self._blobs.values()]
-        self._header_bytes = [planned.header_bytes for planned in self._planned]
-        self._header_bytes += [header_entry_bytes(key, (len(data),)) for key, (_, data) in self._blobs.items()]
-
-    def _planned_chunk(self, row: int) -> _Planned:
-        which, lo, length, _, _ = self._columns.rows[row]
-        key, head = self._columns.keys[which], self._columns.heads[which]
-        assert head is not None
-        dimensions = len(head.size)
-        box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
-        name = chunk_name(key, box, head.size)
-        return _Planned(row, key, head, box, name, header_entry_bytes(name, box.lengths))
-
-    def _open_file(self, number: int) -> DataFile:
-        """The next data file, with room for as many of the chunks still to come as one header should hold."""
-        start = len(self.packer.placed)
-        sizes = np.cumsum(self._header_bytes[start:])
-        count = max(1, int(np.searchsorted(sizes, _MOST_HEADER_BYTES, side="right")))
-        name = f"data-{self._number.attempt}-{self._number.writer}-{number}.safetensors"
-        return DataFile(
-            os.path.join(self._path, name),
-            name,
-            header_bytes=HEADER_FRAME_BYTES + sum(self._header_bytes[start : start + count]),
-            expected_bytes=sum(self._planned_bytes[start : start + count]),
-        )
-
-    def _chunks(self) -> Iterator[Chunk]:
-        for planned in self._planned:
-            yield self._chunk_of(planned)
-        for key, (kind, data) in self._blobs.items():
-            shape = (len(data),)
-            self._enter(key, Box((0,), shape), len(data), WrittenTensor(dtype="uint8", shape=shape, kind=kind))
-            owner = np.frombuffer(data, dtype=np.uint8)
-            source = MemorySource(owner, owner.ctypes.data, len(data))
-            yield Chunk(chunk_name(key, Box((0,), shape), shape), "U8", shape, source, header_entry_bytes(key, shape))
-
-    def _chunk_of(self, planned: _Planned) -> Chunk:
-        """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
-        row, key, head, box, name, header_bytes = planned
-        tensor = self._planner.resolve_row(self._columns, row)
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidStateError(f"the planner gave a {type(tensor).__name__} for the tensor {key!r}", key=key)
-        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
-            check_savable(key, tensor)
-        size, shape = head.size, tensor.shape
-        if shape != box.lengths:
-            if size != box.lengths:
-                raise InvalidStateError(
-                    f"the planner gave a piece of shape {list(shape)} for a box of {list(box.lengths)} of "
-                    f"{key!r}; only whole tensors may change their shape while being saved",
-                    key=key,
-                )
-            size, box = shape, whole(shape)
-            name = chunk_name(key, box, size)
-            header_bytes = header_entry_bytes(name, box.lengths)
-        source = source_of(tensor)
-        written = _written(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
-        self._enter(key, box, source.nbytes, written)
-        dtype = dtypes.DTYPES[written.dtype]
-        return Chunk(name, stored_dtype_name(dtype), stored_shape(dtype, box.lengths), source, header_bytes)
-
-    def _enter(self, key: str, box: Box, nbytes: int, written: WrittenTensor) -> None:
-        number, known = self._written.setdefault(key, (len(self._written), written))
-        if known is not written and known != written:
-            raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
-        self._rows.append((number, box, nbytes))
-
-    def _report(self, files: list[WrittenFile]) -> WriteReport:
-        placed = self.packer.placed
-        return WriteReport(
-            files=files,
-            keys=list(self._written),
-            tensors=[written for _, written in self._written.values()],
-            key=np.array([number for number, _, _ in self._rows], dtype=np.int64),
-            file=np.array([place.file for place in placed], dtype=np.int64),
-            offset=np.array([place.offset for place in placed], dtype=np.int64),
-            nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),
-            lo=padded([box.offsets for _, box, _ in self._rows], fill=0),
-            length=padded([box.lengths for _, box, _ in self._rows], fill=1),
-            digests=np.array(self.packer.digests, dtype=np.uint64),
-            aliases=self._aliases,
-            values=self._values,
-        )
-
-
-def _written(
-    head: TensorHead,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    *,
-    alias_of: str | None = None,
-    quantizer: dict[str, Any] | None = None,
-) -> WrittenTensor:
-    return WrittenTensor(
-        dtype=DTYPE_NAMES[dtype],
-        shape=shape,
-        requires_grad=head.properties.requires_grad and (dtype.is_floating_point or dtype.is_complex),
-        alias_of=alias_of,
-        kind=head.kind,
-        quantizer=quantizer,
-    )
+def _wants_pinned() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -24,6 +24,7 @@ _MOVE_SIGNATURE = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_si
 _move_large = ctypes.CFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 _move_small = ctypes.PYFUNCTYPE(*_MOVE_SIGNATURE)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 _LARGE_BYTES = 256 << 10
+_ISSUED_BYTES = 8 << 20
 
 
 def move(target: int, source: int, nbytes: int) -> None:
@@ -68,15 +69,26 @@ class MemorySource:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         move(buffer.address + at, self._address + start, stop - start)
 
+    def pieces(self, limit: int) -> Iterator[torch.Tensor]:
+        """All bytes in order, at most ``limit`` at a time, as uint8 tensors that share the memory."""
+        for start in range(0, self.nbytes, limit):
+            count = min(limit, self.nbytes - start)
+            memory = (ctypes.c_uint8 * count).from_address(self._address + start)
+            yield torch.frombuffer(memory, dtype=torch.uint8)
+
 
 class ScatteredSource:
-    """A tensor that is strided, has a lazy conjugation, or lives on a device."""
+    """A tensor that is strided, has a lazy conjugation, or lives on a device.
+
+    Unless it ``is_ordered`` by whoever copies, other threads copy after what the caller's stream has queued by now.
+    """
 
     __slots__ = ("_dtype", "_ready", "_tensor", "nbytes")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_ordered: bool = False) -> None:
         # Threads have streams of their own: what the caller's has queued for the tensor is to be done first.
-        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        is_marked = tensor.is_cuda and not is_ordered
+        self._ready = torch.cuda.current_stream(tensor.device).record_event() if is_marked else None
         self._tensor = tensor if _is_lazy(tensor) else _as_words(tensor)
         self._dtype = self._tensor.dtype
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -94,9 +106,36 @@ class ScatteredSource:
                 aligned = torch.empty(box.lengths, dtype=self._dtype).copy_(piece)
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor lives."""
+        return self._tensor.device
 
-def source_of(tensor: torch.Tensor) -> Source:
-    """The bytes of ``tensor``."""
+    def issue(self, target: torch.Tensor, at: int) -> None:
+        """Queue, on the current stream, copying all bytes into ``target`` (uint8: pinned, or on the device) at ``at``.
+
+        Nothing larger than a few MiB is allocated for it. The target has them when the stream is that far.
+        """
+        if self._tensor.is_contiguous() and not _is_lazy(self._tensor):
+            target[at : at + self.nbytes].copy_(_flat_bytes(self._tensor), non_blocking=True)
+            return
+        for piece in self.pieces(_ISSUED_BYTES):
+            target[at : at + piece.numel()].copy_(piece, non_blocking=True)
+            at += piece.numel()
+
+    def pieces(self, limit: int) -> Iterator[torch.Tensor]:
+        """All bytes in order, at most ``limit`` at a time, as uint8 tensors on the device of the tensor."""
+        for start in range(0, self.nbytes, limit):
+            stop = min(start + limit, self.nbytes)
+            parts = [
+                _flat_bytes(_as_words(self._tensor[box.slices()].resolve_conj().resolve_neg().contiguous()))
+                for box, _, _ in _boxes(self._tensor.shape, start, stop, self._dtype.itemsize)
+            ]
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def source_of(tensor: torch.Tensor, *, is_ordered: bool = False) -> Source:
+    """The bytes of ``tensor``; ``is_ordered`` if whoever copies them sees to what streams have queued."""
     if isinstance(tensor, LazyTensor):
         return tensor.source
     if tensor.is_cpu:
@@ -104,7 +143,7 @@ def source_of(tensor: torch.Tensor) -> Source:
             tensor = words_of_quantized(tensor)
         if tensor.is_contiguous() and not _is_lazy(tensor):
             return MemorySource(tensor, tensor.data_ptr(), tensor.numel() * tensor.dtype.itemsize)
-    return ScatteredSource(tensor.detach())
+    return ScatteredSource(tensor.detach(), is_ordered=is_ordered)
 
 
 class Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from holdfast._values.dtypes import DTYPES
-from holdfast.errors import CorruptError, InvalidStateError
+from holdfast.errors import CorruptError, InvalidStateError, StorageError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -99,10 +100,17 @@ def plain_address(tensor: torch.Tensor) -> int:
 
 
 def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor; unlike torch.empty, without a warning about complex32."""
-    if dtype is not torch.complex32:
-        return torch.empty(tuple(size), dtype=dtype)
-    return torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(size))
+    """An uninitialised CPU tensor, or StorageError; unlike torch.empty, without a warning about complex32."""
+    try:
+        if dtype is not torch.complex32:
+            return torch.empty(tuple(size), dtype=dtype)
+        return torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(size))
+    except (RuntimeError, MemoryError) as error:
+        raise _no_memory(math.prod(size) * dtype.itemsize) from error
+
+
+def _no_memory(nbytes: int) -> StorageError:
+    return StorageError(f"cannot allocate {nbytes} bytes for a tensor; free some memory", errno=errno.ENOMEM)
 
 
 def as_tensor(key: str, array: np.ndarray) -> torch.Tensor:
@@ -157,19 +165,25 @@ def quantizer_of(tensor: torch.Tensor) -> dict[str, Any] | None:
 
 
 def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: dict[str, Any]) -> torch.Tensor:
-    """An uninitialised quantised CPU tensor."""
-    if "scale" in quantizer:
-        return torch._empty_affine_quantized(
-            list(size), scale=quantizer["scale"], zero_point=quantizer["zero_point"], dtype=dtype
+    """An uninitialised quantised CPU tensor; CorruptError for a quantizer that torch does not take."""
+    try:
+        if "scale" in quantizer:
+            return torch._empty_affine_quantized(
+                list(size), scale=quantizer["scale"], zero_point=quantizer["zero_point"], dtype=dtype
+            )
+        whole = quantizer["scheme"] == "per_channel_affine"
+        return torch._empty_per_channel_affine_quantized(
+            list(size),
+            scales=torch.tensor(quantizer["scales"], dtype=torch.float64 if whole else torch.float32),
+            zero_points=torch.tensor(quantizer["zero_points"], dtype=torch.int64 if whole else torch.float32),
+            axis=quantizer["axis"],
+            dtype=dtype,
         )
-    whole = quantizer["scheme"] == "per_channel_affine"
-    return torch._empty_per_channel_affine_quantized(
-        list(size),
-        scales=torch.tensor(quantizer["scales"], dtype=torch.float64 if whole else torch.float32),
-        zero_points=torch.tensor(quantizer["zero_points"], dtype=torch.int64 if whole else torch.float32),
-        axis=quantizer["axis"],
-        dtype=dtype,
-    )
+    except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "allocate" in str(error):
+            raise _no_memory(math.prod(size) * dtype.itemsize) from error
+        reason = str(error).partition("\n")[0]
+        raise CorruptError(f"a quantizer is not one of torch's: {reason}; use another checkpoint") from error
 
 
 def words_of_quantized(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,5 +36,8 @@ def deserialize_object(data: io.BytesIO, *, key: str, allow_pickle: bool) -> Any
             "pass allow_pickle=True if you trust the checkpoint",
             key=key,
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:
+        if allow_pickle and not isinstance(error, (RuntimeError, EOFError, ValueError, KeyError)):
+            raise  # it comes from code of the checkpoint
+        # Anything may come out of bytes that are not what they should be; all of it means the same.
         raise CorruptError(f"the value of {key!r} is not what torch.save writes: {error}", key=key) from error

@@ -3,7 +3,8 @@
 Invariant: what is decoded here runs no code but the constructors of harmless stand-ins, which live as long as the one
 call: a stream can neither reach the program's classes nor change them. Opcodes that no writer of torch's files uses are
 refused, and so are memo positions beyond the length of the stream, for which the interpreter would allocate any amount
-of memory. Never imports a module because a stream names it.
+of memory. A tuple is never used twice: a few dozen of them, each made of the one before twice over, would keep the
+interpreter busy for ever as soon as they become a key. Never imports a module because a stream names it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ Globals = Callable[[str, str], Any]
 """What stands for a module and a name in a stream; raises KeyError for what is not known."""
 
 # Without an argument: constants, containers, tuples, NEWOBJ, REDUCE, BUILD, MEMOIZE, STACK_GLOBAL, BINPERSID. With one
-# of fixed size: small integers and floats, positions in the memo that take one byte or are only read, frames, PROTO.
+# of fixed size: small integers and floats, positions in the memo that take one byte or are only read, PROTO. The run
+# ends before a tuple (TUPLE, TUPLE1 to TUPLE3, FROZENSET) is put into the memo: that one is the second group.
 _FIXED = re.compile(
-    rb"(?:[\x94()}\]\x85-\x89NRbtsuaeQl\x81\x8f\x90\x91\x93]|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}){1,4096}", re.DOTALL
+    rb"((?:[\x94()}\]\x88\x89NRbsuaeQl\x81\x8f\x90\x93]|[t\x85-\x87\x91](?![\x94qr])|[Khq\x80].|M..|[Jj].{4}|G.{8})"
+    rb"{0,4096})([t\x85-\x87\x91](?=[\x94qr]))?",
+    re.DOTALL,
 )
+_PUT_BYTES = {0x94: 1, 0x71: 2, 0x72: 5}
+_FRAME = 0x95
+_FRAME_BYTES = 9
 _STOP = 0x2E
 # Opcode -> bytes of the length that comes before the data: (SHORT_)BINUNICODE(8), (SHORT_)BINBYTES(8), LONG1.
 _COUNTED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8A: 1}
@@ -32,27 +39,44 @@ _GLOBAL_OPCODE = 0x63
 _GLOBAL = re.compile(rb"c[\w.]{1,256}\n[\w.]{1,256}\n", re.ASCII)
 
 
-def check_opcodes(data: bytes, *, what: str) -> None:
-    """CorruptError unless ``data`` is one pickle of the opcodes that writers of torch's files use, to its very end."""
+def check_opcodes(data: bytes, *, what: str) -> bytes:
+    """The stream ``data``, harmless to interpret; CorruptError unless it is one pickle of torch's, to its very end.
+
+    Writers keep every tuple in case that it comes again; none of the tuples of torch's files does. What refers to one
+    gets an empty list instead, which is neither a key nor anything that metadata is made of. Frames are left out.
+    """
+    pieces: list[bytes] = []
     position, end = 0, len(data)
     while position < end:
         run = _FIXED.match(data, position)
-        if run is not None:
+        assert run is not None
+        if run.end() > position:
             position = run.end()
+            pieces.append(run[0])
+            if run[2] is None:
+                continue
+            put = data[position : position + _PUT_BYTES[data[position]]]
+            if data[position] == _LONG_BINPUT and int.from_bytes(put[1:], "little") >= end:
+                break
+            # The list is what is kept; it is taken off the stack again, and the tuple stays.
+            pieces += (b"]", put, b"0")
+            position += len(put)
             continue
-        opcode = data[position]
+        opcode, start = data[position], position
         if opcode == _STOP and position == end - 1:
-            return
+            return b"".join((*pieces, b"."))
         counted = _COUNTED.get(opcode)
         if counted is not None:
-            start = position + 1 + counted
-            position = start + int.from_bytes(data[position + 1 : start], "little")
+            position += 1 + counted + int.from_bytes(data[position + 1 : position + 1 + counted], "little")
         elif opcode == _LONG_BINPUT and int.from_bytes(data[position + 1 : position + 5], "little") < end:
             position += 5
         elif opcode == _GLOBAL_OPCODE and (name := _GLOBAL.match(data, position)) is not None:
             position = name.end()
+        elif opcode == _FRAME:
+            start = position = position + _FRAME_BYTES
         else:
             break
+        pieces.append(data[start:position])
     raise CorruptError(f"{what} is damaged: no pickle of torch's (byte {min(position, end)}); use another checkpoint")
 
 
@@ -96,7 +120,7 @@ def unpickle(
     ``allow_any`` lets it name, and so run, everything. ``what`` begins the message of an error.
     """
     if not allow_any:
-        check_opcodes(data, what=what)
+        data = check_opcodes(data, what=what)
     try:
         return _Restricted(data, known, persistent, allow_any).load()
     except _UnknownName as error:

@@ -1,8 +1,8 @@
-"""The command line: ``holdfast show``, ``holdfast verify`` and ``holdfast convert``.
+"""The command line: ``holdfast show``, ``verify``, ``convert`` and ``sweep``.
 
 Results go to stdout, everything else to stderr. The exit code is 0 when all is well, 1 when a checkpoint is damaged or
 missing, 2 when the command line is wrong. An error of the library is one line, never a traceback. Never changes a
-checkpoint, unless ``convert`` is told to replace its target.
+published checkpoint, unless ``convert`` is told to replace its target.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from holdfast.cli.convert import EXAMPLES as CONVERT_EXAMPLES
 from holdfast.cli.convert import convert_command
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import show_command
+from holdfast.cli.sweep import EXAMPLES as SWEEP_EXAMPLES
+from holdfast.cli.sweep import sweep_command
 from holdfast.cli.terminal import error_console, one_line
 from holdfast.cli.verify import EXAMPLES as VERIFY_EXAMPLES
 from holdfast.cli.verify import verify_command
@@ -31,7 +33,8 @@ _EXAMPLES = """\b
 Examples:
   holdfast show checkpoints/step-100
   holdfast verify checkpoints/step-100
-  holdfast convert checkpoints/step-100 model.pt --to pt"""
+  holdfast convert checkpoints/step-100 model.pt --to pt
+  holdfast sweep checkpoints"""
 
 
 class _ErrorsAsLines(typer.core.TyperGroup):
@@ -71,7 +74,7 @@ def holdfast(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at checkpoints, check that they are whole, convert them."""
+    """Look at checkpoints, check that they are whole, convert them, and tidy up after saves that died."""
     _escape_what_cannot_be_printed()
 
 
@@ -85,6 +88,7 @@ def _escape_what_cannot_be_printed() -> None:
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
 app.command("verify", epilog=VERIFY_EXAMPLES)(verify_command)
 app.command("convert", epilog=CONVERT_EXAMPLES)(convert_command)
+app.command("sweep", epilog=SWEEP_EXAMPLES)(sweep_command)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated
@@ -19,29 +20,69 @@ EXAMPLES = """\b
 Examples:
   holdfast verify checkpoints/step-100
   holdfast verify checkpoints/step-100 || echo "use an older one"
+  holdfast verify checkpoints/step-100 --level sizes
+  holdfast verify checkpoints/step-100 --sample 5%
   holdfast verify --json checkpoints/step-100 | jq .damaged_keys"""
+
+
+class Depth(str, enum.Enum):
+    """The levels, as the command line offers them."""
+
+    SIZES = "sizes"
+    COVERAGE = "coverage"
+    DIGESTS = "digests"
 
 
 def verify_command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
+    level: Annotated[
+        Depth,
+        typer.Option(
+            "--level",
+            help="How closely: names and sizes of files; coverage, which reads the index too; or all digests.",
+        ),
+    ] = Depth.DIGESTS,
+    sample: Annotated[
+        str, typer.Option("--sample", metavar="PART", help="Read only a part of the data, such as 5%, chosen anew.")
+    ] = "100%",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Check every byte of a checkpoint.
 
     Sizes, coverage, headers and all digests are checked, in parallel. Exits with 0 when it is whole. Exits with 1 when
     it is damaged or not there; the damaged keys and files are listed, and what is not listed can still be loaded.
+    With --level or --sample less is checked, and the report says what was not.
 
     A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
     """
-    verify = verify_torch_checkpoint if is_torch_format(path) else verify_checkpoint
+    part = _part(sample)
+    if part < 1 and level is not Depth.DIGESTS:
+        raise typer.BadParameter("a sample is of the digests; leave out --level", param_hint="--sample")
+    is_torch = is_torch_format(path)
+    if is_torch and (part < 1 or level is not Depth.DIGESTS):
+        raise typer.BadParameter("torch's own format is checked as a whole; leave out --level and --sample")
     with progress_bar("verifying") as on_progress:
-        report = verify(path, on_progress=on_progress)
+        if is_torch:
+            report = verify_torch_checkpoint(path, on_progress=on_progress)
+        else:
+            report = verify_checkpoint(path, level=level.value, sample=part, on_progress=on_progress)
     if as_json:
         typer.echo(json.dumps(_as_json(path, report)))
     else:
         _print_report(output_console(), report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _part(text: str) -> float:
+    """The part of a whole that ``text`` (5% or 0.05) says."""
+    try:
+        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise typer.BadParameter(f"{text!r} is no part of a whole, such as 5% or 0.05", param_hint="--sample")
+    return part
 
 
 def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:

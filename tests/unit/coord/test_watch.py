@@ -175,9 +175,7 @@ def test_a_coordinator_that_waits_is_excused_one_that_works_is_not(watch: Watch,
     assert set(overdue(watch, start, awaited=(0,), excuse_waiting=True)) == {0}
 
 
-def test_a_broken_connection_names_the_carrier_and_the_reason(watch: Watch) -> None:
-    (lost,) = watch.broken("planning", "reset by peer").items()
+def test_a_broken_connection_names_the_carrier(watch: Watch) -> None:
+    (lost,) = watch.broken("planning").items()
     assert lost[0] == 0
-    assert str(lost[1]) == (
-        "rank 4 is gone: the connection to it broke in 'planning' (reset by peer); look at that rank"
-    )
+    assert str(lost[1]) == ("rank 4 is gone: the connection to it broke in 'planning'; look at that rank")

@@ -368,11 +368,52 @@ def test_a_file_swept_away_before_its_lock_is_an_error(tmp_path: Path, monkeypat
     assert open_files() == before
 
 
+def test_a_file_swept_away_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, swept = fcntl.flock, []
+
+    def sweeping_once(descriptor: int, operation: int) -> None:
+        if not swept:
+            swept.append(os.fstat(descriptor).st_ino)
+            os.unlink(tmp_path / "file")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweeping_once)
+    write_file(tmp_path / "file", b"abc")
+    assert len(swept) == 1
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+def test_a_sweep_that_looks_at_a_new_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = fcntl.flock, []
+
+    def held_at_first(descriptor: int, operation: int) -> None:
+        if len(refused) < 3:
+            refused.append(operation)
+            raise BlockingIOError(errno.EWOULDBLOCK, "held")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", held_at_first)
+    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    assert len(refused) == 3
+    assert not try_lock(tmp_path / "file")
+    file.close()
+
+
+def test_a_file_that_nobody_closes_is_closed_when_it_is_forgotten(tmp_path: Path) -> None:
+    before = open_files()
+    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    assert open_files() != before
+    del file
+    assert open_files() == before
+    assert try_lock(tmp_path / "file")
+
+
 def test_a_lock_that_someone_else_holds_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def held(descriptor: int, operation: int) -> None:
         raise BlockingIOError(errno.EWOULDBLOCK, "held")
 
     monkeypatch.setattr(fcntl, "flock", held)
+    monkeypatch.setattr("holdfast._io.locks._WAIT_S", 0.02)
     with pytest.raises(StorageError, match="cannot lock"):
         OutputFile.create(tmp_path / "file", expected_bytes=0)
     assert os.listdir(tmp_path) == []

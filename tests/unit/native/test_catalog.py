@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 import holdfast
 from holdfast._native.catalog import DataFiles, read_catalog, was_replaced
+from holdfast._native.index import encode_index
+from holdfast._native.manifest import IndexEntry, encode_manifest
+from holdfast._native.publish import read_manifest
+from holdfast._values.digest import digest, to_hex
 
 
 def save(path: Path, state: dict[str, Any], attempt: str = "one") -> Path:
@@ -155,3 +161,14 @@ def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(holdfast.CorruptError, match="is missing") as caught:
         DataFiles(catalog).get(0)
     assert caught.value.path == catalog.file_path(0)
+
+
+def test_an_index_that_makes_no_sense_is_refused_under_right_digests(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", {"weight": torch.arange(6.0)})
+    manifest, index = read_manifest(str(path)), read_catalog(path).index
+    forged = encode_index(dataclasses.replace(index, lo=index.lo + 1))
+    (path / manifest.index.name).write_bytes(forged)
+    entry = IndexEntry(name=manifest.index.name, bytes=len(forged), digest=to_hex(digest(forged)))
+    (path / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, index=entry)))
+    with pytest.raises(holdfast.CorruptError, match="'weight' do not tile it"):
+        read_catalog(path)

@@ -300,3 +300,11 @@ def test_what_we_refuse_for_its_layout_the_library_refuses_too() -> None:
     for case in ("hole", "overlap", "begins late", "size unlike the shape", "unknown dtype"):
         with pytest.raises(SafetensorError):
             deserialize(HOSTILE[case]() + bytes(9))
+
+
+def test_a_header_beyond_the_limit_is_corrupt_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_header([HeaderEntry("key", "F32", (1,), 0, 4)], reserve=8192)
+    assert [entry.name for entry in decode_header(data)] == ["key"]
+    monkeypatch.setattr("holdfast._native.header.MAX_HEADER_BYTES", 4096)
+    with pytest.raises(CorruptError, match="its length is wrong"):
+        decode_header(data)

@@ -397,3 +397,18 @@ def test_scalars_need_no_dimensions() -> None:
     one = dataclasses.replace(one, lo=one.lo[:, :0], length=one.length[:, :0])
     with pytest.raises(CorruptError):
         check(one, files=(file,), tensors=tensors)
+
+
+def test_a_run_of_bytes_is_one_chunk() -> None:
+    """Readers take it as a whole: two chunks would be taken for those of two values."""
+    tensors = (TensorEntry(key="blob", dtype="uint8", shape=(5,), kind="bytes"),)
+    files = (FileEntry(name="data-a-0-0.safetensors", bytes=HEADER + 5, header=HEADER, digest="0" * 16),)
+    check(table([(0, 0, HEADER, 5, (0, 0), (5, 1))]), files, tensors)
+    halves = table([(0, 0, HEADER, 2, (0, 0), (2, 1)), (0, 0, HEADER + 2, 3, (2, 0), (3, 1))])
+    with pytest.raises(CorruptError, match="one run of bytes and has 2 chunks") as caught:
+        check(halves, files, tensors)
+    assert caught.value.key == "blob"
+    empty = (TensorEntry(key="blob", dtype="uint8", shape=(0,), kind="bytes"),)
+    nothing = (FileEntry(name="data-a-0-0.safetensors", bytes=HEADER, header=HEADER, digest="0" * 16),)
+    with pytest.raises(CorruptError, match="has 0 chunks"):
+        check(table([]), nothing, empty)

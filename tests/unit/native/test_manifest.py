@@ -346,6 +346,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "quantizer with a whole number as scale": quantizer(8, scale=1),
     "quantizer without a zero point": lambda m: m["tensors"][8]["quantizer"].pop("zero_point"),
     "quantizer with another field": quantizer(8, more=1),
+    "quantizer with a zero point of 2**63": quantizer(8, zero_point=2**63),
+    "quantizer with a zero point of 400 digits": quantizer(8, zero_point=10**400),
+    "quantizer with a zero point of 400 digits among others": quantizer(7, zero_points=[0, 10**400, 1]),
+    "more features than there will ever be": lambda m: m.update(requires=[f"f{number:05}" for number in range(2000)]),
     "value of an unknown type": lambda m: m["values"][0].update(value={"exec": "x"}),
     "value not canonical": lambda m: m["values"][0].update(value={"int": "0x1"}),
     "value missing": lambda m: m["values"][0].pop("value"),
@@ -531,3 +535,28 @@ def test_odd_but_honest_keys_survive() -> None:
     tensors = tuple(TensorEntry(key=key, dtype="int8", shape=()) for key in keys)
     data = encode_manifest(example(tensors=tensors, values=(), requires=()))
     assert decode_manifest(data, path=PATH).tensors == tensors
+
+
+def test_an_attempt_that_leads_elsewhere_is_refused_even_if_all_names_agree_with_it() -> None:
+    def elsewhere(manifest: dict[str, Any]) -> None:
+        renamed = json.loads(json.dumps(manifest).replace("a-1_Z", "../../a"))
+        manifest.update(renamed)
+
+    assert "attempt" in refusal(hostile(elsewhere)).message
+
+
+@pytest.mark.parametrize("limit", ["MAX_TENSORS", "MAX_FILES"])
+def test_more_entries_than_anyone_needs_are_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    data = encode_manifest(example())
+    monkeypatch.setattr(f"holdfast._native.manifest.{limit}", 1)
+    assert "there are more than 1" in refusal(data).message
+
+
+def test_an_alias_of_something_that_is_no_tensor_is_refused() -> None:
+    def alias(manifest: dict[str, Any]) -> None:
+        entry = manifest["tensors"][1]
+        entry.update(dtype="uint8", shape=[9], alias_of="blob")
+
+    fault = refusal(hostile(alias))
+    assert fault.key == "model.tied"
+    assert "is no tensor" in fault.message

@@ -63,8 +63,8 @@ def chunk_of(name: str, source: BytesSource) -> Chunk:
     return Chunk(name=name, dtype="U8", shape=shape, source=source, header_bytes=header_entry_bytes(name, shape))
 
 
-def files_in(directory: Path, *, header_bytes: int) -> Callable[[int], DataFile]:
-    def open_file(number: int) -> DataFile:
+def files_in(directory: Path, *, header_bytes: int) -> Callable[[int, int], DataFile]:
+    def open_file(number: int, start: int) -> DataFile:
         name = f"data-{number}.safetensors"
         return DataFile(str(directory / name), name, header_bytes=header_bytes, expected_bytes=1 << 20)
 

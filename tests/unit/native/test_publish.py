@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import holdfast
-from holdfast._io import posix
+from holdfast._io import locks, posix
 from holdfast._native.publish import MANIFEST_NAME, check_unpublished, publish, read_manifest
 
 
@@ -18,12 +21,17 @@ def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overw
     holdfast.save({"a": torch.ones(3), "attempt": attempt} if state is None else state, storage_writer=writer)
 
 
+def publish_new(path: Path, *, data_files: Sequence[tuple[str, int]] = (), overwrite: bool = True) -> None:
+    names = {"attempt": "new", "index_name": "index-new.safetensors"}
+    publish(str(path), b"{}", index=b"index", data_files=data_files, overwrite=overwrite, **names)
+
+
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What is done to the file system from now on, and to which name."""
     steps: list[tuple[str, str]] = []
 
-    def recording(name: str) -> Any:
-        real = getattr(posix, name)
+    def recording(name: str, module: ModuleType = posix) -> Any:
+        real = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             steps.append((name, os.path.basename(args[-1] if name in ("replace", "link_new") else args[0])))
@@ -33,6 +41,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     for name in ("sync_directory", "write_new", "replace", "link_new", "remove"):
         monkeypatch.setattr(posix, name, recording(name))
+    monkeypatch.setattr(locks, "new_file", recording("new_file", locks))
     return steps
 
 
@@ -43,8 +52,9 @@ def test_the_order_of_a_replacement_is_the_protocol(tmp_path: Path, monkeypatch:
     save(path, "new")
     assert steps == [
         ("sync_directory", "checkpoint"),
-        ("write_new", "index-new.safetensors"),
+        ("new_file", "index-new.safetensors"),
         ("write_new", "manifest-new.tmp"),
+        ("sync_directory", "checkpoint"),
         ("replace", "manifest.json"),
         ("sync_directory", "checkpoint"),
         ("remove", "data-old-0-0.safetensors"),
@@ -59,8 +69,9 @@ def test_the_order_of_a_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert steps == [
         ("sync_directory", tmp_path.name),
         ("sync_directory", "checkpoint"),
-        ("write_new", "index-new.safetensors"),
+        ("new_file", "index-new.safetensors"),
         ("write_new", "manifest-new.tmp"),
+        ("sync_directory", "checkpoint"),
         ("link_new", "manifest.json"),
         ("sync_directory", "checkpoint"),
     ]
@@ -90,6 +101,7 @@ def test_every_file_is_synced_before_the_manifest_has_its_name(tmp_path: Path, m
         "checkpoint",
         "index-new.safetensors",
         "manifest-new.tmp",
+        "checkpoint",
         "--- published ---",
         "checkpoint",
     ]
@@ -100,7 +112,7 @@ def test_a_taken_name_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
     save(path, "old")
     before = sorted(os.listdir(path))
     with pytest.raises(holdfast.AlreadyPublishedError):
-        publish(str(path), b"{}", attempt="new", index_name="index-new.safetensors", index=b"index", overwrite=False)
+        publish_new(path, overwrite=False)
     assert sorted(os.listdir(path)) == before
     with pytest.raises(holdfast.AlreadyPublishedError):
         check_unpublished(str(path))
@@ -173,3 +185,46 @@ def test_the_manifest_that_is_read_is_the_one_that_was_published(tmp_path: Path)
     with pytest.raises(holdfast.StorageError) as caught:
         read_manifest(str(tmp_path))
     assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "link"])
+def test_a_data_file_that_changed_before_the_commit_is_not_published(tmp_path: Path, damage: str) -> None:
+    """Its writer may have died and a sweep have taken it; the publisher, who holds the lock of the index, looks."""
+    data = tmp_path / "checkpoint" / "data-new-0-0.safetensors"
+    data.parent.mkdir()
+    if damage == "shorter":
+        data.write_bytes(b"123")
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(b"1234")
+        data.symlink_to(tmp_path / "elsewhere")
+    before = sorted(os.listdir(data.parent))
+    with pytest.raises(holdfast.StorageError, match="not what was written") as caught:
+        publish_new(data.parent, data_files=[(data.name, 4)])
+    assert caught.value.path == str(data)
+    assert sorted(os.listdir(data.parent)) == before
+
+
+def test_the_lock_of_the_index_is_held_until_the_manifest_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index-new.safetensors"
+    held: list[bool] = []
+    real = os.rename
+
+    def renaming(source: str, target: str) -> None:
+        held.append(not can_lock(index))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    publish_new(tmp_path)
+    assert held == [True]
+    assert can_lock(index)
+
+
+def can_lock(path: Path) -> bool:
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

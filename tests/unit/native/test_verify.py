@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast._io.direct import InputFile
-from holdfast._native import writer
+from holdfast._native import work
 from holdfast._native.catalog import read_catalog
 from holdfast._native.header import HeaderEntry, encode_header
 from holdfast._native.index import ChunkIndex, encode_index, file_digest
@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(writer, "_MOST_HEADER_BYTES", 1)
+    monkeypatch.setattr(work, "_MOST_HEADER_BYTES", 1)
     holdfast.save({f"layer{number}": torch.full((50,), number) for number in range(400)}, tmp_path / "files")
     assert len(data_files(tmp_path / "files")) > 8
     return tmp_path / "files"

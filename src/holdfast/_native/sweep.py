@@ -1,0 +1,282 @@
+"""Sweeping: which files of saves that died are left in a tree of checkpoints, and removing just those.
+
+A file is dead when it is named like one of an attempt, no published manifest needs it, and none of the attempt's
+writers lives. A living writer holds the lock of each of its data files, and the one that publishes holds that of the
+index from before it looks at the data files for the last time until the checkpoint has its name. So:
+
+1. The published manifest is read; the attempt that it names is not touched. Where it cannot be read, nothing is.
+2. If the lock of any data file, or of the index, is held, the attempt lives.
+3. To remove, the lock of the index is taken, and the index is made first where there is none: from now on nobody can
+   publish the attempt. Then the manifest and the directory are looked at again, in case it was published or grew
+   meanwhile; and the directory is synced, so that no power cut brings back a manifest that needs what is removed.
+4. Data files go first, each under its lock, then the unpublished manifest, the index last. A publisher that comes too
+   late finds the index taken, or its data files gone, and fails; one that came early has been seen in step 2.
+
+An unpublished manifest exists only while its index is there and locked; without an index it will never be published.
+Never follows a link, never touches a file that is named otherwise, and never relies on a clock or on the age of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast._io import locks
+from holdfast._io.directory import Directory, walk
+from holdfast._native.manifest import decode_manifest
+from holdfast._native.publish import MANIFEST_NAME
+from holdfast._values.limits import MAX_MANIFEST_BYTES
+from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
+
+__all__ = ["Leftover", "SweepReport", "sweep"]
+
+_ATTEMPT = r"(?P<attempt>[0-9a-zA-Z_-]{1,64})"
+_NUMBER = r"(?:0|[1-9][0-9]{0,9})"
+_NAMES = {
+    "data": re.compile(rf"data-{_ATTEMPT}-{_NUMBER}-{_NUMBER}\.safetensors"),
+    "index": re.compile(rf"index-{_ATTEMPT}\.safetensors"),
+    "manifest": re.compile(rf"manifest-{_ATTEMPT}\.tmp"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What an unpublished ``attempt`` has in ``directory``: ``files`` of ``bytes`` in all, and whether it is dead.
+
+    ``verdict`` is "dead", "living" (a save goes on) or "unknown", and ``reason`` says why. ``removed`` are the files
+    that are gone now.
+    """
+
+    directory: str
+    attempt: str
+    files: tuple[str, ...]
+    bytes: int
+    verdict: Literal["dead", "living", "unknown"]
+    reason: str
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    """What a sweep found in ``directories`` directories; ``problems`` are what it could not look at or remove."""
+
+    root: str
+    directories: int
+    leftovers: tuple[Leftover, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def dead(self) -> tuple[Leftover, ...]:
+        """What is proven dead."""
+        return tuple(leftover for leftover in self.leftovers if leftover.verdict == "dead")
+
+    @property
+    def removed_files(self) -> int:
+        """How many files are gone now."""
+        return sum(len(leftover.removed) for leftover in self.leftovers)
+
+
+def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Collection[str] = ()) -> SweepReport:
+    """Find what dead saves left in ``root`` and every directory below it; ``delete`` removes what is proven dead.
+
+    ``attempts`` are ids that the caller knows to be dead, for file systems whose locks do not tell (shared ones, or
+    ones without locks). Even those are left alone where a lock shows that a writer lives, or a manifest needs them.
+
+    Raises:
+        NotFoundError: there is no directory ``root``.
+    """
+    leftovers: list[Leftover] = []
+    problems: list[str] = []
+    directories = 0
+    try:
+        for found in walk(root):
+            if isinstance(found, StorageError):
+                problems.append(found.message)
+                continue
+            directories += 1
+            try:
+                leftovers += _sweep_directory(found, problems, delete=delete, named=frozenset(attempts))
+            except StorageError as error:
+                problems.append(error.message)
+    except StorageError as error:
+        if directories == 0 and error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise NotFoundError(f"there is no directory {os.fspath(root)!r} to sweep") from error
+        raise
+    return SweepReport(
+        root=os.fspath(root), directories=directories, leftovers=tuple(leftovers), problems=tuple(problems)
+    )
+
+
+class _Living(Exception):
+    """Why an attempt is taken to live; never leaves this module."""
+
+
+class _Unknown(Exception):
+    """Why nobody can tell; never leaves this module."""
+
+
+def _sweep_directory(
+    directory: Directory, problems: list[str], *, delete: bool, named: frozenset[str]
+) -> Iterator[Leftover]:
+    for attempt, names in _attempts(directory.names()).items():
+        found = _Attempt(directory, attempt, names)
+        leftover = found.examine(is_named=attempt in named)
+        if leftover is not None and leftover.verdict == "dead" and delete:
+            leftover = found.remove(leftover, problems)
+        if leftover is not None:
+            yield leftover
+
+
+def _attempts(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names of files like ours, by attempt."""
+    attempts: dict[str, list[str]] = {}
+    for name in names:
+        for pattern in _NAMES.values():
+            match = pattern.fullmatch(name)
+            if match is not None:
+                attempts.setdefault(match["attempt"], []).append(name)
+    return attempts
+
+
+def _published(directory: Directory) -> str | None:
+    """The attempt that is published in ``directory``; _Unknown when there is a manifest that cannot be read."""
+    try:
+        data = directory.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES)
+        return decode_manifest(data, path=directory.path_of(MANIFEST_NAME)).attempt
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise _Unknown(error.message) from None
+    except (CorruptError, UnsupportedVersionError):
+        raise _Unknown(f"{MANIFEST_NAME} cannot be read here, so nobody can tell what it needs") from None
+
+
+class _Attempt:
+    """The files of one attempt in one directory."""
+
+    def __init__(self, directory: Directory, attempt: str, names: list[str]) -> None:
+        self._directory = directory
+        self._attempt = attempt
+        self._index = f"index-{attempt}.safetensors"
+        self._staged = f"manifest-{attempt}.tmp"
+        self._names = names
+        self._is_named = False
+
+    @property
+    def _data(self) -> list[str]:
+        return [name for name in self._names if name not in (self._index, self._staged)]
+
+    def examine(self, *, is_named: bool) -> Leftover | None:
+        """What the files are; None when nothing of them is left over."""
+        self._is_named = is_named
+        try:
+            if _published(self._directory) == self._attempt:
+                if self._staged not in self._names:
+                    return None
+                # Its saver died, or is, between giving the manifest its name and taking away the temporary one.
+                self._names = [self._staged]
+                return self._leftover("dead", "the manifest has its name already")
+            self._check_dead()
+            if _published(self._directory) == self._attempt:
+                return None
+        except _Living as living:
+            return self._leftover("living", str(living))
+        except _Unknown as unknown:
+            return self._leftover("unknown", str(unknown))
+        except CheckpointError as error:
+            return self._leftover("unknown", error.message)
+        return self._leftover("dead", "named by the caller" if is_named else "no writer holds a lock")
+
+    def remove(self, leftover: Leftover, problems: list[str]) -> Leftover:
+        """Remove the files, all or as far as that is possible; ``leftover`` with what became of them."""
+        removed: list[str] = []
+        try:
+            self._remove(removed)
+        except (_Living, _Unknown) as reason:
+            verdict: Literal["living", "unknown"] = "living" if isinstance(reason, _Living) else "unknown"
+            leftover = replace(leftover, verdict=verdict, reason=str(reason))
+        except CheckpointError as error:
+            problems.append(error.message)
+        return replace(leftover, removed=tuple(removed))
+
+    def _remove(self, removed: list[str]) -> None:
+        directory = self._directory
+        if self._names == [self._staged] and _published(directory) == self._attempt:
+            directory.sync()
+            self._unlink(self._staged, removed)
+            return
+        with contextlib.ExitStack() as held:
+            self._claim(held)
+            names = _attempts(directory.names()).get(self._attempt, [])
+            if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
+                raise _Living("it went on while it was looked at")
+            directory.sync()
+            for name in self._data:
+                with self._locked(name) as is_there:
+                    if is_there:
+                        self._unlink(name, removed)
+            for name in (self._staged, self._index):
+                if name in self._names:
+                    self._unlink(name, removed)
+
+    def _claim(self, held: contextlib.ExitStack) -> None:
+        """Take the lock of the index, made if need be: nobody else can publish the attempt from here on."""
+        is_made = self._directory.status(self._index) is None and self._directory.create(self._index)
+        if not held.enter_context(self._locked(self._index)):
+            raise _Living("it went on while it was looked at")
+        if is_made:
+            held.callback(self._directory.remove, self._index)
+
+    def _check_dead(self) -> None:
+        """_Living or _Unknown unless the locks of all files can be had."""
+        for name in (*self._data, self._index):
+            with self._locked(name):
+                pass
+        status = self._directory.status(self._staged)
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            raise _Unknown(f"{self._staged} is not a regular file")
+        is_reliable, kind = self._directory.locks_are_reliable()
+        if not is_reliable and not self._is_named:
+            raise _Unknown(f"the locks of other hosts may not show on {kind}")
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[bool]:
+        """Hold the lock of ``name`` for the block; False when there is no such file."""
+        descriptor: int | None = None
+        try:
+            try:
+                descriptor = self._directory.lock(name)
+                if descriptor is None:
+                    raise _Living(f"a writer holds the lock of {name}")
+                if not self._directory.holds(name, descriptor):
+                    raise _Living("it went on while it was looked at")
+                is_there = True
+            except StorageError as error:
+                is_there = error.errno != errno.ENOENT
+                if is_there and not (self._is_named and error.errno in locks.UNSUPPORTED):
+                    raise _Unknown(error.message) from None
+            yield is_there
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _unlink(self, name: str, removed: list[str]) -> None:
+        self._directory.remove(name)
+        removed.append(name)
+
+    def _leftover(self, verdict: Literal["dead", "living", "unknown"], reason: str) -> Leftover:
+        statuses = [self._directory.status(name) for name in self._names]
+        return Leftover(
+            directory=self._directory.path,
+            attempt=self._attempt,
+            files=tuple(self._names),
+            bytes=sum(status.st_size for status in statuses if status is not None),
+            verdict=verdict,
+            reason=reason,
+        )

@@ -1,0 +1,239 @@
+"""What one rank has to write, from the plan to chunks in file order, and what became of them.
+
+Values are encoded before anything is written, because they may still be refused. Data is asked of the planner as late
+as possible, one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast._io.direct import ALIGNMENT
+from holdfast._native.attempt import WriterNumber
+from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
+from holdfast._native.image import Image
+from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
+from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor
+from holdfast._native.values import Json, encode_value
+from holdfast._plan.packing import pack_order
+from holdfast._state.raw import MemorySource, source_of
+from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
+from holdfast._values import dtypes
+from holdfast._values.box import Box, whole
+from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
+from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
+from holdfast.errors import InvalidStateError
+from holdfast.planner import SavePlan, SavePlanner, TensorHead, padded, write_columns
+
+# What one file's header may take before another file is begun; safetensors itself reads 100 MB.
+_MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
+
+
+class _Planned(NamedTuple):
+    """A chunk as planned: its row in the plan, its name and how much of the header that takes."""
+
+    row: int
+    key: str
+    head: TensorHead
+    box: Box
+    name: str
+    header_bytes: int
+
+
+class WriterWork:
+    """One ``write_data``: the plan, and what became of it. Values are encoded at once, before anything is written."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, *, path: str, allow_pickle: bool) -> None:
+        self._path = path
+        self._number: WriterNumber = plan.storage_data
+        self._planner = planner
+        self._columns = write_columns(plan.items)
+        self._allow_pickle = allow_pickle
+        self._values: dict[str, Json] = {}
+        self._blobs: dict[str, tuple[str, bytes]] = {}
+        self._aliases: dict[str, WrittenTensor] = {}
+        self._written: dict[str, tuple[int, WrittenTensor]] = {}
+        self._rows: list[tuple[int, Box, int]] = []
+        self._planned: list[_Planned] = []
+        self._header_bytes: list[int] = []
+        self._planned_bytes: list[int] = []
+        for row, key in enumerate(self._columns.key.tolist()):
+            if self._columns.heads[key] is None:
+                self._take_value(row)
+        self._plan_chunks()
+
+    def _take_value(self, row: int) -> None:
+        """Encode the value of ``row``, before anything is written: for the manifest, or as bytes like a tensor's."""
+        key = self._columns.keys[self._columns.key[row]]
+        buffer = self._planner.resolve_row(self._columns, row)
+        if not isinstance(buffer, io.BytesIO):
+            raise InvalidStateError(f"the planner gave a {type(buffer).__name__} for the value of {key!r}", key=key)
+        if not isinstance(buffer, ValueBuffer):
+            self._blobs[key] = "opaque", buffer.getvalue()
+        elif type(buffer.value) is bytes and len(buffer.value) > MAX_VALUE_INLINE_BYTES:
+            self._blobs[key] = "bytes", buffer.value
+        else:
+            try:
+                json = encode_value(buffer.value, key=key)
+            except InvalidStateError as error:
+                if isinstance(buffer, SavedValueBuffer):
+                    self._blobs[key] = "opaque", buffer.getvalue()
+                    return
+                if not self._allow_pickle:
+                    raise InvalidStateError(
+                        f"{error.message}; convert it, or pass allow_pickle=True on both sides", key=key
+                    ) from error
+                self._blobs[key] = "pickle", buffer.getvalue()
+                return
+            text = msgspec.json.encode(json)
+            if len(text) > MAX_VALUE_INLINE_BYTES:
+                self._blobs[key] = "json", text
+            else:
+                self._values[key] = json
+
+    def _plan_chunks(self) -> None:
+        """Plan the chunks in file order: pages first, then by element size, so that every chunk is aligned."""
+        columns, rows = self._columns, []
+        for row, which in enumerate(columns.key.tolist()):
+            key, head = columns.keys[which], columns.heads[which]
+            if head is None:
+                continue
+            if head.alias_of is not None:  # whichever rank writes that one
+                self._aliases[key] = _written(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
+            else:
+                rows.append(row)
+        itemsizes = np.array([1 if head is None else head.properties.dtype.itemsize for head in columns.heads])
+        itemsize = itemsizes[columns.key[rows]]
+        nbytes = columns.length[rows].prod(axis=1, dtype=np.int64) * itemsize
+        by_size = np.argsort(-itemsize, kind="stable")
+        order = by_size[pack_order(nbytes[by_size], ALIGNMENT)]
+        self._planned = [self._planned_chunk(row) for row in np.array(rows, dtype=np.int64)[order].tolist()]
+        self._planned_bytes = nbytes[order].tolist() + [len(data) for _, data in self._blobs.values()]
+        self._header_bytes = [planned.header_bytes for planned in self._planned]
+        self._header_bytes += [header_entry_bytes(key, (len(data),)) for key, (_, data) in self._blobs.items()]
+
+    def _planned_chunk(self, row: int) -> _Planned:
+        which, lo, length, _, _ = self._columns.rows[row]
+        key, head = self._columns.keys[which], self._columns.heads[which]
+        assert head is not None
+        dimensions = len(head.size)
+        box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
+        name = chunk_name(key, box, head.size)
+        return _Planned(row, key, head, box, name, header_entry_bytes(name, box.lengths))
+
+    def next_file(self, number: int, start: int) -> DataFile:
+        """Data file ``number``, with room for as many of the chunks from ``start`` on as one header should hold."""
+        sizes = np.cumsum(self._header_bytes[start:])
+        count = max(1, int(np.searchsorted(sizes, _MOST_HEADER_BYTES, side="right")))
+        name = f"data-{self._number.attempt}-{self._number.writer}-{number}.safetensors"
+        return DataFile(
+            os.path.join(self._path, name),
+            name,
+            header_bytes=HEADER_FRAME_BYTES + sum(self._header_bytes[start : start + count]),
+            expected_bytes=sum(self._planned_bytes[start : start + count]),
+        )
+
+    def chunks(self, *, is_ordered: bool = False) -> Iterator[Chunk]:
+        """Everything that has bytes, in file order; ``is_ordered`` as for its sources."""
+        for planned in self._planned:
+            yield self._chunk_of(planned, is_ordered)
+        for key, (kind, data) in self._blobs.items():
+            shape = (len(data),)
+            self._enter(key, Box((0,), shape), len(data), WrittenTensor(dtype="uint8", shape=shape, kind=kind))
+            owner = np.frombuffer(data, dtype=np.uint8)
+            source = MemorySource(owner, owner.ctypes.data, len(data))
+            yield Chunk(chunk_name(key, Box((0,), shape), shape), "U8", shape, source, header_entry_bytes(key, shape))
+
+    def _chunk_of(self, planned: _Planned, is_ordered: bool) -> Chunk:
+        """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
+        row, key, head, box, name, header_bytes = planned
+        tensor = self._planner.resolve_row(self._columns, row)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidStateError(f"the planner gave a {type(tensor).__name__} for the tensor {key!r}", key=key)
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
+            check_savable(key, tensor)
+        size, shape = head.size, tensor.shape
+        if shape != box.lengths:
+            if size != box.lengths:
+                raise InvalidStateError(
+                    f"the planner gave a piece of shape {list(shape)} for a box of {list(box.lengths)} of "
+                    f"{key!r}; only whole tensors may change their shape while being saved",
+                    key=key,
+                )
+            size, box = shape, whole(shape)
+            name = chunk_name(key, box, size)
+            header_bytes = header_entry_bytes(name, box.lengths)
+        source = source_of(tensor, is_ordered=is_ordered)
+        written = _written(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
+        self._enter(key, box, source.nbytes, written)
+        dtype = dtypes.DTYPES[written.dtype]
+        return Chunk(name, stored_dtype_name(dtype), stored_shape(dtype, box.lengths), source, header_bytes)
+
+    def _enter(self, key: str, box: Box, nbytes: int, written: WrittenTensor) -> None:
+        number, known = self._written.setdefault(key, (len(self._written), written))
+        if known is not written and known != written:
+            raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
+        self._rows.append((number, box, nbytes))
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each chunk that there has been."""
+        keys = list(self._written)
+        return [keys[number] for number, _, _ in self._rows]
+
+    def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
+        """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
+        return WriteReport(
+            files=files,
+            keys=list(self._written),
+            tensors=[written for _, written in self._written.values()],
+            key=np.array([number for number, _, _ in self._rows], dtype=np.int64),
+            file=np.array([place.file for place in placed], dtype=np.int64),
+            offset=np.array([place.offset for place in placed], dtype=np.int64),
+            nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),
+            lo=padded([box.offsets for _, box, _ in self._rows], fill=0),
+            length=padded([box.lengths for _, box, _ in self._rows], fill=1),
+            digests=np.array(digests, dtype=np.uint64),
+            aliases=self._aliases,
+            values=self._values,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedFiles:
+    """The files of one writer as they will lie in memory: ``image`` says what is to be copied where."""
+
+    work: WriterWork
+    chunks: list[Chunk]
+    image: Image
+
+    def forget_sources(self) -> None:
+        """Let go of the tensors, now that they are copied."""
+        self.chunks.clear()
+        self.image.copies.clear()
+
+
+def _written(
+    head: TensorHead,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    alias_of: str | None = None,
+    quantizer: dict[str, Any] | None = None,
+) -> WrittenTensor:
+    return WrittenTensor(
+        dtype=DTYPE_NAMES[dtype],
+        shape=shape,
+        requires_grad=head.properties.requires_grad and (dtype.is_floating_point or dtype.is_complex),
+        alias_of=alias_of,
+        kind=head.kind,
+        quantizer=quantizer,
+    )

@@ -1,0 +1,139 @@
+"""What the caller of an asynchronous save holds: a future that also tells how far the save is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.metadata import Metadata
+
+logger = logging.getLogger("holdfast")
+
+Phase = Literal["planned", "staging", "staged", "writing", "published", "failed"]
+Progress = Callable[["AsyncSave"], None]
+
+
+@dataclass(eq=False)
+class AsyncSaveResponse:
+    """Two futures of an asynchronous save: the state has been copied, and the checkpoint has been published."""
+
+    staging_completion: Future[None]
+    upload_completion: Future[Any]
+
+
+class AsyncSave(Future[Metadata], AsyncSaveResponse):
+    """A save in the background: a future of the checkpoint's metadata, done when that is published and durable.
+
+    ``phase`` is the last one reached: "planned" (all ranks know what they write), "staging", "staged" (the snapshot is
+    complete, everything may be changed), "writing", and "published" or "failed". ``bytes_done`` counts what is on disk
+    of this rank's ``bytes_total``. ``unchanged`` lists chosen tensors that are just as they were at the save before,
+    known once the checkpoint is written.
+
+    An error that nobody asks for with ``result`` or ``exception`` is raised by the next save.
+    """
+
+    def __init__(self) -> None:
+        Future.__init__(self)
+        self.staging_completion: Future[None] = Future()
+        self.upload_completion: Future[Any] = self
+        self.phase: Phase = "planned"
+        self.bytes_total = 0
+        self.unchanged: tuple[str, ...] = ()
+        self._count: Callable[[], int] = lambda: 0
+        self._fence: Callable[[], None] = lambda: None
+        self._progress: Progress | None = None
+        self._told = threading.Lock()
+        self._is_observed = False
+        # A future that runs cannot be cancelled: what others have begun to write with us is not ours to take back.
+        self.set_running_or_notify_cancel()
+        self.staging_completion.set_running_or_notify_cancel()
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of this rank that the system has taken."""
+        return self.bytes_total if self.phase == "published" else min(self.bytes_total, self._count())
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the snapshot is complete and every tensor may be changed, by the host or by any stream.
+
+        Raises what went wrong if it could not be completed, and TimeoutError after ``timeout`` seconds.
+        """
+        self.staging_completion.result(timeout)
+
+    def fence(self) -> None:
+        """Let whatever the current streams are given from here on run after the copies; blocks as little as it can.
+
+        Memory of the host has been copied when this returns. It never raises: a failed snapshot needs no protection.
+        """
+        self._fence()
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """The metadata of the published checkpoint, or the error that the save ended with."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._is_observed = self._is_observed or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that the save ended with; None when the checkpoint is published."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._is_observed = self._is_observed or self.done()
+
+    # What follows is for the save itself.
+
+    def show(self, progress: Progress | None) -> None:
+        """Have ``progress`` called when something has changed."""
+        self._progress = progress
+
+    def expect(self, nbytes: int, count: Callable[[], int]) -> None:
+        """Have ``nbytes`` to write, of which ``count`` tells how many are."""
+        self.bytes_total, self._count = nbytes, count
+
+    def enter(self, phase: Phase) -> None:
+        """Reach ``phase``."""
+        self.phase = phase
+        if phase == "staged" and not self.staging_completion.done():
+            self.staging_completion.set_result(None)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have the progress shown; an error of the callback is logged and ends the showing."""
+        if self._progress is None:
+            return
+        with self._told:
+            try:
+                self._progress(self)
+            except Exception:
+                logger.exception("the progress callback of a save failed and is not called again")
+                self._progress = None
+
+    def guard_with(self, fence: Callable[[], None]) -> None:
+        """Use ``fence`` to keep what is still being copied from being changed."""
+        self._fence = fence
+
+    def succeed(self, metadata: Metadata) -> None:
+        """End with a published checkpoint."""
+        self.enter("published")
+        self.set_result(metadata)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self.phase = "failed"
+        logger.error("a save in the background failed: %s", error)
+        if not self.staging_completion.done():
+            self.staging_completion.set_exception(error)
+        self.tell()
+        self.set_exception(error)
+
+    def take_unobserved(self) -> BaseException | None:
+        """The error that nobody has asked for, if there is one: from now on somebody has."""
+        if self._is_observed:
+            return None
+        self._is_observed = True
+        return super().exception(0)

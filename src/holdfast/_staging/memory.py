@@ -1,0 +1,123 @@
+"""The host memory of snapshots: one region, allocated once, kept between saves, grown when a larger one is needed.
+
+Invariant: a region is page-aligned and touched before it is handed out, so that no copy into it waits for the kernel.
+It is anonymous memory (huge pages where the kernel gives them), or a memfd where another process is to see it; never
+/dev/shm, and never torch's pinned allocator, which takes the next power of two.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from functools import partial
+
+import torch
+
+from holdfast._io.mapping import HUGE_PAGE, map_private, map_shared
+from holdfast._io.pipeline import run_bounded
+from holdfast._staging.accelerator import Accelerator
+from holdfast.errors import StorageError
+
+_TOUCHED_BYTES = 64 << 20
+
+
+class Region:
+    """``nbytes`` of memory: as a uint8 ``tensor``, as a ``view``, and from ``address`` on.
+
+    ``descriptor`` is that of the memory where it ``is_shared``, else -1, and ``offset`` is where it begins in there.
+    ``pin`` makes it fit for copies from a device.
+    """
+
+    _pinned_by: Accelerator | None = None
+
+    def __init__(self, nbytes: int, *, is_shared: bool) -> None:
+        self.nbytes = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
+        self.is_shared = is_shared
+        self.descriptor = -1
+        size = self.nbytes + HUGE_PAGE
+        try:
+            if is_shared:
+                memory, self.descriptor = map_shared(size)
+            else:
+                memory = map_private(size)
+        except (OSError, MemoryError) as error:
+            raise StorageError(
+                f"cannot allocate {size} bytes of host memory for a snapshot: {error}; free some, or bound it with "
+                "max_host_bytes",
+                errno=errno.ENOMEM,
+            ) from error
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.offset = -whole.data_ptr() % HUGE_PAGE
+        self.tensor = whole[self.offset : self.offset + self.nbytes]
+        self.address: int = self.tensor.data_ptr()
+        self._touch()
+
+    def _touch(self) -> None:
+        """Make every page real, with several threads: the kernel clears them at a few GB/s each."""
+        pages = self.tensor.numpy()
+
+        def touch(start: int) -> None:
+            pages[start : start + _TOUCHED_BYTES : mmap.PAGESIZE] = 0
+
+        starts = range(0, self.nbytes, _TOUCHED_BYTES)
+        run_bounded((partial(touch, start) for start in starts), workers=min(8, os.cpu_count() or 1))
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable."""
+        return self.tensor.numpy().data
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a device can copy into it directly."""
+        return self._pinned_by is not None
+
+    def pin(self, accelerator: Accelerator) -> None:
+        """Let the device copy into it directly."""
+        if self._pinned_by is None:
+            accelerator.pin(self.address, self.nbytes)
+            self._pinned_by = accelerator
+
+    def unpin(self) -> None:
+        """Take that back: memory that CUDA knows must not go before it has forgotten it."""
+        accelerator, self._pinned_by = self._pinned_by, None
+        if accelerator is not None:
+            accelerator.unpin(self.address)
+
+    def __del__(self) -> None:
+        self.unpin()
+
+    def close(self) -> None:
+        """Give the memory back as soon as nobody holds a view of it."""
+        self.unpin()
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class HostMemory:
+    """At most one region, kept until it is too small, of the wrong kind, or ``close``. For one user at a time."""
+
+    def __init__(self) -> None:
+        self._region: Region | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much is held now."""
+        return 0 if self._region is None else self._region.nbytes
+
+    def region(self, nbytes: int, *, is_shared: bool) -> Region:
+        """A region of at least ``nbytes``, the one of last time if it will do."""
+        region = self._region
+        if region is None or region.nbytes < nbytes or region.is_shared != is_shared:
+            self.close()  # first, so that there are never two
+            region = self._region = Region(nbytes, is_shared=is_shared)
+        return region
+
+    def close(self) -> None:
+        """Give everything back."""
+        region, self._region = self._region, None
+        if region is not None:
+            region.close()

@@ -1,0 +1,193 @@
+"""The parent's side of the process that writes: started when it is first wanted, kept, started again after a death.
+
+It is a fresh interpreter, never a fork, and it does not load the main module of the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast._io import posix
+from holdfast._io.mapping import HUGE_PAGE
+from holdfast._native.image_files import FileImage, WrittenImage
+from holdfast._staging.memory import Region
+from holdfast._staging.writer_protocol import (
+    Abandon,
+    Answer,
+    Close,
+    Done,
+    Failed,
+    Moved,
+    Order,
+    Write,
+    decode_answer,
+    receive,
+    send,
+)
+from holdfast.errors import CheckpointError, StorageError
+
+_LOOK_EVERY_S = 0.25
+_FAREWELL_S = 5.0
+# The package without its front: what the process needs of it knows no torch, which takes seconds and much memory.
+_BOOT = """
+import json, sys, types
+package, path, *numbers = json.loads(sys.argv[1])
+sys.path[:] = path
+holdfast = sys.modules["holdfast"] = types.ModuleType("holdfast")
+holdfast.__path__ = [package]
+from holdfast._staging.writer_process import serve
+serve(*numbers)
+"""
+
+
+class WriterProcess:
+    """A process that writes file images from a shared region.
+
+    ``check`` of a write is called a few times a second and raises to give up.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._serves: Region | None = None
+        atexit.register(self.stop)
+
+    @property
+    def number(self) -> int | None:
+        """The process id; None when it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def prepare(self, region: Region) -> None:
+        """Have the process run, with ``region`` as its memory."""
+        if self._process is not None and self._process.poll() is None and self._serves is region:
+            return
+        self.stop()
+        ours, theirs = socket.socketpair()
+        numbers = [theirs.fileno(), region.descriptor, region.nbytes + HUGE_PAGE, region.offset]
+        arguments = json.dumps([str(Path(__file__).parents[1]), sys.path, *numbers])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, arguments],
+                pass_fds=(theirs.fileno(), region.descriptor),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # an interrupt from the terminal is for the training
+            )
+        except OSError as error:
+            ours.close()
+            raise StorageError(
+                f"cannot start the process that writes checkpoints: {error}", errno=error.errno
+            ) from error
+        finally:
+            theirs.close()
+        self._connection, self._serves = ours, region
+
+    def output(self, check: Callable[[], None]) -> ProcessOutput:
+        """What writes one save by means of this process."""
+        return ProcessOutput(self, check)
+
+    def order(self, order: Order) -> None:
+        """Send an order; CheckpointError when the process is dead."""
+        try:
+            assert self._connection is not None
+            send(self._connection, order)
+        except OSError as error:
+            raise self._died() from error
+
+    def answer(self) -> Answer | None:
+        """The next answer, if one comes soon; CheckpointError when the process is dead."""
+        assert self._connection is not None
+        if not select.select([self._connection], [], [], _LOOK_EVERY_S)[0]:
+            return None
+        try:
+            answer: Answer = decode_answer(receive(self._connection))
+            return answer
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+
+    def _died(self) -> CheckpointError:
+        process = self._process
+        self.stop()
+        code = None if process is None else process.returncode
+        return CheckpointError(
+            f"the process that writes checkpoints died (exit code {code}); this save is lost, the next one starts "
+            "another; see whether the system ran out of memory"
+        )
+
+    def stop(self) -> None:
+        """End the process: it goes when its connection does."""
+        process, self._process = self._process, None
+        connection, self._connection = self._connection, None
+        self._serves = None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            try:
+                process.wait(_FAREWELL_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class ProcessOutput:
+    """The files of one save, which the process writes and keeps open until it is told otherwise."""
+
+    def __init__(self, process: WriterProcess, check: Callable[[], None]) -> None:
+        self._process = process
+        self._check = check
+        self._paths: list[str] = []
+        self._number: int | None = None
+        self.bytes_written = 0
+
+    def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
+        """What was written, durably."""
+        self._paths = [file.path for file in files]
+        if not files:
+            return []
+        self._number = self._process.number
+        self._process.order(Write(list(files)))
+        while True:
+            self._check()
+            answer = self._process.answer()
+            if isinstance(answer, Moved):
+                self.bytes_written = answer.nbytes
+            elif isinstance(answer, Done):
+                self.bytes_written = sum(file.size for file in files)
+                return answer.files
+            elif isinstance(answer, Failed):
+                if answer.number is None:
+                    raise CheckpointError(answer.message)
+                raise StorageError(answer.message, errno=answer.number, path=answer.path)
+
+    def close(self) -> None:
+        """Have the files closed."""
+        # They are synced: whatever closing them tells, nothing is lost any more.
+        with contextlib.suppress(CheckpointError):
+            self._tell(Close())
+
+    def abandon(self) -> None:
+        """Have the files closed and removed; where the process is dead, remove them."""
+        try:
+            self._tell(Abandon())
+        except CheckpointError:
+            for path in self._paths:
+                with contextlib.suppress(StorageError):
+                    posix.remove(path)
+
+    def _tell(self, order: Close | Abandon) -> None:
+        if self._number is None or self._process.number != self._number:
+            raise CheckpointError("the process that wrote these files is gone")
+        self._process.order(order)
+        # An answer to the write may still be on its way.
+        while not (isinstance(answer := self._process.answer(), Done) and not answer.files):
+            pass
+        self._number = None

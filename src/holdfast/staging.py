@@ -1,0 +1,215 @@
+"""Stagers, under torch's names: who copies a state so that training may go on while the copy is saved.
+
+``async_save`` copies by itself, and better: only what a rank writes, straight to where it is written from. These are
+for code that brings a stager of its own, or that asks for torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+
+from holdfast._native.image import Copy
+from holdfast._staging.accelerator import CUDA
+from holdfast._staging.copies import Mode, Staging
+from holdfast._staging.memory import HostMemory, Region
+from holdfast._state.raw import source_of
+from holdfast.metadata import STATE_DICT_TYPE
+
+__all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+
+_ALIGNMENT = 64
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """Copies a state; what it gives back must not change any more, whatever happens to the state."""
+
+    _synchronize_after_execute: bool = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``async_save`` is to call ``synchronize_staging`` before it returns."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        """A copy of ``state_dict``, or a future of one."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to stage")
+
+    def synchronize_staging(self) -> None:
+        """Return when the state may be changed."""
+
+    def close(self) -> None:
+        """Give back what the stager holds; it is not used again."""
+
+
+@dataclass
+class StagingOptions:
+    """How ``DefaultStager`` works.
+
+    ``use_pinned_memory`` pins the copies of what is on a device; ``use_shared_memory`` puts them where another process
+    could see them; ``use_async_staging`` copies in a thread and returns a future; ``use_non_blocking_copy`` lets the
+    device copy on a stream of its own. Without a device the first and the last have nothing to do.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = True
+    use_non_blocking_copy: bool = True
+
+
+class DefaultStager(AsyncStager):
+    """Copies every tensor into one region of host memory, which it keeps for the next time.
+
+    So a staged state is good until the next one is staged, or ``close``.
+    """
+
+    _synchronize_after_execute = True
+
+    def __init__(self, config: StagingOptions | None = None) -> None:
+        self._config = config or StagingOptions()
+        self._memory: HostMemory | None = HostMemory()
+        self._executor = (
+            ThreadPoolExecutor(1, thread_name_prefix="holdfast-stage") if self._config.use_async_staging else None
+        )
+        self._under_way: Future[STATE_DICT_TYPE] | None = None
+
+    def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        """A copy of ``state_dict`` in host memory; a future of it when staging asynchronously."""
+        if self._memory is None:
+            raise RuntimeError("the stager is closed; make another")
+        copied = _Copied(state_dict, self._memory, is_shared=self._config.use_shared_memory)
+        mode: Mode = "overlap" if self._executor is not None else "copy"
+        staging = Staging(copied.copies, copied.region, mode=mode, accelerator=CUDA)
+        staging.begin()
+        if self._executor is None:
+            return copied.state
+
+        def finish() -> STATE_DICT_TYPE:
+            staging.finish()
+            return copied.state
+
+        self._under_way = self._executor.submit(finish)
+        return self._under_way
+
+    def synchronize_staging(self) -> None:
+        """Return when what was staged last is complete."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+
+class BlockingAsyncStager(AsyncStager):
+    """Copies every tensor to host memory before it returns.
+
+    ``cache_staged_state_dict`` keeps the memory for the next time, so that a staged state is good until then.
+    ``type_check`` is accepted for torch's sake: a value of any type is copied.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        self._memory = HostMemory()
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of ``state_dict`` in host memory."""
+        memory = self._memory if self.cache_staged_state_dict else HostMemory()
+        copied = _Copied(state_dict, memory, is_shared=False)
+        Staging(copied.copies, copied.region, mode="copy", accelerator=CUDA).begin()
+        if not self.cache_staged_state_dict:
+            copied.region.unpin()  # from here on the memory belongs to the tensors alone
+        return copied.state
+
+    def synchronize_staging(self) -> None:
+        """Nothing: ``stage`` returns when all is copied."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+class _Copied:
+    """``state`` is a copy whose tensors lie in ``region``, as soon as ``copies`` are done.
+
+    What shares memory whole, such as tied weights, still does; what is a view has only its own elements. Values are
+    copied at once.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], memory: HostMemory, *, is_shared: bool) -> None:
+        self._places: dict[tuple[object, ...], tuple[torch.Tensor, int]] = {}
+        self._end = 0
+        self._reserve(state)
+        self.region: Region = memory.region(self._end, is_shared=is_shared)
+        self.copies = [Copy(str(at), source_of(tensor, is_ordered=True), at) for tensor, at in self._places.values()]
+        self.state: STATE_DICT_TYPE = self._copy(state)
+
+    def _reserve(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for entry in value.values():
+                self._reserve(entry)
+        elif isinstance(value, (list, tuple)):
+            for entry in value:
+                self._reserve(entry)
+        elif isinstance(value, torch.Tensor):
+            local = _plain(value)
+            if local is not None and _memory(local) not in self._places:
+                self._places[_memory(local)] = local, self._end
+                self._end += -(-local.numel() * local.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._copy(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            entries = [self._copy(entry) for entry in value]
+            if isinstance(value, list):
+                return entries
+            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        return self._copy_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = _plain(tensor)
+        if local is None:
+            return tensor.detach().cpu().clone()
+        _, at = self._places[_memory(local)]
+        nbytes = local.numel() * local.dtype.itemsize
+        if nbytes:
+            raw = torch.frombuffer(self.region.view[at : at + nbytes], dtype=torch.uint8)
+            staged = raw.view(local.dtype).view(local.shape)
+        else:
+            staged = torch.empty(local.shape, dtype=local.dtype)
+        if _is_distributed(tensor):
+            distributed: Any = tensor
+            rebuilt = type(distributed)(staged, distributed._spec, requires_grad=tensor.requires_grad)
+            return cast(torch.Tensor, rebuilt)
+        return staged.requires_grad_(tensor.requires_grad)
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, told without importing what makes them."""
+    return type(tensor).__name__ == "DTensor" and type(tensor).__module__.startswith("torch.distributed.")
+
+
+def _plain(tensor: Any) -> torch.Tensor | None:
+    """The tensor with the bytes that this rank has; None for a kind that knows best itself how to be copied."""
+    local: torch.Tensor = tensor._local_tensor if _is_distributed(tensor) else tensor
+    is_plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
+    return local.detach() if is_plain and not local.is_quantized and not local.is_meta else None
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    place = tensor.data_ptr() if tensor.numel() else 0
+    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()

@@ -1,0 +1,210 @@
+"""Saves in the background of several ranks: quick ones in a row, beside other work, and when one rank fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import holdfast
+from holdfast._native.image_files import ImageFiles
+from holdfast._staging.turns import TURNS
+from holdfast.async_saver import AsyncCheckpointerType, async_save, prewarm, release
+from holdfast.errors import BusyError, StorageError
+from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+TIMEOUT_S = 45.0
+
+
+def sharded(value: float, rows: int = 1001) -> DTensor:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    return distribute_tensor(torch.full((rows, 300), value), mesh, [Shard(0)], src_data_rank=None)
+
+
+def save_four_times(path: str, stage: str, kind: AsyncCheckpointerType) -> list[int]:
+    """Four saves without waiting for one; every state is spoiled as soon as it may be."""
+    weight, replicated = sharded(0.0), torch.zeros(200_000)
+    handles = []
+    for number in range(4):
+        weight.to_local().fill_(number)
+        replicated.fill_(number)
+        state = {"weight": weight, "replicated": replicated, "step": number}
+        handle = async_save(state, f"{path}/{number}", stage=stage, async_checkpointer_type=kind, prove=True)  # type: ignore[arg-type]
+        handle.fence()
+        handles.append(handle)
+    keys = [len(handle.result(TIMEOUT_S).state_dict_metadata) for handle in handles]
+    release()
+    return keys
+
+
+@pytest.mark.parametrize("stage", ["copy", "overlap"])
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_four_quick_saves_of_two_ranks_never_mix(pool: Pool, tmp_path: Path, stage: str, kind: Any) -> None:
+    assert pool.run(2, save_four_times, str(tmp_path), stage, kind, timeout_s=TIMEOUT_S) == [[3] * 4] * 2
+    for number in range(4):
+        found = holdfast.load(tmp_path / str(number))
+        assert found["weight"].unique().tolist() == [number]
+        assert found["weight"].shape == (1001, 300)
+        assert found["replicated"].unique().tolist() == [number]
+        assert found["step"] == number
+
+
+def save_replicas(path: str) -> tuple[int, int]:
+    """How much this rank holds and stages of tensors that all ranks have."""
+    state = {str(number): torch.full((250_000,), float(number)) for number in range(8)}
+    held = prewarm(state)
+    handle = async_save(state, path)
+    handle.result(TIMEOUT_S)
+    staged = handle.bytes_total
+    release()
+    return held, staged
+
+
+def test_a_rank_copies_only_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+    (held, staged), (other_held, other_staged) = pool.run(2, save_replicas, str(tmp_path / "checkpoint"))
+    assert 8_000_000 <= staged + other_staged < 8_100_000
+    assert 3_900_000 < staged < 4_100_000
+    assert max(held, other_held) < 4_100_000 + (4 << 20)
+    found = holdfast.load(tmp_path / "checkpoint")
+    assert all(found[str(number)].unique().tolist() == [number] for number in range(8))
+
+
+def hold_writing(allowed: threading.Event) -> Any:
+    """Let ``ImageFiles.write`` wait for the event; returns what it was."""
+    write = ImageFiles.write
+
+    def held(files: ImageFiles, *arguments: Any) -> Any:
+        assert allowed.wait(TIMEOUT_S)
+        return write(files, *arguments)
+
+    ImageFiles.write = held  # type: ignore[method-assign]
+    return write
+
+
+def work_beside_a_save(path: str) -> bool:
+    """A load, a collective and a save of another group, all while a save of both ranks is held up."""
+    rank = dist.get_rank()
+    holdfast.save({"a": sharded(3.0)}, f"{path}/before")
+    allowed = threading.Event()
+    write = hold_writing(allowed)
+    try:
+        handle = async_save({"a": sharded(4.0)}, f"{path}/background")
+        target = {"a": sharded(0.0)}
+        holdfast.load(target, f"{path}/before")
+        assert target["a"].to_local().unique().tolist() == [3.0]
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        was_done = handle.done()
+        allowed.set()
+        holdfast.save({"own": torch.full((3,), float(rank))}, f"{path}/own{rank}", no_dist=True)
+        handle.result(TIMEOUT_S)
+    finally:
+        ImageFiles.write = write  # type: ignore[method-assign]
+        release()
+    return was_done
+
+
+def test_other_operations_go_on_beside_a_save(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, work_beside_a_save, str(tmp_path), timeout_s=TIMEOUT_S) == [False, False]
+    assert holdfast.load(tmp_path / "background")["a"].unique().tolist() == [4.0]
+    assert holdfast.load(tmp_path / "own1")["own"].tolist() == [1.0] * 3
+
+
+def fail_on_one(path: str) -> list[str]:
+    """What the handle, and then the next save of each kind, say after writing failed on rank 1."""
+    logging.getLogger("holdfast").setLevel(logging.CRITICAL)
+    write = ImageFiles.write
+
+    def fail(files: ImageFiles, *arguments: Any) -> Any:
+        raise StorageError("cannot write: no space", errno=28)
+
+    if dist.get_rank() == 1:
+        ImageFiles.write = fail  # type: ignore[method-assign]
+    said: list[str] = []
+    try:
+        handle = async_save({"a": sharded(1.0)}, f"{path}/failed")
+        if dist.get_rank() == 1:  # the other one looks away
+            said.append(type(handle.exception(TIMEOUT_S)).__name__)
+        try:
+            holdfast.save({"a": sharded(2.0)}, f"{path}/next")
+        except StorageError as error:
+            said.append(str(error).partition("; ")[0])
+    finally:
+        ImageFiles.write = write  # type: ignore[method-assign]
+    async_save({"a": sharded(3.0)}, f"{path}/last").result(TIMEOUT_S)
+    release()
+    return said
+
+
+def test_a_failure_reaches_every_rank_and_the_next_save_of_all(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, fail_on_one, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert second[0] == "StorageError"
+    assert "no space" in first[0]
+    assert "no space" in second[1]
+    assert list((tmp_path / "failed").iterdir()) == []
+    assert not (tmp_path / "next").exists()
+    assert holdfast.load(tmp_path / "last")["a"].unique().tolist() == [3.0]
+
+
+def refuse_while_busy(path: str) -> str:
+    """What the second save says while the first is held up on rank 1 alone."""
+    allowed = threading.Event()
+    write = hold_writing(allowed) if dist.get_rank() == 1 else ImageFiles.write
+    try:
+        handle = async_save({"a": sharded(1.0)}, f"{path}/first")
+        try:
+            async_save({"a": sharded(2.0)}, f"{path}/second", when_busy="raise")
+        except BusyError as error:
+            said = str(error)
+        allowed.set()
+        handle.result(TIMEOUT_S)
+    finally:
+        ImageFiles.write = write  # type: ignore[method-assign]
+    TURNS.settle()
+    release()
+    return said
+
+
+def test_a_busy_rank_makes_all_refuse(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(2, refuse_while_busy, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert all("save before this one is still" in each for each in said)
+    assert not (tmp_path / "second").exists()
+    assert holdfast.load(tmp_path / "first")["a"].unique().tolist() == [1.0]
+
+
+def save_with_stagers(path: str) -> None:
+    stagers = [
+        BlockingAsyncStager(),
+        BlockingAsyncStager(cache_staged_state_dict=True),
+        DefaultStager(),
+        DefaultStager(StagingOptions(False, False, False, False)),
+    ]
+    weight = sharded(0.0)
+    for number, stager in enumerate(stagers):
+        for turn in range(2):
+            weight.to_local().fill_(number)
+            handle = async_save({"weight": weight, "step": turn}, f"{path}/{number}", async_stager=stager)
+            handle.wait_staged(TIMEOUT_S)
+            weight.to_local().fill_(-1)
+            if turn:
+                handle.result(TIMEOUT_S)
+        stager.close()
+
+
+def test_stagers_copy_what_each_rank_has(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_with_stagers, str(tmp_path), timeout_s=TIMEOUT_S)
+    for number in range(4):
+        found = holdfast.load(tmp_path / str(number))
+        assert found["weight"].unique().tolist() == [number]
+        assert found["step"] == 1

@@ -1,0 +1,96 @@
+"""Files laid out in memory are those that the packer writes: same places, same bytes, same digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast._native import image as image_module
+from holdfast._native import image_files, packer
+from holdfast._native.header import header_entry_bytes
+from holdfast._native.image import Image
+from holdfast._native.image_files import ImageFiles
+from holdfast._native.packer import Chunk, DataFile, Packer
+from holdfast._staging.copies import copy_in_parallel
+from holdfast._staging.memory import Region
+from holdfast._state.raw import MemorySource
+from holdfast.errors import StorageError
+
+SIZES = [8192, 4096, 12288, 1 << 20, 0, 5000, 4095, 1, 3_000_001, 17, 0, 4096]
+
+
+def chunks_of(sizes: list[int]) -> list[Chunk]:
+    generator = np.random.default_rng(0)
+    chunks = []
+    for number, size in enumerate(sizes):
+        data = generator.integers(0, 256, size, dtype=np.uint8)
+        source = MemorySource(data, data.ctypes.data, size)
+        name = f"chunk {number} of {'long ' * 120}names"
+        chunks.append(Chunk(name, "U8", (size,), source, header_entry_bytes(name, (size,))))
+    return chunks
+
+
+def files_in(directory: Path, header_bytes: int) -> Callable[[int, int], DataFile]:
+    directory.mkdir()
+
+    def open_file(number: int, start: int) -> DataFile:
+        name = f"data-{number}.safetensors"
+        return DataFile(str(directory / name), name, header_bytes=header_bytes, expected_bytes=1 << 20)
+
+    return open_file
+
+
+@pytest.mark.parametrize("header_bytes", [400, 1 << 16], ids=["many files", "one file"])
+@pytest.mark.parametrize("is_small", [False, True], ids=["real blocks", "small blocks"])
+def test_the_image_is_what_the_packer_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header_bytes: int, is_small: bool
+) -> None:
+    if is_small:
+        for module in (image_module, packer):
+            monkeypatch.setattr(module, "BLOCK_BYTES", 3000)
+        monkeypatch.setattr(packer, "SLAB_BYTES", 3 * 4096)
+        monkeypatch.setattr(image_files, "_JOB_BYTES", 2 * 4096)
+    chunks = chunks_of(SIZES)
+    packed = Packer()
+    expected = packed.write(chunks, files_in(tmp_path / "packed", header_bytes))
+    packed.close()
+
+    image = Image(files_in(tmp_path / "image", header_bytes), chunks)
+    assert list((tmp_path / "image").iterdir()) == []
+    assert image.data_bytes == sum(SIZES)
+    region = Region(image.nbytes, is_shared=False)
+    region.tensor.fill_(255)
+    copy_in_parallel(image.copies, region)
+    image.fill_frames(region.view)
+    output = ImageFiles()
+    written = image.written(output.write(image.files, region.view))
+    assert output.bytes_written == image.nbytes
+    output.close()
+
+    assert written == expected
+    assert (len(written) > 1) is (header_bytes < 4096)
+    assert image.placed == packed.placed
+    assert image.digests == packed.digests
+    for file in expected:
+        assert (tmp_path / "image" / file.name).read_bytes() == (tmp_path / "packed" / file.name).read_bytes()
+
+
+def test_files_that_are_given_up_are_gone(tmp_path: Path) -> None:
+    image = Image(files_in(tmp_path / "image", 1 << 16), chunks_of([1 << 20] * 40))
+    region = Region(image.nbytes, is_shared=False)
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise StorageError("enough")
+
+    output = ImageFiles(check=check)
+    with pytest.raises(StorageError, match="enough"):
+        output.write(image.files, region.view)
+    assert len(list((tmp_path / "image").iterdir())) == 1
+    output.abandon()
+    assert list((tmp_path / "image").iterdir()) == []

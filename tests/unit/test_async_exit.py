@@ -1,0 +1,106 @@
+"""What becomes of a save when the interpreter ends, and of the process that writes when its parent does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast._staging.turns import TURNS
+from holdfast.async_saver import AsyncCheckpointerType, async_save, release
+
+SCRIPT = """
+import sys, threading, time
+import torch
+import holdfast
+from holdfast.async_saver import AsyncCheckpointerType, async_save
+from holdfast._native.image_files import ImageFiles
+
+def write_late(files, *arguments, write=ImageFiles.write):
+    while threading.main_thread().is_alive():  # that is: until the interpreter ends
+        time.sleep(0.01)
+    return write(files, *arguments)
+
+if __name__ == "__main__":  # a process that imported this again would have no end
+    path, kind, at_exit = sys.argv[1:]
+    if kind == "thread":
+        ImageFiles.write = write_late
+    state = {"a": torch.arange(3_000_000.0), "step": 3}
+    handle = async_save(state, path, at_exit=at_exit, async_checkpointer_type=AsyncCheckpointerType(kind))
+    state["a"].zero_()
+    print(handle.done() if kind == "thread" else "begun")
+"""
+
+
+def run(tmp_path: Path, kind: str, at_exit: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path / "checkpoint"), kind, at_exit]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_pending_save_finishes_when_the_interpreter_ends(tmp_path: Path, kind: str) -> None:
+    ended = run(tmp_path, kind, "finish")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == ("False" if kind == "thread" else "begun")
+    assert ended.stderr == ""
+    found = holdfast.load(tmp_path / "checkpoint")
+    assert torch.equal(found["a"], torch.arange(3_000_000.0))
+    assert found["step"] == 3
+
+
+def test_a_pending_save_is_abandoned_cleanly_when_that_is_wanted(tmp_path: Path) -> None:
+    ended = run(tmp_path, "thread", "abandon")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "False"
+    assert "abandoned" in ended.stderr
+    assert list((tmp_path / "checkpoint").iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from holdfast.async_saver import AsyncCheckpointerType, async_save
+from holdfast._staging.process import WriterProcess
+
+def order_then_die(process, order, send=WriterProcess.order):
+    os.kill(process.number, signal.SIGSTOP)
+    send(process, order)
+    print(process.number, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+WriterProcess.order = order_then_die
+state = {str(number): torch.ones(1_000_000) for number in range(10)}
+async_save(state, sys.argv[1], async_checkpointer_type=AsyncCheckpointerType.PROCESS).result(30)
+"""
+
+
+def test_the_process_removes_what_it_was_writing_when_its_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(tmp_path / "checkpoint")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        number = int(parent.stdout.readline())
+        assert parent.wait(30) == -9
+        os.kill(number, signal.SIGCONT)
+        assert parent.stdout.read() == ""  # it has the parent's standard output, which ends when both are gone
+    assert list((tmp_path / "checkpoint").iterdir()) == []
+
+
+def test_the_process_loads_no_torch(tmp_path: Path) -> None:
+    async_save(
+        {"a": torch.ones(100)}, tmp_path / "checkpoint", async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    ).result(30)
+    assert TURNS.process is not None
+    maps = Path(f"/proc/{TURNS.process.number}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "numpy" in maps
+    release()

@@ -1,0 +1,283 @@
+"""Staging with an accelerator that is only played: memory that only it may copy, and copies that come late.
+
+Its copies happen in a thread, and not before the test allows it; so whoever does not wait is found out every time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast._native.image import Copy
+from holdfast._staging.accelerator import CUDA
+from holdfast._staging.memory import Region
+from holdfast._staging.turns import TURNS
+from holdfast._state.raw import MemorySource, Source
+from holdfast.async_saver import async_save, guard, prewarm, release
+
+TIMEOUT_S = 30.0
+
+
+class PlayedTransfer:
+    """Copies that a thread does as soon as they are issued and allowed."""
+
+    def __init__(self, played: PlayedAccelerator, copies: Sequence[Copy], target: torch.Tensor) -> None:
+        self._played = played
+        self._copies = [(copy.source, copy.at) for copy in copies]
+        self._target = target
+        self._done = threading.Event()
+
+    def clone(self) -> bool:
+        if not self._played.has_room:
+            return False
+        clones = [(torch.cat(list(source.pieces(1 << 20))), at) for source, at in self._copies]
+        self._copies = [(MemorySource(clone, clone.data_ptr(), clone.numel()), at) for clone, at in clones]
+        self._played.log.append("clone")
+        return True
+
+    def issue(self) -> None:
+        self._played.log.append("issue")
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        if not self._played.allowed.wait(TIMEOUT_S):
+            return
+        for source, at in self._copies:
+            piece = torch.cat(list(source.pieces(1 << 20)))
+            self._target[at : at + piece.numel()] = piece
+        self._done.set()
+
+    def fence(self) -> None:
+        # A stream would wait; here the caller does.
+        self._played.log.append("fence")
+        self._played.allowed.set()
+        assert self._done.wait(TIMEOUT_S)
+
+    def wait(self) -> None:
+        assert self._done.wait(TIMEOUT_S)
+
+
+class PlayedAccelerator:
+    """Everything that ``put`` was called with is in its memory."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+        self.pinned: dict[int, int] = {}
+        self.allowed = threading.Event()
+        self.has_room = True
+        self.log: list[str] = []
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.addresses.add(tensor.data_ptr())
+        return tensor
+
+    def holds(self, source: Source) -> bool:
+        return isinstance(source, MemorySource) and source._address in self.addresses
+
+    def pin(self, address: int, nbytes: int) -> None:
+        assert address not in self.pinned
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def transfer(self, copies: Sequence[Copy], target: torch.Tensor) -> PlayedTransfer:
+        assert target.data_ptr() in self.pinned
+        return PlayedTransfer(self, copies, target)
+
+    def drain(self, copies: Sequence[Copy]) -> None:
+        self.log.append("drain")
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAccelerator]:
+    """An accelerator in place of CUDA."""
+    release()
+    accelerator = PlayedAccelerator()
+    for name in ("holds", "pin", "unpin", "transfer", "drain"):
+        monkeypatch.setattr(CUDA, name, getattr(accelerator, name))
+    yield accelerator
+    accelerator.allowed.set()
+    release()
+    assert accelerator.pinned == {}
+
+
+def state_on(played: PlayedAccelerator) -> dict[str, torch.Tensor]:
+    return {
+        "weight": played.put(torch.full((300_000,), 1.0)),
+        "bias": played.put(torch.full((77,), 2.0)),
+        "ema": played.put(torch.full((100_000,), 3.0)),
+        "host": torch.full((50_000,), 4.0),
+        "strided": torch.full((300, 200), 5.0).T,
+    }
+
+
+EXPECTED = {"weight": [1.0], "bias": [2.0], "ema": [3.0], "host": [4.0], "strided": [5.0]}
+
+
+def stored(path: Path) -> dict[str, list[float]]:
+    return {key: tensor.unique().tolist() for key, tensor in holdfast.load(path).items()}
+
+
+def spoil(state: dict[str, torch.Tensor]) -> None:
+    for tensor in state.values():
+        tensor.fill_(-1)
+
+
+def test_copy_returns_when_all_is_copied(tmp_path: Path, played: PlayedAccelerator) -> None:
+    played.allowed.set()
+    state = state_on(played)
+    handle = async_save(state, tmp_path / "checkpoint", prove=True)
+    assert handle.staging_completion.done()
+    spoil(state)
+    handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+    assert played.log == ["issue"]
+    assert list(played.pinned.values()) == [TURNS.memory.nbytes]
+
+
+def test_overlap_returns_before_and_the_fence_waits(tmp_path: Path, played: PlayedAccelerator) -> None:
+    state = state_on(played)
+    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", prove=True)
+    assert handle.phase == "staging"
+    assert not handle.staging_completion.done()
+    handle.fence()
+    spoil(state)
+    handle.wait_staged(TIMEOUT_S)
+    handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+
+
+def test_a_guarded_optimizer_steps_after_the_copies(tmp_path: Path, played: PlayedAccelerator) -> None:
+    parameter = torch.nn.Parameter(played.put(torch.full((1000,), 1.0)))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones(1000)
+    removable = guard(optimizer)
+    handle = async_save({"parameter": parameter}, tmp_path / "checkpoint", stage="overlap", prove=True)
+    optimizer.step()
+    assert "fence" in played.log
+    handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == {"parameter": [1.0]}
+    assert parameter.unique().tolist() == [0.0]
+    removable.remove()
+    optimizer.step()
+    assert played.log.count("fence") == 1
+
+
+def test_named_tensors_are_copied_before_overlap_returns(tmp_path: Path, played: PlayedAccelerator) -> None:
+    state = state_on(played)
+    # Copies that the call itself waits for must be allowed; those of the background are not, before the fence.
+    threading.Timer(0.05, played.allowed.set).start()
+    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", copy_now=["ema", "host"])
+    assert played.log[0] == "issue"
+    state["ema"].fill_(-1)
+    state["host"].fill_(-1)
+    handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+
+
+def test_the_proof_finds_what_was_changed_too_early(tmp_path: Path, played: PlayedAccelerator) -> None:
+    state = state_on(played)
+    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", prove=True)
+    state["ema"][99_999] = 0
+    played.allowed.set()
+    with pytest.raises(holdfast.InvalidStateError, match="'ema' changed between"):
+        handle.result(TIMEOUT_S)
+    assert list((tmp_path / "checkpoint").iterdir()) == []
+
+
+def test_device_clones_first(tmp_path: Path, played: PlayedAccelerator) -> None:
+    state = state_on(played)
+    handle = async_save(state, tmp_path / "checkpoint", stage="device", prove=True)
+    assert played.log == ["clone"] or played.log == ["clone", "issue"]
+    spoil(state)
+    handle.fence()
+    assert not handle.done()
+    played.allowed.set()
+    handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+
+
+def test_device_copies_where_there_is_no_room(
+    tmp_path: Path, played: PlayedAccelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    played.has_room = False
+    played.allowed.set()
+    state = state_on(played)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        handle = async_save(state, tmp_path / "checkpoint", stage="device")
+    assert "no room for a clone" in caplog.text
+    assert handle.staging_completion.done()
+    spoil(state)
+    handle.result(TIMEOUT_S)
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+
+
+def test_a_bounded_snapshot_waits_for_the_callers_streams(tmp_path: Path, played: PlayedAccelerator) -> None:
+    state = state_on(played)
+    handle = async_save(state, tmp_path / "checkpoint", max_host_bytes=1000)
+    spoil(state)
+    handle.result(TIMEOUT_S)
+    assert played.log == ["drain"]
+    assert stored(tmp_path / "checkpoint") == EXPECTED
+
+
+def test_prewarm_pins_once(tmp_path: Path, played: PlayedAccelerator) -> None:
+    played.allowed.set()
+    state = state_on(played)
+    prewarm(state)
+    pinned = dict(played.pinned)
+    assert len(pinned) == 1
+    for number in range(3):
+        async_save(state, tmp_path / str(number)).result(TIMEOUT_S)
+    assert played.pinned == pinned
+
+
+@pytest.mark.parametrize("stage", ["copy", "overlap"])
+def test_a_failing_copy_fails_the_save_and_holds_up_nobody(
+    tmp_path: Path, played: PlayedAccelerator, monkeypatch: pytest.MonkeyPatch, stage: Any
+) -> None:
+    def fail(transfer: PlayedTransfer) -> None:
+        raise RuntimeError("the device is gone")
+
+    state = state_on(played)
+    with monkeypatch.context() as patched:
+        patched.setattr(PlayedTransfer, "issue", fail)
+        if stage == "copy":
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                async_save(state, tmp_path / "checkpoint", stage=stage)
+        else:
+            handle = async_save(state, tmp_path / "checkpoint", stage=stage)
+            handle.fence()
+            with pytest.raises(holdfast.CheckpointError, match="the device is gone"):
+                handle.wait_staged(TIMEOUT_S)
+            with pytest.raises(holdfast.CheckpointError, match="the device is gone"):
+                handle.result(TIMEOUT_S)
+    played.allowed.set()
+    async_save(state, tmp_path / "next").result(TIMEOUT_S)
+    assert stored(tmp_path / "next") == EXPECTED
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_region_is_page_aligned_zero_and_writable(is_shared: bool) -> None:
+    region = Region(5_000_000, is_shared=is_shared)
+    assert region.address % 4096 == 0
+    assert region.nbytes >= 5_000_000
+    assert not region.tensor.any()
+    region.tensor[-1] = 7
+    assert region.view[-1] == 7
+    assert (region.descriptor >= 0) is is_shared
+    region.close()
+    assert region.descriptor == -1
+
+
+def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.StorageError, match="max_host_bytes"):
+        Region(1 << 60, is_shared=False)

@@ -1,0 +1,197 @@
+"""Savers, readers and sweeps at one name at the same time, in 2 to 8 processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import holdfast
+from holdfast._native.sweep import sweep
+from torture.crew import Child
+from torture.part import Options, PartResult
+from torture.samples import get_ready_to_fork
+from torture.saves import Torn, found_version, save, state_of
+
+NAME = "concurrency"
+ROUNDS = 200
+SCENARIOS = ("savers that may overwrite", "savers that may not", "saver against sweep", "reader against replace")
+
+
+def run(options: Options) -> PartResult:
+    """Rounds of each scenario, each with processes of its own that start together."""
+    get_ready_to_fork()
+    chosen = random.Random(options.seed)
+    rounds = 2 if options.quick else ROUNDS
+    violations: list[str] = []
+    counts: dict[str, int] = {}
+    holdfast.save(state_of(1), options.folder / "warm")
+    found_version(options.folder / "warm")
+    done = 0
+    for scenario in SCENARIOS:
+        for number in range(rounds):
+            # Every other round on a disk: syncs take time there, and windows are wider.
+            path = (options.disk if number % 2 else options.folder) / f"{SCENARIOS.index(scenario)}-{number}"
+            processes = chosen.randrange(2, 9)
+            told = _round(scenario, path, processes, chosen.randrange(1 << 30), counts)
+            violations += [f"{scenario}, round {number}, {processes} processes: {problem}" for problem in told]
+            shutil.rmtree(path, ignore_errors=True)
+            done += 1
+            options.progress(done, rounds * len(SCENARIOS))
+    return PartResult(
+        fault="concurrent savers to one name, saver against sweep, reader against replace; 2 to 8 processes",
+        must_hold="never mixed, one winner with overwrite off, readers always whole, no live writer swept",
+        injected=done,
+        required=ROUNDS * len(SCENARIOS),
+        violations=violations,
+        counts=counts,
+    )
+
+
+def _round(scenario: str, path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+    path.mkdir(parents=True)
+    if scenario == "savers that may overwrite":
+        return _overwriting(path / "checkpoint", processes, seed, counts)
+    if scenario == "savers that may not":
+        return _one_winner(path / "checkpoint", processes, seed, counts)
+    if scenario == "saver against sweep":
+        return _swept(path, processes, seed, counts)
+    return _read(path / "checkpoint", processes, seed, counts)
+
+
+def _together(functions: list[Any]) -> list[Any]:
+    """What each function told; all are started before any of them goes on."""
+    start = time.monotonic() + 0.004 * len(functions)
+
+    def waiting(function: Any) -> Any:
+        time.sleep(max(0.0, start - time.monotonic()))
+        return function()
+
+    children = [Child(partial(waiting, function)) for function in functions]
+    ends = [child.end() for child in children]
+    return [end.told if end.told is not None else [f"a process ended with {end}"] for end in ends]
+
+
+def _saver(path: Path, versions: list[int], mode: str, seed: int) -> Any:
+    def function() -> list[str]:
+        chosen = random.Random(seed)
+        outcome: list[str] = []
+        for version in versions:
+            time.sleep(chosen.random() * 0.004)
+            try:
+                save(path, mode, version=version)
+                outcome.append(f"saved {version}")
+            except holdfast.CheckpointError as error:
+                outcome.append(f"{type(error).__name__}: {error}")
+        return outcome
+
+    return function
+
+
+def _visible(path: Path, allowed: set[int | None]) -> list[str]:
+    try:
+        version = found_version(path)
+    except (Torn, holdfast.CheckpointError) as error:
+        return [f"torn: {type(error).__name__}: {error}"]
+    return [] if version in allowed else [f"version {version} is there, of {sorted(allowed, key=str)}"]
+
+
+def _overwriting(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+    save(path, "fresh", version=1)
+    versions = [[100 * saver + step for step in range(1, 3)] for saver in range(1, processes + 1)]
+    told = _together([_saver(path, own, "replacing", seed + number) for number, own in enumerate(versions)])
+    problems = [line for lines in told for line in lines if not line.startswith("saved")]
+    # The last of some saver's is there: whatever it was that came last.
+    problems += _visible(path, {own[-1] for own in versions})
+    _count(counts, "saves over each other", sum(map(len, versions)))
+    leftovers = sweep(path, delete=True)
+    problems += [f"the sweep: {problem}" for problem in leftovers.problems]
+    problems += [f"{left.verdict}: {left.reason}" for left in leftovers.leftovers if left.verdict != "dead"]
+    if len(os.listdir(path)) != 3:
+        problems.append(f"after a sweep there are {sorted(os.listdir(path))}")
+    return problems + _visible(path, {own[-1] for own in versions})
+
+
+def _one_winner(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+    told = _together([_saver(path, [saver], "fresh", seed + saver) for saver in range(1, processes + 1)])
+    lines = [line for lines in told for line in lines]
+    winners = [int(line.split()[1]) for line in lines if line.startswith("saved")]
+    losers = [line for line in lines if line.startswith("AlreadyPublishedError")]
+    problems = [line for line in lines if not line.startswith(("saved", "AlreadyPublishedError"))]
+    if len(winners) != 1:
+        problems.append(f"{len(winners)} savers won: {lines}")
+    _count(counts, "savers that were refused", len(losers))
+    if len(os.listdir(path)) != 3:
+        problems.append(f"the losers left {sorted(os.listdir(path))}")
+    return problems + _visible(path, set(winners))
+
+
+def _swept(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+    """Savers that replace, savers of values alone, and sweeps that remove all they can; nobody may fail."""
+    target = path / "checkpoint"
+    save(target, "fresh", version=1)
+    save(path / "values", "fresh", "values", version=1)
+    dead = ["data-dead-0-0.safetensors", "index-dead.safetensors", "manifest-dead.tmp"]
+    for name in dead:
+        (target / name).write_bytes(b"left by a dead saver")
+
+    def sweeper() -> list[str]:
+        found: list[str] = []
+        for _ in range(6):
+            report = sweep(path, delete=True)
+            found += [f"sweep: {problem}" for problem in report.problems]
+        return found
+
+    def values_saver() -> list[str]:
+        for version in (2, 3, 4):
+            save(path / "values", "replacing", "values", version=version)
+        return []
+
+    savers = max(1, processes - 2)
+    versions = [[100 * saver + step for step in range(1, 4)] for saver in range(1, savers + 1)]
+    functions = [_saver(target, own, "replacing", seed + number) for number, own in enumerate(versions)]
+    told = _together([*functions, values_saver, sweeper])
+    problems = [line for lines in told for line in lines if not line.startswith("saved")]
+    problems += _visible(target, {own[-1] for own in versions})
+    with contextlib.suppress(Torn):
+        if found_version(path / "values", "values") != 4:
+            problems.append("the save of values is not there")
+    problems += [f"{name} is still there" for name in dead if (target / name).exists()]
+    _count(counts, "saves beside sweeps", sum(map(len, versions)) + 3)
+    _count(counts, "sweeps beside saves", 6)
+    return problems
+
+
+def _read(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+    save(path, "fresh", version=1)
+    last = 8
+
+    def reader() -> list[str]:
+        seen: list[int] = []
+        problems: list[str] = []
+        while not seen or seen[-1] != last:
+            try:
+                version = found_version(path)
+            except (Torn, holdfast.CheckpointError) as error:
+                problems.append(f"a reader: {type(error).__name__}: {error}")
+                break
+            if version is None or (seen and version < seen[-1]):
+                problems.append(f"a reader saw {version} after {seen}")
+                break
+            seen.append(version)
+        return [*problems, f"seen {len(seen)}"]
+
+    functions = [_saver(path, list(range(2, last + 1)), "replacing", seed), *[reader] * (processes - 1)]
+    told = _together(functions)
+    lines = [line for lines in told for line in lines]
+    _count(counts, "loads beside saves", sum(int(line.split()[1]) for line in lines if line.startswith("seen")))
+    return [line for line in lines if not line.startswith(("saved", "seen"))] + _visible(path, {last})
+
+
+def _count(counts: dict[str, int], what: str, number: int) -> None:
+    counts[what] = counts.get(what, 0) + number

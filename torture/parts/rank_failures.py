@@ -1,0 +1,287 @@
+"""A rank raises, is killed, is stopped, hangs or is slow, in each phase of a save and of a load.
+
+The ranks are real processes. The limits are the library's own (a beat each second, ten of them missed is death), but
+for the deadline without progress, which is short enough to be waited for.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping, MutableSequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import holdfast
+from holdfast._values.deadline import Patience
+from torture.crew import Case, Child, End
+from torture.meeting import meet
+from torture.part import Options, PartResult
+
+NAME = "rank-failures"
+
+DEADLINE_S = 5.0
+SAVE_PHASES = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve", "finish")
+LOAD_PHASES = ("read_metadata", "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve")
+COORDINATOR_ONLY = ("create_global_plan", "finish")
+FAULTS = ("raise", "kill", "stop", "hang", "slow")
+_LIMIT_S = {"raise": 2.0, "kill": 15.0, "stop": 15.0, "hang": DEADLINE_S + 5.0}
+_ITEMS = 5
+_ELEMENTS = (17 << 20) // 4  # more than one slab each, so that a slow rank shows progress after every one
+_PAUSE_S = 1.6
+_HANG_S = DEADLINE_S + 6.0
+_PATIENCE = Patience(progress_s=DEADLINE_S)
+_WORKERS = 6  # cases mostly wait
+
+
+def run(options: Options) -> PartResult:
+    """Let one rank fail in every way and phase, and judge what the others say of it, and when."""
+    cases = [{**case, "folder": str(options.folder)} for case in all_cases()]
+    if options.quick:
+        cases = cases[options.seed % 7 :: 12]
+    violations, slowest = [], dict.fromkeys(_LIMIT_S, 0.0)
+    for done, (case, outcome) in enumerate(options.crew.run(suffer, cases, workers=_WORKERS), start=1):
+        options.progress(done, len(cases))
+        name = "{operation} on {world} ranks, rank {rank}, {fault} in {phase}".format(**case)
+        violations += [f"{name}: {problem}" for problem in outcome.get("problems", [outcome.get("failure")])]
+        if case["fault"] in slowest:
+            slowest[case["fault"]] = max(slowest[case["fault"]], outcome.get("seconds", 0.0))
+    return PartResult(
+        fault="a rank raises, is killed, stopped, hangs or is slow, in each phase of save and load, 2 and 4 ranks",
+        must_hold="every survivor gets the same error naming rank and phase in time, a slow rank is waited for, "
+        "nothing is published with missing data, the next save works",
+        injected=len(cases),
+        required=100,
+        violations=violations,
+        notes=[f"{fault}: known to all after {seconds:.1f} s at most" for fault, seconds in slowest.items()],
+    )
+
+
+def all_cases() -> list[Case]:
+    """Every phase of every operation, on the coordinator and elsewhere, with every fault."""
+    return [
+        {"operation": operation, "world": world, "rank": rank, "fault": fault, "phase": phase}
+        for operation, phases in (("save", SAVE_PHASES), ("load", LOAD_PHASES))
+        for world, phase, fault in itertools.product((2, 4), phases, FAULTS)
+        for rank in ((0,) if phase in COORDINATOR_ONLY else (0, world - 1))
+        if fault != "slow" or phase == "resolve"
+    ]
+
+
+def suffer(*, folder: str, operation: str, world: int, rank: int, fault: str, phase: str) -> Case:
+    """One case: how the ranks ended, judged."""
+    home = Path(folder) / f"{operation}-{world}-{rank}-{fault}-{phase}"
+    home.mkdir()
+    path = home / "checkpoint"
+    if operation == "load":
+        holdfast.save(_state(1, range(world)), path)
+    children = [
+        Child(partial(_act, home, operation, world, each, fault if each == rank else "", phase))
+        for each in range(world)
+    ]
+    ends = {each: child.end(60.0) for each, child in enumerate(children) if each != rank or fault != "stop"}
+    if fault == "stop":
+        os.kill(children[rank].pid, signal.SIGKILL)
+        children[rank].end()
+    survivors = {each: end for each, end in ends.items() if each != rank or fault not in ("kill", "stop")}
+    seconds, problems = _judge(home, survivors, rank=rank, fault=fault)
+    problems += _judge_files(path, operation, range(world), fault=fault)
+    shutil.rmtree(home)
+    return {"problems": problems, "seconds": seconds}
+
+
+def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -> tuple[float, list[str]]:
+    """After how many seconds the last survivor knew, and what is wrong with what they were told."""
+    told = {each: end.told for each, end in survivors.items()}
+    if any(end.hung or end.told is None for end in survivors.values()):
+        return 0.0, [f"a rank did not end properly: {survivors}"]
+    problems = [f"the next save failed on rank {each}: {said['next']}" for each, said in told.items() if said["next"]]
+    if fault == "slow":
+        return 0.0, problems + [
+            f"rank {each} was not waited for: {said}" for each, said in told.items() if said["error"]
+        ]
+    struck = float((home / "struck").read_text())
+    seconds = max(said["at"] for each, said in told.items() if each != rank or fault == "raise") - struck
+    if seconds > _LIMIT_S[fault]:
+        problems.append(f"known after {seconds:.1f} s, {_LIMIT_S[fault]:.1f} s are allowed")
+    errors = {(said["error"], said["message"]) for said in told.values()}
+    if len(errors) != 1:
+        return seconds, [*problems, f"the ranks say different things: {sorted(map(str, errors))}"]
+    ((error, message),) = errors
+    if error != ("CheckpointError" if fault == "raise" else "RankLostError"):
+        problems.append(f"the error is {error}: {message}")
+    if f"rank {rank}" not in (message or ""):
+        problems.append(f"the rank is not named: {message}")
+    if not any(name in (message or "") for name in ("plan", "writing", "reading", "comparing")):
+        problems.append(f"the phase is not named: {message}")
+    return seconds, problems
+
+
+def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> list[str]:
+    """What is wrong with what is published now."""
+    expected = 1 if operation == "load" else None
+    if fault == "slow" and operation == "save":
+        expected = 2
+    if fault in ("raise", "hang", "slow"):
+        expected = 3  # by the next save of the same ranks
+    try:
+        state = holdfast.load(path)
+    except holdfast.NotFoundError:
+        state = None
+    version = None if state is None else state["step"]
+    if version != expected and not (operation == "save" and expected is None and version == 2):
+        return [f"version {version} is published instead of {expected}"]
+    wanted = {} if version is None else _state(version, ranks)
+    torn = [key for key, tensor in wanted.items() if key != "step" and not torch.equal((state or {})[key], tensor)]
+    return [f"torn: {torn}"] if torn or set(state or {}) != set(wanted) else []
+
+
+def _state(version: int, ranks: range) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": version}
+    for rank in ranks:
+        state.update({f"rank {rank}.{n}": torch.full((_ELEMENTS,), float(version)) for n in range(_ITEMS)})
+    return state
+
+
+def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: str) -> Any:
+    """What a rank does and tells: the operation, and a save after it."""
+    meet(home / "address", rank=rank, world=world, patience=_PATIENCE)
+    trouble = _Trouble(home / "struck", fault, phase)
+    path = home / "checkpoint"
+    state = _state(2, range(rank, rank + 1))
+    said: dict[str, Any] = {"error": None, "message": None, "next": None}
+    try:
+        if operation == "save":
+            holdfast.save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble))
+        else:
+            holdfast.load(state, storage_reader=_Reader(path, trouble), planner=_LoadPlanner(trouble))
+    except holdfast.CheckpointError as error:
+        said.update(error=type(error).__name__, message=str(error))
+    said["at"] = time.monotonic()
+    if fault_of(home) in ("raise", "hang", "slow"):
+        if fault_of(home) == "hang":  # one that hangs on cannot take part in the next save
+            time.sleep(max(0.0, float((home / "struck").read_text()) + _HANG_S + 0.5 - time.monotonic()))
+        try:
+            holdfast.save(_state(3, range(rank, rank + 1)), path)
+        except holdfast.CheckpointError as error:
+            said["next"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def fault_of(home: Path) -> str:
+    """The fault that the name of a case's folder tells."""
+    return home.name.split("-")[3]
+
+
+class _Trouble:
+    """What happens to this rank when it comes to the phase."""
+
+    def __init__(self, place: Path, fault: str, phase: str) -> None:
+        self._place = place
+        self._fault = fault
+        self._phase = phase
+        self._visits = 0
+
+    def visit(self, phase: str) -> None:
+        """Have the trouble, if it is for this phase; in the middle of the work where that has a middle."""
+        if not self._fault or phase != self._phase:
+            return
+        self._visits += 1
+        if self._fault == "slow":
+            self._note()
+            time.sleep(_PAUSE_S)
+        elif self._visits == (3 if phase == "resolve" else 1):
+            self._note()
+            if self._fault == "raise":
+                raise ZeroDivisionError("odd")
+            if self._fault == "hang":
+                time.sleep(_HANG_S)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if self._fault == "kill" else signal.SIGSTOP)
+
+    def _note(self) -> None:
+        draft = self._place.with_suffix(".draft2")
+        draft.write_text(str(time.monotonic()))
+        draft.rename(self._place)
+
+
+class _SavePlanner(holdfast.DefaultSavePlanner):
+    def __init__(self, trouble: _Trouble) -> None:
+        super().__init__()
+        self._trouble = trouble
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._trouble.visit("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> holdfast.SavePlan:
+        self._trouble.visit("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(
+        self, all_plans: list[holdfast.SavePlan]
+    ) -> tuple[list[holdfast.SavePlan], holdfast.Metadata]:
+        self._trouble.visit("create_global_plan")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: holdfast.SavePlan) -> holdfast.SavePlan:
+        self._trouble.visit("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: holdfast.WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.tensor_data is not None:
+            self._trouble.visit("resolve")
+        return super().resolve_data(write_item)
+
+
+class _Writer(holdfast.NativeWriter):
+    def __init__(self, path: Path, trouble: _Trouble) -> None:
+        super().__init__(path)
+        self._trouble = trouble
+
+    def finish(self, metadata: holdfast.Metadata, results: list[MutableSequence[holdfast.WriteResult]]) -> None:
+        self._trouble.visit("finish")
+        super().finish(metadata, results)
+
+
+class _LoadPlanner(holdfast.DefaultLoadPlanner):
+    def __init__(self, trouble: _Trouble) -> None:
+        super().__init__()
+        self._trouble = trouble
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._trouble.visit("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> holdfast.LoadPlan:
+        self._trouble.visit("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, global_plan: list[holdfast.LoadPlan]) -> list[holdfast.LoadPlan]:
+        self._trouble.visit("create_global_plan")
+        return super().create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: holdfast.LoadPlan) -> holdfast.LoadPlan:
+        self._trouble.visit("finish_plan")
+        return super().finish_plan(central_plan)
+
+    def resolve_tensor(self, read_item: holdfast.ReadItem) -> torch.Tensor:
+        self._trouble.visit("resolve")
+        return super().resolve_tensor(read_item)
+
+
+class _Reader(holdfast.NativeReader):
+    def __init__(self, path: Path, trouble: _Trouble) -> None:
+        super().__init__(path)
+        self._trouble = trouble
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> holdfast.Metadata:
+        self._trouble.visit("read_metadata")
+        return super().read_metadata(*args, **kwargs)

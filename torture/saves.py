@@ -1,0 +1,125 @@
+"""The saves that are disturbed, and what may be found afterwards.
+
+Every tensor and value of a state tells its version, so that whatever is loaded is whole and of one version, or torn.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import holdfast
+from holdfast._io.buffers import SLAB_BYTES
+from holdfast.async_saver import async_save
+
+MODES = ("fresh", "fresh, may overwrite", "replacing")
+ASYNC_MODES = ("async, fresh", "async, replacing")
+BEFORE = {"fresh": None, "fresh, may overwrite": None, "replacing": 1, "async, fresh": None, "async, replacing": 1}
+"""Which version is published before the save of version 2."""
+
+RANKS = 4
+
+
+def state_of(version: int, shape: str = "small") -> dict[str, Any]:
+    """A state of a version.
+
+    ``shape`` is "small", two tensors; "blob", also a value that goes to a data file; "slabs", tensors of several slabs;
+    "values", no tensor at all; "ranks", what four ranks save together; "rank 2", what one of them has of it.
+    """
+    state: dict[str, Any] = {"step": version}
+    if shape.startswith("rank"):
+        ranks = range(RANKS) if shape == "ranks" else [int(shape.removeprefix("rank "))]
+        return {**state, **{f"of rank {rank}": torch.full((100 + rank,), float(version)) for rank in ranks}}
+    if shape != "values":
+        elements = 2 * SLAB_BYTES // 4 + 1000 if shape == "slabs" else 300
+        state["model"] = {
+            "weight": torch.full((elements,), float(version)),
+            "layers": [torch.full((2, 3), version)],
+        }
+    if shape == "blob":
+        state["note"] = bytes([version]) * 70_000
+    return state
+
+
+class Torn(Exception):
+    """What was loaded is of no one version."""
+
+
+def version_of(state: dict[str, Any], shape: str = "small") -> int:
+    """The version of a loaded state; Torn unless it is whole."""
+    step = state.get("step")
+    if type(step) is not int:
+        raise Torn(f"the step is {step!r}")
+    try:
+        wanted = state_of(step, shape)
+        same = list(state) == list(wanted) and all(_equal(state[key], wanted[key]) for key in wanted)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Torn(f"not a state of the shape {shape!r}: {error}") from error
+    if not same:
+        raise Torn(f"step {step}, but not everything is of that version")
+    return step
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(other, dict):
+        return isinstance(one, dict) and list(one) == list(other) and all(_equal(one[key], other[key]) for key in other)
+    if isinstance(other, list):
+        return isinstance(one, list) and len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def prepare(path: Path, mode: str, shape: str = "small") -> None:
+    """Make what is there before the save: nothing, or version 1."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if BEFORE[mode] is not None:
+        template = path.parent.parent / f"template-{shape}-{os.getpid()}"
+        if not template.exists():
+            holdfast.save(state_of(1, shape), template)
+        shutil.copytree(template, path)
+
+
+def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attempt: str | None = None) -> None:
+    """The save that is disturbed; when this returns it is acknowledged."""
+    writer = holdfast.NativeWriter(path, overwrite=mode != "fresh", attempt=attempt)
+    if mode in ASYNC_MODES:
+        async_save(state_of(version, shape), storage_writer=writer).result()
+    else:
+        holdfast.save(state_of(version, shape), storage_writer=writer)
+
+
+def found_version(path: Path, shape: str = "small") -> int | None:
+    """The version that is published, whole; None where a resuming job would be told to start fresh.
+
+    Torn, or what load raises, for anything else.
+    """
+    try:
+        return version_of(holdfast.load(path), shape)
+    except holdfast.NotACheckpointError as error:
+        raise Torn(f"a job that resumes is not told to start fresh: {error}") from error
+    except holdfast.NotFoundError:
+        return None
+
+
+def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: bool = False) -> str | None:
+    """What is wrong after version 2 was being saved; None when the promises hold and the next save succeeds."""
+    try:
+        version = found_version(path, shape)
+    except (Torn, holdfast.CheckpointError) as error:
+        return f"torn: {type(error).__name__}: {error}"
+    if acknowledged and version != 2:
+        return f"acknowledged but lost: version {version} is there"
+    if version not in (BEFORE[mode], 2):
+        return f"the previous one is lost: version {version} is there"
+    try:
+        # What is not visible does not forbid a save either.
+        holdfast.save(state_of(3, shape), path, overwrite=version is not None)
+        after = found_version(path, shape)
+    except (Torn, holdfast.CheckpointError) as error:
+        return f"the next save failed: {type(error).__name__}: {error}"
+    return None if after == 3 else f"the next save is not there: version {after} is"
