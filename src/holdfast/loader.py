@@ -304,11 +304,14 @@ def _load_once(
         plan = plan_locally()
 
     # While a rank waits for what another one reads, it is not the one that is stuck.
+    reader.watch(ranks.check)
+    stack.callback(reader.watch, lambda: None)
     ranks.follow(lambda: reader.bytes_read + (0 if exchange is None else exchange.waits))
     if share == "host" and ranks.size > 1 and type(reader) is NativeReader:
         metadata, exchange = open_together(reader, ranks)
         if exchange is not None:
             stack.callback(exchange.close)
+            stack.callback(reader.use_exchange, None)
             reader.use_exchange(exchange)
     else:
         ranks.share("reading the metadata", read_metadata, _one_attempt)

@@ -28,6 +28,7 @@ from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
 from holdfast._host import meeting
 from holdfast._io import sharing
 from holdfast._io.direct import InputFile
+from holdfast._native import segments
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -322,6 +323,33 @@ def test_a_rank_that_raises_while_others_wait_for_it_fails_all_soon(pool: Pool, 
             assert failures == [number // 2]
             assert f"no {('finish_plan', 'resolve_tensor')[number % 2]} here" in message
             assert seconds < 4.0
+
+
+def count_reads_after_a_failure(path: str) -> tuple[int, int]:
+    """How many reads a slow rank had to do, and how many it did although the other had failed."""
+    shapes = {f"part.{number}": (2, MIB // 4) for number in range(24)}
+    holdfast.save(state_of(shapes, [Shard(0)]), path)
+    read, reads = InputFile._read_once, [0]
+
+    def read_slowly(self: InputFile, *arguments: Any) -> int:
+        reads[0] += 1
+        time.sleep(0.3)
+        return read(self, *arguments)
+
+    planner = RaisingPlanner(1, "resolve_tensor")
+    with (
+        mock.patch.object(InputFile, "_read_once", read_slowly),
+        mock.patch.object(segments, "HOT_BYTES", MIB + 8192),
+        pytest.raises(CheckpointError, match="no resolve_tensor here"),
+    ):
+        holdfast.load(state_of(shapes, [Shard(0)], zeros=True), path, planner=planner)
+    return len(shapes), reads[0]
+
+
+def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Pool, tmp_path: Path) -> None:
+    (wanted, done), (_, none) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    assert 0 < done < wanted
+    assert none == 0
 
 
 @contextmanager

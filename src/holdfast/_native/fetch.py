@@ -48,12 +48,14 @@ class Fetch(SegmentFetch[Target]):
         open_targets: Callable[[list[int]], list[Target]],
         close_target: Callable[[int, Target], None],
         verify: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             _segments(catalog, wanted, verify=verify),
             boxes=len(wanted.row),
             open_targets=open_targets,
             close_target=close_target,
+            check=check,
         )
         self._catalog = catalog
         self._files = files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,7 @@ class NativeReader(StorageReader):
         self._catalog: Catalog | None = None
         self._files: DataFiles | None = None
         self._exchange: Exchange | None = None
+        self._check: Callable[[], None] = _go_on
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
@@ -90,10 +92,14 @@ class NativeReader(StorageReader):
         self.close()
 
     def close(self) -> None:
-        """Close the files and forget the checkpoint, and with whom it was read."""
-        files, self._files, self._catalog, self._exchange = self._files, None, None, None
+        """Close the files and forget the checkpoint."""
+        files, self._files, self._catalog = self._files, None, None
         if files is not None:
             files.close()
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` between reads."""
+        self._check = check
 
     def was_replaced(self) -> bool:
         """Whether another save has been published at the path since its manifest was read."""
@@ -141,6 +147,7 @@ class NativeReader(StorageReader):
             open_targets=delivery.open_targets,
             close_target=delivery.close_target,
             verify=self.verify,
+            check=self._check,
         )
         try:
             fetch.run()
@@ -157,7 +164,8 @@ class NativeReader(StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_catalog": None, "_offered": None, "_exchange": None}
+        left = dict.fromkeys(("_files", "_catalog", "_offered", "_exchange"))
+        return {**self.__dict__, **left, "_check": _go_on}
 
 
 class _Delivery:
@@ -316,6 +324,10 @@ class _Delivery:
         if entry.kind == "json":
             return _value_buffer(decode_value_bytes(data, key=key))
         return io.BytesIO(data)
+
+
+def _go_on() -> None:
+    """What is called between reads when nobody watches."""
 
 
 def _value_buffer(value: object) -> ValueBuffer:

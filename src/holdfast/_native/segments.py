@@ -84,7 +84,8 @@ TargetT = TypeVar("TargetT", bound=Destination)
 
 class SegmentFetch(abc.ABC, Generic[TargetT]):
     """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
-    ``close_target(n, target)`` is called, one at a time, when one is complete.
+    ``close_target(n, target)`` is called, one at a time, when one is complete. ``check`` is called between reads, and
+    raises when there is no point in going on.
     """
 
     max_gap = 0
@@ -97,7 +98,9 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         boxes: int,
         open_targets: Callable[[list[int]], list[TargetT]],
         close_target: Callable[[int, TargetT], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._open_targets = open_targets
         self._close_target = close_target
         self._segments = segments
@@ -169,11 +172,13 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         # One slab stays with the delivery, so that no read ever waits for one.
         with closing(run_ahead((job.read for job in jobs), workers=workers - 1)) as slabs:
             for job, (slab, base) in zip(jobs, slabs, strict=True):
+                self._check()
                 job.open()
                 job.deliver(slab, base)
                 ring.release(slab)
 
     def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
+        self._check()
         job = SegmentJob(self, span, ring)
         job.open()
         return job.run

@@ -160,7 +160,7 @@ class SharedFetch(Fetch):
         slab, base = self.read(file, start, stop, common.ring)
         try:
             if self._verify:
-                self._check(common.reads.blocks, common.span(read), slab.view, base)
+                self._verify_blocks(common.reads.blocks, common.span(read), slab.view, base)
             target = self._exchange.slot(slot)
             move(target.address + start % ALIGNMENT, slab.address + start - base, stop - start)
             self._exchange.tell_filled(read, slot)
@@ -169,7 +169,7 @@ class SharedFetch(Fetch):
         finally:
             common.ring.release(slab)
 
-    def _check(self, blocks: Blocks, span: slice, view: memoryview, base: int) -> None:
+    def _verify_blocks(self, blocks: Blocks, span: slice, view: memoryview, base: int) -> None:
         columns = (blocks.chunk, blocks.offset, blocks.nbytes)
         expected = self._catalog.index.digests[blocks.number[span]].tolist()
         for row, offset, nbytes, wanted in zip(*(column[span].tolist() for column in columns), expected, strict=True):
