@@ -18,7 +18,8 @@ from holdfast._io import sharing
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory
 
 MESSAGE_BYTES = 16
-MOST_MEMBERS = 64
+# With more, the messages that can be under way to one of them might not fit into the smallest pipe there is.
+MOST_MEMBERS = 32
 _HANDOVER_S = 10.0
 _PAGE = 4096
 

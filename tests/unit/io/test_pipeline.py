@@ -29,6 +29,18 @@ def no_thread_is_left() -> Iterator[None]:
     assert io_threads() == []
 
 
+def test_an_iterable_that_waits_for_its_first_job_gets_what_it_waits_for() -> None:
+    first, second = threading.Event(), threading.Event()
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        yield first.set
+        assert first.wait(PATIENCE_S)
+        yield second.set
+
+    run_bounded(jobs(), workers=2, at_once=True)
+    assert second.is_set()
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
