@@ -18,9 +18,11 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def default_workers() -> int:
-    """How many threads keep a disk busy on this machine."""
-    return max(4, min(12, os.cpu_count() or 4))
+def default_workers(sharers: int = 1, *, least: int = 4) -> int:
+    """How many threads keep a disk busy on this machine, in each of ``sharers`` processes that do it together."""
+    cores = os.cpu_count() or 4
+    alone = max(4, min(12, cores))
+    return alone if sharers == 1 else max(least, min(alone, 2 * cores // sharers))
 
 
 def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int = 2, at_once: bool = False) -> None:

@@ -38,11 +38,6 @@ def uses_cuda() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def read_bytes() -> int:
-    """How many bytes to read at once."""
-    return SLAB_BYTES if uses_cuda() else HOT_BYTES
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
     """Byte ranges in file order: of wanted box ``box``, from byte ``start`` of its chunk; ``digest`` -1: unverified."""
@@ -144,7 +139,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _transfer(self) -> None:
         spans = self._spans(len(self._segments.box))
-        workers = default_workers()
+        workers = self._workers()
         ring = SlabRing(workers, pinned=uses_cuda())
         try:
             if len(self._segments.box) > FEW_SEGMENTS * len(spans):
@@ -154,6 +149,14 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         finally:
             ring.close()
 
+    def _workers(self) -> int:
+        """How many threads read."""
+        return default_workers()
+
+    def _most_bytes(self) -> int:
+        """How many bytes are read at once."""
+        return SLAB_BYTES if uses_cuda() else HOT_BYTES
+
     def _spans(self, count: int) -> list[slice]:
         """The first ``count`` segments in groups, each to be read at once."""
         segments = self._segments
@@ -161,7 +164,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             segments.file[:count],
             segments.offset[:count],
             segments.nbytes[:count] + self.max_gap,
-            most=read_bytes(),
+            most=self._most_bytes(),
             alignment=ALIGNMENT,
         )
         return [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
