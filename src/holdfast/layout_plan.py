@@ -1,0 +1,422 @@
+"""What all ranks write together, from their layouts: what ``global_plan`` plans, without anybody's rows.
+
+The work follows what differs: tensors that are held alike share one holding, its boxes and who writes them; nothing is
+made once per chunk but numpy columns, and those of a rank are made for that rank. Runs on the coordinator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from holdfast._plan.balance import Parts, Shared, cut_out, same_segments, sets_of, share_out, sums
+from holdfast._plan.coverage import check_coverage
+from holdfast._plan.holdings import HeldRows, Holding, holding_of
+from holdfast._plan.layout import box_words, key_factors
+from holdfast._values.lazy import LazyDict, LazyList
+from holdfast.errors import InvalidStateError
+from holdfast.global_plan import check_same_head, joined_head, untied_head
+from holdfast.layouts import WHOLE, Layout
+from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
+from holdfast.planner import TensorHead, WriteColumns, padded
+
+_Kind = tuple[int, int, tuple[int, ...]]  # layout, rule, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyChunks:
+    """The chunks of one key, by place: boxes of the holding, or parts of them.
+
+    ``box`` is the number of the box that a chunk is, or is cut from, ``writer`` its rank; None where every chunk is a
+    box and its lowest holder writes it.
+    """
+
+    lo: np.ndarray
+    length: np.ndarray
+    box: np.ndarray | None = None
+    writer: np.ndarray | None = None
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ByRank:
+    """Columns of all ranks, one after the other: those of rank r are the rows from ``bounds[r]`` to ``bounds[r + 1]``.
+
+    ``row`` is a rank's local row; ``key`` and ``number`` say what of it: a chunk of its key, or its set of holders.
+    """
+
+    bounds: np.ndarray
+    row: np.ndarray
+    key: np.ndarray
+    number: np.ndarray
+
+    def of(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows, keys and numbers of ``rank``."""
+        mine = slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
+        return self.row[mine], self.key[mine], self.number[mine]
+
+
+class LayoutPlan:
+    """Who writes what, from the layouts of all ranks.
+
+    Args:
+        layouts: the distinct ones, by the lowest rank that has them.
+        layout_of: the number of each rank's layout.
+        names: the number that meshes have for each rank.
+        to_lowest_rank: what several ranks hold is written by the lowest of them.
+
+    Raises:
+        InvalidStateError: the boxes of a tensor do not tile it exactly.
+        RankDisagreementError: layouts say different things of one key.
+    """
+
+    def __init__(
+        self, layouts: Sequence[Layout], layout_of: np.ndarray, names: np.ndarray, *, to_lowest_rank: bool = False
+    ) -> None:
+        self.layouts = layouts
+        self.layout_of = layout_of
+        self.names = names
+        self.ranks = len(layout_of)
+        self._members = [np.flatnonzero(layout_of == number) for number in range(len(layouts))]
+        self._rows: dict[_Kind, HeldRows] = {}
+        self._holdings: dict[tuple[_Kind, ...], Holding] = {}
+        self.keys: list[str]
+        self.heads: list[TensorHead | None]
+        self._gather_keys()
+        self._check_tiling()
+        self.has_odd_ties = self._has_odd_ties()
+        if not self.has_odd_ties:
+            self.chunks = self._assigned(to_lowest_rank)
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def _gather_keys(self) -> None:
+        """What every key is, in the order in which ranks have them, and what is held of it."""
+        heads: dict[str, TensorHead | None] = {}
+        first_rank: dict[str, int] = {}
+        kinds: dict[str, list[_Kind]] = {}
+        is_held: set[str] = set()
+        for number, layout in enumerate(self.layouts):
+            rank = int(self._members[number][0])
+            for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
+                known = heads.setdefault(key, head)
+                check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
+                kind = (number, rule, () if head is None else tuple(head.size))
+                kinds.setdefault(key, []).append(kind)
+                if not len(self._held_rows(kind).rank):
+                    continue
+                if key not in is_held:
+                    is_held.add(key)
+                    heads[key] = head
+                elif known is not None and head is not None and known is not head:
+                    heads[key] = joined_head(known, head)
+        self.keys = list(heads)
+        self.heads = [untied_head(head, heads) for head in heads.values()]
+        self.numbers = {key: number for number, key in enumerate(self.keys)}
+        self._part_of = [{kind[0]: place for place, kind in enumerate(of_key)} for of_key in kinds.values()]
+        self.holdings = [self._holding(tuple(of_key)) for of_key in kinds.values()]
+
+    def _held_rows(self, kind: _Kind) -> HeldRows:
+        if kind not in self._rows:
+            number, rule, size = kind
+            members = self._members[number]
+            found = self.layouts[number].boxes(rule, size, self.names[members])
+            self._rows[kind] = HeldRows(rank=members[found.member], lo=found.lo, length=found.length)
+        return self._rows[kind]
+
+    def _holding(self, kinds: tuple[_Kind, ...]) -> Holding:
+        if kinds not in self._holdings:
+            self._holdings[kinds] = holding_of([self._held_rows(kind) for kind in kinds])
+        return self._holdings[kinds]
+
+    def row_digests(self) -> np.ndarray:
+        """What ``rows_digest`` makes of each rank's local rows, if they are as its layout says."""
+        digests = np.zeros(self.ranks, dtype=np.uint64)
+        for number, layout in enumerate(self.layouts):
+            factors = key_factors(len(layout.keys))
+            by_kind: dict[_Kind, list[int]] = {}
+            for which, (head, rule) in enumerate(zip(layout.heads, layout.rules, strict=True)):
+                by_kind.setdefault((number, rule, () if head is None else tuple(head.size)), []).append(which)
+            for kind, which_ones in by_kind.items():
+                rows = self._held_rows(kind)
+                words = box_words(rows.lo, rows.length) * factors[which_ones].sum(dtype=np.uint64)
+                np.add.at(digests, rows.rank, words)
+        return digests
+
+    def _check_tiling(self) -> None:
+        """InvalidStateError unless the boxes of each tensor tile it exactly; each distinct holding is checked once."""
+        numbers: dict[int, int] = {}
+        checked: list[Holding] = []
+        sizes: list[tuple[int, ...]] = []
+        for head, holding in zip(self.heads, self.holdings, strict=True):
+            if head is not None and numbers.setdefault(id(holding), len(checked)) == len(checked):
+                checked.append(holding)
+                sizes.append(tuple(head.size))
+        width = max(map(len, sizes), default=0)
+        faults = check_coverage(
+            np.repeat(np.arange(len(checked)), [len(holding.lo) for holding in checked]),
+            np.concatenate([widened(holding.lo, width, 0) for holding in checked] or [np.zeros((0, width), np.int64)]),
+            np.concatenate(
+                [widened(holding.length, width, 1) for holding in checked] or [np.ones((0, width), np.int64)]
+            ),
+            padded(sizes, fill=1).reshape(len(sizes), width),
+        )
+        if faults:
+            details = {fault.tensor: fault.detail for fault in faults}
+            wrong = [
+                (key, numbers[id(holding)])
+                for key, head, holding in zip(self.keys, self.heads, self.holdings, strict=True)
+                if head is not None and numbers[id(holding)] in details
+            ]
+            key, number = wrong[0]
+            raise InvalidStateError(
+                f"the pieces of {key!r} do not make up the whole tensor: {details[number]}"
+                + (f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""),
+                key=key,
+            )
+
+    def _has_odd_ties(self) -> bool:
+        """Whether a key is tied to one that is held by other ranks or in other boxes: then rows have to be compared."""
+        return any(
+            head is not None
+            and head.alias_of is not None
+            and self.holdings[self.numbers[head.alias_of]] is not self.holdings[number]
+            for number, head in enumerate(self.heads)
+        )
+
+    # --- who writes what ---------------------------------------------------------------------------------------------
+
+    def _itemsize(self, number: int) -> int:
+        head = self.heads[number]
+        return 1 if head is None else head.properties.dtype.itemsize
+
+    def _assigned(self, to_lowest_rank: bool) -> list[KeyChunks]:
+        """The chunks of every key; those of a tied one are those of the one it is tied to."""
+        plain = {id(holding): KeyChunks(lo=holding.lo, length=holding.length) for holding in self.holdings}
+        chunks = [plain[id(holding)] for holding in self.holdings]
+        own = [number for number, head in enumerate(self.heads) if head is None or head.alias_of is None]
+        shared = [] if to_lowest_rank else [number for number in own if len(self.holdings[number].shared)]
+        if shared:
+            for number, of_key in zip(shared, self._shared_out(own, shared), strict=True):
+                chunks[number] = of_key
+        for number, head in enumerate(self.heads):
+            if head is not None and head.alias_of is not None:
+                chunks[number] = chunks[self.numbers[head.alias_of]]
+        return chunks
+
+    def _shared_out(self, own: list[int], shared: list[int]) -> list[KeyChunks]:
+        """The chunks of the keys ``shared``, so that all ranks write about as many bytes."""
+        holdings = [self.holdings[number] for number in shared]
+        itemsizes = [self._itemsize(number) for number in shared]
+        width = max(holding.lo.shape[1] for holding in holdings)
+        bounds = np.cumsum([0, *(len(holding.shared) for holding in holdings)])
+        sizes = [holding.volume[holding.shared] * size for holding, size in zip(holdings, itemsizes, strict=True)]
+        number = np.concatenate([self.set_of_box(holding)[holding.shared] for holding in holdings])
+        parts = share_out(
+            Shared(
+                nbytes=np.concatenate(sizes),
+                length=np.concatenate([widened(holding.length[holding.shared], width, 1) for holding in holdings]),
+                itemsize=np.repeat(itemsizes, np.diff(bounds)),
+            ),
+            sets_of(self.sets, number),
+            self._fixed_loads(own),
+        )
+        firsts = np.cumsum([0, *(len(holders) for holders in self.sets)])
+        writer = np.concatenate(self.sets)[firsts[number[parts.box]] + parts.holder]
+        ends = np.searchsorted(parts.box, bounds)
+        return [
+            _chunks_of(
+                holding,
+                dataclasses.replace(mine := parts.take(np.arange(start, stop)), box=holding.shared[mine.box - first]),
+                writer[start:stop],
+            )
+            for holding, first, start, stop in zip(holdings, bounds[:-1], ends[:-1], ends[1:], strict=True)
+        ]
+
+    def _fixed_loads(self, own: list[int]) -> np.ndarray:
+        """The bytes that each rank writes because nobody else could."""
+        loads = np.zeros(self.ranks)
+        bytes_of: dict[int, int] = {}
+        for number in own:
+            holding = self.holdings[number]
+            bytes_of[id(holding)] = bytes_of.get(id(holding), 0) + self._itemsize(number)
+        for holding in {id(holding): holding for holding in self.holdings}.values():
+            alone = holding.holders == 1
+            if id(holding) in bytes_of:
+                loads += sums(holding.lowest[alone], holding.volume[alone] * bytes_of[id(holding)], self.ranks)
+        return loads
+
+    @cached_property
+    def sets(self) -> list[np.ndarray]:
+        """The distinct sets of ranks that hold a box together; grows as ``set_of_box`` looks at holdings."""
+        return []
+
+    @cached_property
+    def _set_numbers(self) -> dict[bytes, int]:
+        return {}
+
+    @cached_property
+    def _sets_of_boxes(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def set_of_box(self, holding: Holding) -> np.ndarray:
+        """The number of the set of holders of each box; -1 for those with one holder or without elements."""
+        known = self._sets_of_boxes.get(id(holding))
+        if known is not None:
+            return known
+        numbers = np.full(len(holding.volume), -1, dtype=np.int64)
+        shared = holding.shared
+        if len(shared):
+            counts = holding.holders[shared]
+            ends = np.cumsum(counts)
+            rows = np.repeat(holding.starts[shared] - (ends - counts), counts) + np.arange(ends[-1])
+            number, firsts = same_segments(holding.holder[rows], ends - counts, counts)
+            mine = []
+            for first in shared[firsts].tolist():
+                holders = holding.holder[holding.starts[first] : holding.starts[first + 1]]
+                name = holders.tobytes()
+                if name not in self._set_numbers:
+                    self._set_numbers[name] = len(self.sets)
+                    self.sets.append(holders)
+                mine.append(self._set_numbers[name])
+            numbers[shared] = np.array(mine, dtype=np.int64)[number]
+        self._sets_of_boxes[id(holding)] = numbers
+        return numbers
+
+    # --- for each rank -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def written(self) -> ByRank:
+        """What every rank writes: its local rows, their keys, and of these the chunks."""
+        return self._by_rank(self._written_rows)
+
+    @cached_property
+    def compared(self) -> ByRank:
+        """What every rank has in common with others: its local rows, their keys, and the sets of holders."""
+        return self._by_rank(self._compared_rows)
+
+    def _by_rank(self, pick: Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray] | None]) -> ByRank:
+        """Columns of what ``pick`` finds of each key in each layout: ranks, which of their rows of it, numbers."""
+        narrow = np.uint16 if self.ranks <= 1 << 16 else np.uint32
+        ranks, rows, numbers, owners, counts = [], [], [], [], []
+        for layout in range(len(self.layouts)):
+            before = np.zeros(self.ranks, dtype=np.uint32)
+            held_counts: dict[int, np.ndarray] = {}
+            for key in self.layouts[layout].keys:
+                which = self.numbers[key]
+                part = self.holdings[which].parts[self._part_of[which][layout]]
+                found = pick(which, self._part_of[which][layout])
+                if found is not None:
+                    rank, row, number = found
+                    ranks.append(rank.astype(narrow))
+                    rows.append(before[rank] + row.astype(np.uint32))
+                    numbers.append(number.astype(np.uint32))
+                    owners.append(which)
+                    counts.append(len(rank))
+                if id(part) not in held_counts:
+                    held_counts[id(part)] = np.bincount(part.rank, minlength=self.ranks).astype(np.uint32)
+                before += held_counts[id(part)]
+        nothing = np.zeros(0, dtype=np.uint32)
+        rank = np.concatenate(ranks) if ranks else nothing
+        order = np.argsort(rank, kind="stable")
+        owner = np.repeat(np.array(owners, dtype=np.uint32), counts)
+        return ByRank(
+            bounds=np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=self.ranks))]),
+            row=(np.concatenate(rows) if rows else nothing)[order],
+            key=owner[order],
+            number=(np.concatenate(numbers) if numbers else nothing)[order],
+        )
+
+    def _written_rows(self, which: int, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        holding, chunks = self.holdings[which], self.chunks[which]
+        part, boxes = holding.parts[place], holding.box_of[place]
+        if chunks.writer is None:
+            if holding.is_single:
+                return part.rank, part.within, boxes
+            mine = np.flatnonzero(holding.lowest[boxes] == part.rank)
+            return part.rank[mine], part.within[mine], boxes[mine]
+        assert chunks.box is not None
+        # Rows are by rank and box, so that a row is found by both.
+        code, wanted = (
+            rank * np.int64(len(holding.lo)) + box for rank, box in ((part.rank, boxes), (chunks.writer, chunks.box))
+        )
+        place_of = np.searchsorted(code, wanted)
+        number = np.flatnonzero(code[np.minimum(place_of, len(code) - 1)] == wanted) if len(code) else np.zeros(0, int)
+        return chunks.writer[number], part.within[place_of[number]], number
+
+    def _compared_rows(self, which: int, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        holding = self.holdings[which]
+        if not len(holding.shared):
+            return None
+        part, boxes = holding.parts[place], holding.box_of[place]
+        sets = self.set_of_box(holding)[boxes]
+        mine = np.flatnonzero(sets >= 0)
+        return part.rank[mine], part.within[mine], sets[mine]
+
+    def rows_of(self, rank: int) -> WriteColumns:
+        """All that ``rank`` holds, as it would have said itself."""
+        layout = self.layouts[self.layout_of[rank]]
+        number = int(self.layout_of[rank])
+        found = [
+            self._held_rows((number, rule, () if head is None else tuple(head.size)))
+            for head, rule in zip(layout.heads, layout.rules, strict=True)
+        ]
+        mine = [slice(*np.searchsorted(rows.rank, [rank, rank + 1]).tolist()) for rows in found]
+        counts = [each.stop - each.start for each in mine]
+        is_shard = np.array([rule != WHOLE for rule in layout.rules], dtype=bool)
+        key = np.repeat(np.arange(len(found)), counts)
+        return WriteColumns(
+            keys=layout.keys,
+            heads=layout.heads,
+            key=key,
+            lo=padded([row for rows, at in zip(found, mine, strict=True) for row in rows.lo[at].tolist()], fill=0),
+            length=padded(
+                [row for rows, at in zip(found, mine, strict=True) for row in rows.length[at].tolist()], fill=1
+            ),
+            hint=np.zeros(len(key), dtype=np.int64),
+            is_shard=is_shard[key],
+        )
+
+    # --- the whole ---------------------------------------------------------------------------------------------------
+
+    def metadata(self) -> Metadata:
+        """What a checkpoint of all this says of itself."""
+        return Metadata(LazyDict(self.keys, self))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def item(self, row: int) -> STORAGE_TYPES:
+        """What the metadata says of key number ``row``."""
+        head, chunks = self.heads[row], self.chunks[row]
+        if head is None:
+            return BytesStorageMetadata()
+        table = ChunkColumns(chunks.lo, chunks.length, 0, len(chunks.lo), len(head.size))
+        return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(table), head.alias_of, head.kind)
+
+
+def _chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
+    """The chunks of one key: ``parts`` of its shared boxes, and the others whole."""
+    alone = np.flatnonzero(holding.holders == 1) if len(holding.shared) < len(holding.volume) else holding.shared[:0]
+    if len(holding.shared) + len(alone) < len(holding.volume):  # boxes without elements
+        alone = np.setdiff1d(np.arange(len(holding.volume)), holding.shared)
+    box = np.concatenate([alone, parts.box])
+    writer = np.concatenate([holding.lowest[alone], writer])
+    if not (parts.dimension >= 0).any():
+        order = np.argsort(box, kind="stable")
+        return KeyChunks(lo=holding.lo, length=holding.length, box=box[order], writer=writer[order])
+    lo, length = cut_out(holding.lo[parts.box], holding.length[parts.box], parts)
+    lo = np.concatenate([holding.lo[alone], lo])
+    length = np.concatenate([holding.length[alone], length])
+    order = np.lexsort((*length.T[::-1], *lo.T[::-1]))
+    return KeyChunks(lo=lo[order], length=length[order], box=box[order], writer=writer[order], is_cut=True)
+
+
+def widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
+    """``table`` with as many columns as ``width``, the new ones filled with ``fill``."""
+    missing = width - table.shape[1]
+    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill) if missing else table
