@@ -357,6 +357,42 @@ class LayoutPlan:
         mine = np.flatnonzero(sets >= 0)
         return part.rank[mine], part.within[mine], sets[mine]
 
+    @cached_property
+    def group_sets(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ranks that have anything in common with others, each once for each set of holders, and these sets."""
+        compared = self.compared
+        owner = np.repeat(np.arange(self.ranks), np.diff(compared.bounds))
+        code = np.unique(owner * len(self.sets) + compared.number) if len(owner) else np.zeros(0, dtype=np.int64)
+        count = max(len(self.sets), 1)
+        return code // count, code % count
+
+    @cached_property
+    def held_rows(self) -> np.ndarray:
+        """How many rows each rank holds."""
+        counts = np.zeros(self.ranks, dtype=np.int64)
+        times: dict[int, int] = {}
+        parts = {id(part): part for holding in self.holdings for part in holding.parts}
+        for holding in self.holdings:
+            for part in holding.parts:
+                times[id(part)] = times.get(id(part), 0) + 1
+        for number, part in parts.items():
+            counts += np.bincount(part.rank, minlength=self.ranks) * times[number]
+        return counts
+
+    @cached_property
+    def is_cut(self) -> np.ndarray:
+        """Whether any chunk of each key is a part of what its writer holds."""
+        return np.array([chunks.is_cut for chunks in self.chunks], dtype=bool)
+
+    def changed_heads(self, layout: int) -> dict[str, TensorHead | None]:
+        """What all ranks together say of keys, where that is not what ``layout`` says."""
+        said = self.layouts[layout]
+        return {
+            key: together
+            for key, head in zip(said.keys, said.heads, strict=True)
+            if (together := self.heads[self.numbers[key]]) is not head and together != head
+        }
+
     def rows_of(self, rank: int) -> WriteColumns:
         """All that ``rank`` holds, as it would have said itself."""
         layout = self.layouts[self.layout_of[rank]]

@@ -60,6 +60,9 @@ class Layout:
     text: bytes
     paths: dict[str, Path] | None
 
+    def __getstate__(self) -> dict[str, object]:
+        return {"text": self.text, "paths": self.paths}
+
     @cached_property
     def fingerprint(self) -> bytes:
         """What tells this layout from all others."""

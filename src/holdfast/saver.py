@@ -11,9 +11,10 @@ from holdfast._native.writer import NativeWriter
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner.planning import SavePlanning, Sketch
 from holdfast.metadata import Metadata
-from holdfast.participants import DEADLINE_S, participants
-from holdfast.planner import SavePlan, SavePlanner
+from holdfast.participants import DEADLINE_S, mesh_rank, participants
+from holdfast.planner import SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
 if TYPE_CHECKING:
@@ -86,32 +87,25 @@ def save(
 
 
 def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> Metadata:
-    metadata: Metadata | None = None
+    planning = SavePlanning(planner, writer, ranks, name=mesh_rank())
 
-    def plan_locally() -> SavePlan:
+    def set_up() -> None:
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.kept = ranks.size, ranks.kept
         planner.set_up_planner(expose(state), writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def plan_globally(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
 
     def write() -> MutableSequence[WriteResult]:
         return writer.write_data(planner.finish_plan(plan), planner).wait()
 
-    def publish(results: list[MutableSequence[WriteResult]]) -> Metadata:
-        assert metadata is not None
-        writer.finish(metadata, results)
-        return metadata
+    def publish(results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
+        writer.finish(planning.planned, results)
+        return planning.sketched()
 
     ranks.follow(lambda: writer.bytes_written)
     try:
-        plan = ranks.scatter("planning the save", plan_locally, plan_globally)
-        return ranks.share("writing the checkpoint", write, publish)
+        plan = planning.run(set_up)
+        return planning.metadata(ranks.share("writing the checkpoint", write, publish))
     except BaseException:
         writer.abandon()
         raise
