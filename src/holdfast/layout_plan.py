@@ -87,10 +87,10 @@ class LayoutPlan:
         self.keys: list[str]
         self.heads: list[TensorHead | None]
         self._gather_keys()
-        self._check_tiling()
         self.has_odd_ties = self._has_odd_ties()
         if not self.has_odd_ties:
             self.chunks = self._assigned(to_lowest_rank)
+            self._check_tiling()
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
@@ -148,36 +148,33 @@ class LayoutPlan:
         return digests
 
     def _check_tiling(self) -> None:
-        """InvalidStateError unless the boxes of each tensor tile it exactly; each distinct holding is checked once."""
+        """InvalidStateError unless the chunks of each tensor tile it exactly; each distinct table is checked once."""
         numbers: dict[int, int] = {}
-        checked: list[Holding] = []
+        tables: list[KeyChunks] = []
         sizes: list[tuple[int, ...]] = []
-        for head, holding in zip(self.heads, self.holdings, strict=True):
-            if head is not None and numbers.setdefault(id(holding), len(checked)) == len(checked):
-                checked.append(holding)
+        for head, chunks in zip(self.heads, self.chunks, strict=True):
+            if head is not None and numbers.setdefault(id(chunks.lo), len(tables)) == len(tables):
+                tables.append(chunks)
                 sizes.append(tuple(head.size))
         width = max(map(len, sizes), default=0)
+        nothing = np.zeros((0, width), dtype=np.int64)
         faults = check_coverage(
-            np.repeat(np.arange(len(checked)), [len(holding.lo) for holding in checked]),
-            np.concatenate([widened(holding.lo, width, 0) for holding in checked] or [np.zeros((0, width), np.int64)]),
-            np.concatenate(
-                [widened(holding.length, width, 1) for holding in checked] or [np.ones((0, width), np.int64)]
-            ),
+            np.repeat(np.arange(len(tables)), [len(chunks.lo) for chunks in tables]),
+            np.concatenate([nothing, *(widened(chunks.lo, width, 0) for chunks in tables)]),
+            np.concatenate([nothing, *(widened(chunks.length, width, 1) for chunks in tables)]),
             padded(sizes, fill=1).reshape(len(sizes), width),
         )
-        if faults:
-            details = {fault.tensor: fault.detail for fault in faults}
-            wrong = [
-                (key, numbers[id(holding)])
-                for key, head, holding in zip(self.keys, self.heads, self.holdings, strict=True)
-                if head is not None and numbers[id(holding)] in details
-            ]
-            key, number = wrong[0]
-            raise InvalidStateError(
-                f"the pieces of {key!r} do not make up the whole tensor: {details[number]}"
-                + (f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""),
-                key=key,
-            )
+        if not faults:
+            return
+        details = {fault.tensor: fault.detail for fault in faults}
+        wrong = [
+            (key, details[numbers[id(chunks.lo)]])
+            for key, head, chunks in zip(self.keys, self.heads, self.chunks, strict=True)
+            if head is not None and numbers[id(chunks.lo)] in details
+        ]
+        key, detail = wrong[0]
+        others = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
+        raise InvalidStateError(f"the pieces of {key!r} do not make up the whole tensor: {detail}{others}", key=key)
 
     def _has_odd_ties(self) -> bool:
         """Whether a key is tied to one that is held by other ranks or in other boxes: then rows have to be compared."""

@@ -99,7 +99,7 @@ def _save(state: Mapping[Any, Any], writer: StorageWriter, planner: SavePlanner,
         return writer.write_data(planner.finish_plan(plan), planner).wait()
 
     def publish(results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
-        writer.finish(planning.planned, results)
+        writer.finish(planning.planned, planning.bound(results))
         return planning.sketched()
 
     ranks.follow(lambda: writer.bytes_written)

@@ -23,7 +23,7 @@ from holdfast._native.merge import merge_reports
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
 from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
-from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, report_of
+from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, report_of, shortened
 from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import Json, encode_value
 from holdfast._plan.packing import pack_order
@@ -329,7 +329,7 @@ class _WriterWork:
 
     def _report(self, files: list[WrittenFile]) -> WriteReport:
         placed = self.packer.placed
-        return WriteReport(
+        report = WriteReport(
             files=files,
             keys=list(self._written),
             tensors=[written for _, written in self._written.values()],
@@ -343,6 +343,7 @@ class _WriterWork:
             aliases=self._aliases,
             values=self._values,
         )
+        return shortened(report, self._columns, [planned.row for planned in self._planned])
 
 
 def _written(

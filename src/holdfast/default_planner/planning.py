@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, MutableSequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from holdfast._coord.ranks import Ranks
+from holdfast._native.report import ShortReport
 from holdfast._plan.layout import box_words, rows_digest, scrambled
 from holdfast._state.paths import path_mapping
 from holdfast._values.digest import digest
@@ -35,7 +36,7 @@ from holdfast.layouts import Layout, layout_of
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STORAGE_TYPES, Metadata
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, WriteColumns, write_columns
-from holdfast.storage import StorageWriter
+from holdfast.storage import StorageWriter, WriteResult
 
 _PHASE = "planning the save"
 _KEPT = 4
@@ -292,6 +293,15 @@ class SavePlanning:
         """What was planned together; on the coordinator."""
         assert self._metadata is not None
         return self._metadata
+
+    def bound(self, results: list[MutableSequence[WriteResult]]) -> list[MutableSequence[WriteResult]]:
+        """``results``; reports that say only what the plan does not say are told of the plan."""
+        outcome = next((each for each in self._memory.outcomes if each.token == self._token), None)
+        for rank, result in enumerate(results):
+            report = result.columns if isinstance(result, LazyList) else None
+            if outcome is not None and isinstance(report, ShortReport) and report.planning == outcome.token:
+                report.plan = partial(_columns_of, outcome, rank)
+        return results
 
     def sketched(self) -> Metadata | Sketch:
         """What the coordinator tells the others of the metadata: few words where nobody has changed it."""
