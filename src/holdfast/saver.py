@@ -11,7 +11,8 @@ from holdfast._native.writer import NativeWriter
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
-from holdfast.default_planner.planning import SavePlanning, Sketch
+from holdfast.default_planner.plan_messages import Sketch
+from holdfast.default_planner.planning import SavePlanning
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, mesh_rank, participants
 from holdfast.planner import SavePlanner

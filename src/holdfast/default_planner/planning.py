@@ -14,8 +14,7 @@ says: then all ranks send their plans whole, and the planner's create_global_pla
 from __future__ import annotations
 
 import dataclasses
-import secrets
-from collections.abc import Callable, Generator, MutableSequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,98 +27,27 @@ from holdfast._plan.layout import box_words, rows_digest, scrambled
 from holdfast._state.paths import path_mapping
 from holdfast._values.digest import digest
 from holdfast._values.lazy import LazyDict, LazyList
+from holdfast.default_planner.plan_coordinator import KEPT_PLANNINGS, Coordinator, Outcome
+from holdfast.default_planner.plan_messages import (
+    Asked,
+    Choice,
+    Final,
+    Groups,
+    Job,
+    Offer,
+    Sketch,
+    chosen_columns,
+)
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
-from holdfast.global_plan import check_contents
 from holdfast.layout_plan import LayoutPlan
 from holdfast.layouts import Layout, layout_of
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STORAGE_TYPES, Metadata
-from holdfast.planner import SavePlan, SavePlanner, TensorHead, WriteColumns, write_columns
+from holdfast.planner import SavePlan, SavePlanner, WriteColumns, write_columns
 from holdfast.storage import StorageWriter, WriteResult
 
 _PHASE = "planning the save"
-_KEPT = 4
-"""So many plannings are remembered: enough for a few models that take turns."""
-
-_TOKEN_BYTES = 8
-_Round = Generator[list["Asked | None"], list[Any], list[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a rank says of its layout, and its number in meshes; whether it will look at contents."""
-
-    fingerprint: bytes
-    rows: int
-    name: int
-    looks: bool
-
-    def __reduce__(self) -> tuple[type[Offer], tuple[bytes, int, int, bool]]:
-        return Offer, (self.fingerprint, self.rows, self.name, self.looks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Asked:
-    """What the coordinator wants to know: "offer", "layout", "contents" of ``groups``, "details", "plan", "nothing"."""
-
-    what: str
-    groups: Groups | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Groups:
-    """Local rows that a rank has in common with others; rows of the same ``group`` with the same others."""
-
-    rows: np.ndarray
-    group: np.ndarray
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choice:
-    """What a rank writes of its rows: ``rows`` (all of them where that is None), as chunk ``hint`` of their tensors.
-
-    The rows at ``cut`` are cut to the boxes ``lo``, ``length``. ``heads`` are the keys that all ranks together say
-    something else of than this one. ``job`` is what the metadata is made of.
-    """
-
-    rows: np.ndarray | None
-    hint: np.ndarray
-    cut: np.ndarray
-    lo: np.ndarray
-    length: np.ndarray
-    heads: dict[str, TensorHead | None]
-    groups: Groups
-    job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """The layouts of a job, apart from the receiver's own, at number ``own``; and which rank has which."""
-
-    others: list[Layout]
-    own: int
-    layout_of: np.ndarray
-    names: np.ndarray
-    to_lowest_rank: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Final:
-    """The end of planning ``token``; without ``choice``, the rank writes what it wrote after it the last time."""
-
-    token: bytes
-    storage_data: Any
-    choice: Choice | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sketch:
-    """The metadata of planning ``token`` in so few words that every rank can make it of what it knows."""
-
-    token: bytes
-    rest: Metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,22 +63,12 @@ class _Remembered:
     job: Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Outcome:
-    """What the coordinator keeps of a planning."""
-
-    token: bytes
-    offers: list[Offer]
-    manner: object
-    plan: LayoutPlan
-
-
 class _Memory:
     """What one rank keeps of plannings, the newest last; on the coordinator, also what was planned for all."""
 
     def __init__(self) -> None:
         self.remembered: list[_Remembered] = []
-        self.outcomes: list[_Outcome] = []
+        self.outcomes: list[Outcome] = []
 
 
 class SavePlanning:
@@ -167,8 +85,7 @@ class SavePlanning:
         self._layout: Layout | None = None
         self._offer: Offer | None = None
         self._known: _Remembered | None = None
-        self._round: _Round | None = None
-        self._metadata: Metadata | None = None
+        self._coordinator: Coordinator | None = None
         self._token = b""
 
     def run(self, set_up: Callable[[], None]) -> SavePlan:
@@ -178,10 +95,16 @@ class SavePlanning:
             set_up()
             return self._said_first()
 
-        answer = self._ranks.scatter(_PHASE, first, self._merge)
+        answer = self._ranks.scatter(_PHASE, first, self._merged)
         while isinstance(answer, Asked):
-            answer = self._ranks.scatter(_PHASE, partial(self._reply, answer), self._merge)
+            answer = self._ranks.scatter(_PHASE, partial(self._reply, answer), self._merged)
         return self._finished(answer) if isinstance(answer, Final) else answer
+
+    def _merged(self, parts: list[Any]) -> list[Any]:
+        if self._coordinator is None:
+            layout = None if self._offer is None else self._layout
+            self._coordinator = Coordinator(self._planner, self._writer, self._memory.outcomes, layout=layout)
+        return self._coordinator.merge(parts)
 
     # --- every rank --------------------------------------------------------------------------------------------------
 
@@ -265,8 +188,8 @@ class SavePlanning:
         if known is None or known.token != final.token:
             raise InternalError("the coordinator names a planning that this rank does not know; please report it")
         # The same offer once only, and the newest last.
-        self._memory.remembered = [each for each in self._memory.remembered if each.offer != self._offer][-_KEPT + 1 :]
-        self._memory.remembered.append(known)
+        others = [each for each in self._memory.remembered if each.offer != self._offer]
+        self._memory.remembered = [*others[-KEPT_PLANNINGS + 1 :], known]
         self._known = known
         return dataclasses.replace(self._whole, items=LazyList(known.columns), storage_data=final.storage_data)
 
@@ -279,7 +202,7 @@ class SavePlanning:
         return _Remembered(
             offer=self._offer,
             token=token,
-            columns=_chosen_columns(self._local.columns, choice, token),
+            columns=chosen_columns(self._local.columns, choice, token),
             groups=choice.groups,
             words=self._words(choice.groups),
             layouts=[self._layout if number == choice.job.own else next(others) for number in range(count)],
@@ -291,16 +214,18 @@ class SavePlanning:
     @property
     def planned(self) -> Metadata:
         """What was planned together; on the coordinator."""
-        assert self._metadata is not None
-        return self._metadata
+        assert self._coordinator is not None
+        assert self._coordinator.metadata is not None
+        return self._coordinator.metadata
 
     def bound(self, results: list[MutableSequence[WriteResult]]) -> list[MutableSequence[WriteResult]]:
         """``results``; reports that say only what the plan does not say are told of the plan."""
-        outcome = next((each for each in self._memory.outcomes if each.token == self._token), None)
+        assert self._coordinator is not None
+        outcome = self._coordinator.outcome
         for rank, result in enumerate(results):
             report = result.columns if isinstance(result, LazyList) else None
             if outcome is not None and isinstance(report, ShortReport) and report.planning == outcome.token:
-                report.plan = partial(_columns_of, outcome, rank)
+                report.plan = partial(self._coordinator.plan_of, rank)
         return results
 
     def sketched(self) -> Metadata | Sketch:
@@ -317,8 +242,8 @@ class SavePlanning:
         """The metadata that ``sketched`` stands for; chunks are computed when somebody looks at them."""
         if isinstance(told, Metadata):
             return told
-        if self._metadata is not None:
-            return self._metadata
+        if self._coordinator is not None:
+            return self.planned
         known = self._known
         if known is None or known.token != told.token:
             raise InternalError("the coordinator's metadata is of another planning; please report it")
@@ -326,156 +251,6 @@ class SavePlanning:
         metadata = dataclasses.replace(told.rest, state_dict_metadata=LazyDict(keys, _LaterPlan(known)))
         assert isinstance(self._planner, DefaultSavePlanner)
         return self._planner.with_paths(metadata, [layout.paths for layout in known.layouts])
-
-    # --- the coordinator ---------------------------------------------------------------------------------------------
-
-    def _merge(self, parts: list[Any]) -> list[Any]:
-        """What each rank is told, or asked, after what all of them have said."""
-        try:
-            if self._round is None:
-                self._round = self._coordinated(parts)
-                asked = next(self._round)
-            else:
-                asked = self._round.send(parts)
-        except StopIteration as end:
-            answers: list[Any] = end.value
-            return answers
-        return [each or Asked(what="nothing") for each in asked]
-
-    def _coordinated(self, parts: list[Any]) -> _Round:
-        if any(isinstance(part, SavePlan) for part in parts) or self._offer is None:
-            return (yield from self._planned_whole(parts))
-        outcome = self._named_by_all(parts)
-        if outcome is not None:
-            said = [part[_TOKEN_BYTES:] for part in parts]
-        else:
-            offers = yield from self._offers(parts)
-            plan = yield from self._laid_out(offers)
-            if plan is None:
-                return (yield from self._planned_whole([None] * len(parts)))
-            outcome = _Outcome(token=secrets.token_bytes(_TOKEN_BYTES), offers=offers, manner=self._manner, plan=plan)
-            said = []
-            if any(offer.looks for offer in offers) and len(plan.compared.row):
-                said = yield [Asked(what="contents", groups=_groups(plan, rank)) for rank in range(len(parts))]
-        yield from self._compared(outcome.plan, said)
-        return self._finals(outcome, parts)
-
-    @property
-    def _manner(self) -> object:
-        assert isinstance(self._planner, DefaultSavePlanner)
-        return self._planner.flatten_state_dict, self._planner.dedup_save_to_lowest_rank
-
-    def _named_by_all(self, parts: list[Any]) -> _Outcome | None:
-        """The planning that every rank names, unless its outcome would be another now."""
-        first = parts[0]
-        if not isinstance(first, bytes):
-            return None
-        token = first[:_TOKEN_BYTES]
-        if not all(isinstance(part, bytes) and part.startswith(token) for part in parts):
-            return None
-        known = next((each for each in self._memory.outcomes if each.token == token), None)
-        return known if known is not None and known.manner == self._manner else None
-
-    def _offers(self, parts: list[Any]) -> Generator[list[Asked | None], list[Any], list[Offer]]:
-        """The offers of all ranks: where a rank names a planning, the one that it made then."""
-        before = {outcome.token: outcome.offers for outcome in self._memory.outcomes}
-        offers = [
-            part
-            if isinstance(part, Offer)
-            else before[part[:_TOKEN_BYTES]][rank]
-            if part[:_TOKEN_BYTES] in before
-            else None
-            for rank, part in enumerate(parts)
-        ]
-        if None in offers:
-            again = yield [Asked(what="offer") if offer is None else None for offer in offers]
-            offers = [offer or again[rank] for rank, offer in enumerate(offers)]
-        return [offer for offer in offers if offer is not None]
-
-    def _laid_out(self, offers: list[Offer]) -> Generator[list[Asked | None], list[Any], LayoutPlan | None]:
-        """The plan of all, from one description of each layout; None where the rows of a rank are others."""
-        assert self._layout is not None
-        numbers: dict[bytes, int] = {}
-        layout_of_rank = np.array([numbers.setdefault(offer.fingerprint, len(numbers)) for offer in offers])
-        known = {
-            layout.fingerprint: layout
-            for layout in (self._layout, *(each for outcome in self._memory.outcomes for each in outcome.plan.layouts))
-        }
-        asked: list[Asked | None] = [None] * len(offers)
-        for rank, offer in enumerate(offers):
-            if offer.fingerprint not in known and layout_of_rank[rank] not in layout_of_rank[:rank]:
-                asked[rank] = Asked(what="layout")
-        if any(asked):
-            for layout in (yield asked):
-                if layout is not None:
-                    known[layout.fingerprint] = layout
-        assert isinstance(self._planner, DefaultSavePlanner)
-        plan = LayoutPlan(
-            [known[fingerprint] for fingerprint in numbers],
-            layout_of_rank,
-            np.array([offer.name for offer in offers], dtype=np.int64),
-            to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
-        )
-        said = np.array([offer.rows for offer in offers], dtype=np.uint64)
-        return plan if not plan.has_odd_ties and np.array_equal(plan.row_digests(), said) else None
-
-    def _compared(self, plan: LayoutPlan, said: list[bytes]) -> Generator[list[Asked | None], list[Any], None]:
-        """RankDisagreementError where ranks hold different contents; only then is asked which."""
-        differing = _differing(plan, said)
-        if not differing:
-            return
-        groups = [_groups(plan, rank) if rank in differing else None for rank in range(plan.ranks)]
-        details = yield [None if each is None else Asked(what="details", groups=each) for each in groups]
-        plans = []
-        for rank, (each, found) in enumerate(zip(groups, details, strict=True)):
-            if each is None:
-                plans.append(SavePlan([]))
-                continue
-            columns = plan.rows_of(rank)
-            fingerprint = np.zeros(len(columns), dtype=np.uint64)
-            fingerprint[each.rows] = found
-            plans.append(SavePlan(LazyList(dataclasses.replace(columns, fingerprint=fingerprint))))
-        check_contents(plans)
-
-    def _finals(self, outcome: _Outcome, parts: list[Any]) -> list[Any]:
-        """What every rank is told; ``planner`` and storage are told of the whole."""
-        plan, planner = outcome.plan, self._planner
-        assert isinstance(planner, DefaultSavePlanner)
-        self._memory.outcomes = [each for each in self._memory.outcomes if each.token != outcome.token][-_KEPT + 1 :]
-        self._memory.outcomes.append(outcome)
-        made: list[SavePlan] = [
-            SavePlan(
-                LazyList.later(partial(_columns_of, outcome, rank)),
-                planner_data=plan.layouts[plan.layout_of[rank]].paths if planner.flatten_state_dict else None,
-            )
-            for rank in range(plan.ranks)
-        ]
-        metadata = planner.with_paths(plan.metadata(), [layout.paths for layout in plan.layouts])
-        planner.global_plan, planner.metadata = made, metadata
-        prepared = self._writer.prepare_global_plan(made)
-        self._metadata, self._token = metadata, outcome.token
-        answers: list[Any] = []
-        for rank, final in enumerate(prepared):
-            if (
-                final.items is not made[rank].items
-                or not isinstance(final.items, LazyList)
-                or not final.items.is_unmade
-            ):
-                answers.append(final)  # storage has looked at it, and may have changed it
-                continue
-            part = parts[rank]
-            knows = isinstance(part, bytes) and part.startswith(outcome.token)
-            choice = None if knows else _choice(plan, rank, to_lowest_rank=planner.dedup_save_to_lowest_rank)
-            answers.append(Final(token=outcome.token, storage_data=final.storage_data, choice=choice))
-        return answers
-
-    def _planned_whole(self, parts: list[Any]) -> _Round:
-        """What the planner decides when it sees the plans of all ranks."""
-        if not all(isinstance(part, SavePlan) for part in parts):
-            again = yield [None if isinstance(part, SavePlan) else Asked(what="plan") for part in parts]
-            parts = [part if isinstance(part, SavePlan) else again[rank] for rank, part in enumerate(parts)]
-        plans, self._metadata = self._planner.create_global_plan(parts)
-        return list(self._writer.prepare_global_plan(plans))
 
 
 class _LaterPlan:
@@ -500,89 +275,3 @@ class _LaterPlan:
                 self._known.layouts, job.layout_of.astype(np.int64), job.names, to_lowest_rank=job.to_lowest_rank
             )
         return self._plan
-
-
-def _groups(plan: LayoutPlan, rank: int) -> Groups:
-    """What ``rank`` has in common with others."""
-    rows, _, sets = plan.compared.of(rank)
-    distinct, group = np.unique(sets, return_inverse=True)
-    return Groups(
-        rows=rows, group=group.astype(np.uint16 if len(distinct) <= 1 << 16 else np.uint32), count=len(distinct)
-    )
-
-
-def _differing(plan: LayoutPlan, said: list[bytes]) -> set[int]:
-    """The ranks of the sets of holders in which not all digests are the same; those that did not look do not count."""
-    if not any(said):
-        return set()
-    owners, sets = plan.group_sets
-    digests = np.concatenate([np.frombuffer(each, dtype="<u8") for each in said])
-    if len(digests) != len(sets):
-        raise InternalError("a rank sent digests of other contents than it holds; please report it")
-    looked = digests != 0
-    largest, smallest = (np.full(len(plan.sets), start, dtype=np.uint64) for start in (0, 2**64 - 1))
-    np.maximum.at(largest, sets[looked], digests[looked])
-    np.minimum.at(smallest, sets[looked], digests[looked])
-    wrong = (largest > smallest)[sets] & looked
-    return set(owners[wrong].tolist())
-
-
-def _choice(plan: LayoutPlan, rank: int, *, to_lowest_rank: bool) -> Choice:
-    """What ``rank`` writes, and what it needs to know to remember it."""
-    rows, keys, numbers = plan.written.of(rank)
-    number = int(plan.layout_of[rank])
-    layout = plan.layouts[number]
-    cut = np.flatnonzero(plan.is_cut[keys])
-    boxes = [
-        (plan.chunks[key].lo[chunk].tolist(), plan.chunks[key].length[chunk].tolist())
-        for key, chunk in zip(keys[cut].tolist(), numbers[cut].tolist(), strict=True)
-    ]
-    is_everything = np.array_equal(rows, np.arange(plan.held_rows[rank]))
-    width = max((len(low) for low, _ in boxes), default=0)
-    return Choice(
-        rows=None if is_everything else rows,
-        hint=_narrow(numbers),
-        cut=cut.astype(np.uint32),
-        lo=np.array([low + [0] * (width - len(low)) for low, _ in boxes], dtype=np.int64).reshape(len(cut), width),
-        length=np.array([size + [1] * (width - len(size)) for _, size in boxes], np.int64).reshape(len(cut), width),
-        heads=plan.changed_heads(number),
-        groups=_groups(plan, rank),
-        job=Job(
-            others=[each for each in plan.layouts if each is not layout],
-            own=number,
-            layout_of=_narrow(plan.layout_of),
-            names=plan.names,
-            to_lowest_rank=to_lowest_rank,
-        ),
-    )
-
-
-def _chosen_columns(local: WriteColumns, choice: Choice, token: bytes) -> WriteColumns:
-    """The rows that are written, of all that a rank holds."""
-    rows = np.arange(len(local)) if choice.rows is None else choice.rows
-    lo, length = local.lo[rows], local.length[rows]
-    width = choice.lo.shape[1]
-    lo[choice.cut, :width], length[choice.cut, :width] = choice.lo, choice.length
-    used, key = np.unique(local.key[rows], return_inverse=True)
-    names = [local.keys[number] for number in used.tolist()]
-    return WriteColumns(
-        keys=names,
-        heads=[choice.heads.get(name, local.heads[number]) for name, number in zip(names, used.tolist(), strict=True)],
-        key=key.astype(np.int64),
-        lo=lo,
-        length=length,
-        hint=choice.hint.astype(np.int64),
-        is_shard=local.is_shard[rows],
-        planning=token,
-    )
-
-
-def _columns_of(outcome: _Outcome, rank: int) -> WriteColumns:
-    """What ``rank`` makes of what it is told; for planners and storage that look at the plans of all."""
-    plan = outcome.plan
-    return _chosen_columns(plan.rows_of(rank), _choice(plan, rank, to_lowest_rank=False), outcome.token)
-
-
-def _narrow(numbers: np.ndarray) -> np.ndarray:
-    largest = int(numbers.max(initial=0))
-    return numbers.astype(np.uint8 if largest < 1 << 8 else np.uint16 if largest < 1 << 16 else np.uint32)

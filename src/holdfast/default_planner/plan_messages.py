@@ -1,0 +1,108 @@
+"""What ranks say to each other while they plan a save: offers, questions, and what each of them writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.layouts import Layout
+from holdfast.metadata import Metadata
+from holdfast.planner import TensorHead, WriteColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank says of its layout, and its number in meshes; whether it will look at contents."""
+
+    fingerprint: bytes
+    rows: int
+    name: int
+    looks: bool
+
+    def __reduce__(self) -> tuple[type[Offer], tuple[bytes, int, int, bool]]:
+        return Offer, (self.fingerprint, self.rows, self.name, self.looks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Asked:
+    """What the coordinator wants to know: "offer", "layout", "contents" of ``groups``, "details", "plan", "nothing"."""
+
+    what: str
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Groups:
+    """Local rows that a rank has in common with others; rows of the same ``group`` with the same others."""
+
+    rows: np.ndarray
+    group: np.ndarray
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """What a rank writes of its rows: ``rows`` (all of them where that is None), as chunk ``hint`` of their tensors.
+
+    The rows at ``cut`` are cut to the boxes ``lo``, ``length``. ``heads`` are the keys that all ranks together say
+    something else of than this one. ``job`` is what the metadata is made of.
+    """
+
+    rows: np.ndarray | None
+    hint: np.ndarray
+    cut: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+    heads: dict[str, TensorHead | None]
+    groups: Groups
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """The layouts of a job, apart from the receiver's own, at number ``own``; and which rank has which."""
+
+    others: list[Layout]
+    own: int
+    layout_of: np.ndarray
+    names: np.ndarray
+    to_lowest_rank: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Final:
+    """The end of planning ``token``; without ``choice``, the rank writes what it wrote after it the last time."""
+
+    token: bytes
+    storage_data: Any
+    choice: Choice | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sketch:
+    """The metadata of planning ``token`` in so few words that every rank can make it of what it knows."""
+
+    token: bytes
+    rest: Metadata
+
+
+def chosen_columns(local: WriteColumns, choice: Choice, token: bytes) -> WriteColumns:
+    """The rows that are written, of all that a rank holds."""
+    rows = np.arange(len(local)) if choice.rows is None else choice.rows
+    lo, length = local.lo[rows], local.length[rows]
+    width = choice.lo.shape[1]
+    lo[choice.cut, :width], length[choice.cut, :width] = choice.lo, choice.length
+    used, key = np.unique(local.key[rows], return_inverse=True)
+    names = [local.keys[number] for number in used.tolist()]
+    return WriteColumns(
+        keys=names,
+        heads=[choice.heads.get(name, local.heads[number]) for name, number in zip(names, used.tolist(), strict=True)],
+        key=key.astype(np.int64),
+        lo=lo,
+        length=length,
+        hint=choice.hint.astype(np.int64),
+        is_shard=local.is_shard[rows],
+        planning=token,
+    )
