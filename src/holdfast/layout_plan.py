@@ -125,7 +125,9 @@ class LayoutPlan:
             number, rule, size = kind
             members = self._members[number]
             found = self.layouts[number].boxes(rule, size, self.names[members])
-            self._rows[kind] = HeldRows(rank=members[found.member], lo=found.lo, length=found.length)
+            is_everyone = len(found.member) == len(members) and bool((np.diff(found.member) == 1).all())
+            rank = members if is_everyone else members[found.member]
+            self._rows[kind] = HeldRows(rank=rank, lo=found.lo, length=found.length)
         return self._rows[kind]
 
     def _holding(self, kinds: tuple[_Kind, ...]) -> Holding:
@@ -265,7 +267,7 @@ class LayoutPlan:
         known = self._sets_of_boxes.get(id(holding))
         if known is not None:
             return known
-        numbers = np.full(len(holding.volume), -1, dtype=np.int64)
+        numbers = np.full(len(holding.lo), -1, dtype=np.int64)
         shared = holding.shared
         if len(shared):
             counts = holding.holders[shared]
@@ -434,9 +436,7 @@ class LayoutPlan:
 
 def _chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
     """The chunks of one key: ``parts`` of its shared boxes, and the others whole."""
-    alone = np.flatnonzero(holding.holders == 1) if len(holding.shared) < len(holding.volume) else holding.shared[:0]
-    if len(holding.shared) + len(alone) < len(holding.volume):  # boxes without elements
-        alone = np.setdiff1d(np.arange(len(holding.volume)), holding.shared)
+    alone = np.delete(np.arange(len(holding.lo)), holding.shared)
     box = np.concatenate([alone, parts.box])
     writer = np.concatenate([holding.lowest[alone], writer])
     if not (parts.dimension >= 0).any():
