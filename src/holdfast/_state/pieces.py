@@ -227,9 +227,9 @@ def _of_distributed(key: str, value: DTensor) -> Pieces:
         local = _settled(local)
         if value.numel() == 0:
             pieces = (Piece(whole(value.shape), local.new_empty(value.shape)),)
-        elif local.numel():
+        else:
             meant, runs = _runs_per_dimension(key, value, local.shape, splits)
-            pieces = tuple(_cut(local, runs))
+            pieces = tuple(_cut(local, runs)) if local.numel() else ()
     spread = Spread(value.device_mesh, tuple(tuple(of_dim) for of_dim in meant))
     return Pieces(value.shape, value.dtype, value.requires_grad, pieces, True, spread)
 
@@ -262,7 +262,8 @@ def _runs_per_dimension(
     Placements with strided shards have two readings that differ where the sizes are uneven. FSDP2 over tensor
     parallelism, redistribute and full_tensor split and join in the order that the strided shards stand for;
     distribute_tensor splits by one mesh dimension after the other, from left to right. The local length tells which of
-    them made the tensor. Where it fits both, the tensor is what full_tensor would make of it.
+    them made the tensor. Where it fits both, the tensor is what full_tensor would make of it. A process that holds
+    nothing may do so although another length is due.
     """
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -276,7 +277,7 @@ def _runs_per_dimension(
         if length_of(found) != length:
             chosen = of_dim
             found = runs_of(size, [(split, coordinate[split.mesh_dim]) for split in chosen])
-        if length_of(found) != length:
+        if length_of(found) != length and 0 not in local_shape:
             raise _invalid(
                 key,
                 f"holds {length} indices of dimension {dim} where {value.placements} on a mesh of shape "
