@@ -27,7 +27,7 @@ from holdfast._values.lazy import LazyList
 from holdfast._values.splits import Split
 from holdfast.default_planner import DefaultLoadPlanner, WholeSavePlanner
 from holdfast.default_planner.plan_coordinator import Coordinator, Outcome
-from holdfast.default_planner.plan_messages import Asked, Final, Offer, chosen_columns
+from holdfast.default_planner.plan_messages import Asked, Final, Named, Offer, chosen_columns, said_first
 from holdfast.default_planner.planning import SavePlanning
 from holdfast.layouts import WHOLE, Layout, described
 from holdfast.local_plan import properties_of
@@ -172,8 +172,8 @@ class PlayedRanks:
 
     def scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
         """What the coordinator is taken to answer."""
-        self.sent.append(local())
-        known = isinstance(self.sent[-1], bytes)
+        self.sent.append(said_first(local()))
+        known = isinstance(self.sent[-1], Named)
         return Final(
             token=self._final.token,
             storage_data=self._final.storage_data,
@@ -223,7 +223,7 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
         SavePlanning(planner, writer, ranks, name=1).run(set_up)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
-    assert all(isinstance(said, bytes) for said in ranks.sent[1:])
+    assert all(isinstance(said, Named) for said in ranks.sent[1:])
     return seconds[0], min(seconds[1:])
 
 

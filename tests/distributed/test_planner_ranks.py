@@ -18,6 +18,8 @@ from torch.futures import Future
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, SavePlan, WriteItem, WriteResult
+from holdfast.default_planner.plan_messages import Named
+from holdfast.default_planner.plan_messages import said_first as said_first_part
 from holdfast.default_planner.planning import SavePlanning
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def save_again_and_again(path: str) -> list[bool]:
 
     def say_and_note(planning: SavePlanning) -> Any:
         said = said_first(planning)
-        sent.append(not isinstance(said, bytes))
+        sent.append(not isinstance(said_first_part(said), Named))
         return said
 
     def save(number: int, state: dict[str, Any], group: Any = None) -> None:

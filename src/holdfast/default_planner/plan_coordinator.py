@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 
 from holdfast._values.lazy import LazyList
-from holdfast.default_planner.plan_messages import Asked, Choice, Final, Groups, Job, Offer, chosen_columns
+from holdfast.default_planner.plan_messages import (
+    Asked,
+    Choice,
+    Final,
+    Groups,
+    Job,
+    Named,
+    Offer,
+    chosen_columns,
+    said_first,
+)
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.global_plan import check_contents
@@ -25,9 +35,7 @@ from holdfast.storage import StorageWriter
 KEPT_PLANNINGS = 4
 """So many plannings are remembered: enough for a few models that take turns."""
 
-TOKEN_BYTES = 8
-"""How many bytes name a planning, at the start of what a rank sends that has planned the same before."""
-
+_TOKEN_BYTES = 8
 _Round = Generator[list[Asked | None], list[Any], list[Any]]
 
 
@@ -79,15 +87,16 @@ class Coordinator:
     def _coordinated(self, parts: list[Any]) -> _Round:
         if any(isinstance(part, SavePlan) for part in parts) or self._layout is None:
             return (yield from self._planned_whole(parts))
+        parts = [said_first(part) for part in parts]
         outcome = self._named_by_all(parts)
         if outcome is not None:
-            said = [part[TOKEN_BYTES:] for part in parts]
+            said = [part.digests for part in parts]
         else:
             offers = yield from self._offers(parts)
             plan = yield from self._laid_out(offers)
             if plan is None:
                 return (yield from self._planned_whole([None] * len(parts)))
-            outcome = Outcome(token=secrets.token_bytes(TOKEN_BYTES), offers=offers, manner=self._manner, plan=plan)
+            outcome = Outcome(token=secrets.token_bytes(_TOKEN_BYTES), offers=offers, manner=self._manner, plan=plan)
             said = []
             if any(offer.looks for offer in offers) and len(plan.compared.row):
                 said = yield [Asked(what="contents", groups=_groups(plan, rank)) for rank in range(len(parts))]
@@ -101,11 +110,8 @@ class Coordinator:
 
     def _named_by_all(self, parts: list[Any]) -> Outcome | None:
         """The planning that every rank names, unless its outcome would be another now."""
-        first = parts[0]
-        if not isinstance(first, bytes):
-            return None
-        token = first[:TOKEN_BYTES]
-        if not all(isinstance(part, bytes) and part.startswith(token) for part in parts):
+        token = parts[0].token if isinstance(parts[0], Named) else b""
+        if not all(isinstance(part, Named) and part.token == token for part in parts):
             return None
         known = next((each for each in self._outcomes if each.token == token), None)
         return known if known is not None and known.manner == self._manner else None
@@ -114,16 +120,12 @@ class Coordinator:
         """The offers of all ranks: where a rank names a planning, the one that it made then."""
         before = {outcome.token: outcome.offers for outcome in self._outcomes}
         offers = [
-            part
-            if isinstance(part, Offer)
-            else before[part[:TOKEN_BYTES]][rank]
-            if part[:TOKEN_BYTES] in before
-            else None
+            part if isinstance(part, Offer) else before[part.token][rank] if part.token in before else None
             for rank, part in enumerate(parts)
         ]
         if None in offers:
             again = yield [Asked(what="offer") if offer is None else None for offer in offers]
-            offers = [offer or again[rank] for rank, offer in enumerate(offers)]
+            offers = [offer or said_first(again[rank]) for rank, offer in enumerate(offers)]
         return [offer for offer in offers if offer is not None]
 
     def _laid_out(self, offers: list[Offer]) -> Generator[list[Asked | None], list[Any], LayoutPlan | None]:
@@ -198,7 +200,7 @@ class Coordinator:
                 answers.append(final)  # storage has looked at it, and may have changed it
                 continue
             part = parts[rank]
-            knows = isinstance(part, bytes) and part.startswith(outcome.token)
+            knows = isinstance(part, Named) and part.token == outcome.token
             choice = None if knows else _choice(plan, rank, to_lowest_rank=planner.dedup_save_to_lowest_rank)
             answers.append(Final(token=outcome.token, storage_data=final.storage_data, choice=choice))
         return answers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,9 +12,11 @@ from holdfast.layouts import Layout
 from holdfast.metadata import Metadata
 from holdfast.planner import TensorHead, WriteColumns
 
+_OFFER = struct.Struct("<c16sQI?")
+_NAMED = struct.Struct("<c8s")
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+
+class Offer(NamedTuple):
     """What a rank says of its layout, and its number in meshes; whether it will look at contents."""
 
     fingerprint: bytes
@@ -21,8 +24,27 @@ class Offer:
     name: int
     looks: bool
 
-    def __reduce__(self) -> tuple[type[Offer], tuple[bytes, int, int, bool]]:
-        return Offer, (self.fingerprint, self.rows, self.name, self.looks)
+    def encoded(self) -> bytes:
+        """The offer as it is sent."""
+        return _OFFER.pack(b"o", *self)
+
+
+class Named(NamedTuple):
+    """The planning that had the same offer, and the digests of what this rank has in common with others now."""
+
+    token: bytes
+    digests: bytes
+
+    def encoded(self) -> bytes:
+        """The same as it is sent."""
+        return _NAMED.pack(b"n", self.token) + self.digests
+
+
+def said_first(part: Any) -> Any:
+    """What a rank sent first: an Offer, a Named, or its plan."""
+    if not isinstance(part, bytes):
+        return part
+    return Offer(*_OFFER.unpack(part)[1:]) if part[:1] == b"o" else Named(part[1 : _NAMED.size], part[_NAMED.size :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

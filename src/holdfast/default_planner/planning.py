@@ -34,6 +34,7 @@ from holdfast.default_planner.plan_messages import (
     Final,
     Groups,
     Job,
+    Named,
     Offer,
     Sketch,
     chosen_columns,
@@ -123,8 +124,8 @@ class SavePlanning:
         self._offer = Offer(self._layout.fingerprint, rows, self._name, self._looks)
         self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
         if self._known is None:
-            return self._offer
-        return self._known.token + self._digests(self._known.groups, self._known.words).tobytes()
+            return self._offer.encoded()
+        return Named(self._known.token, self._digests(self._known.groups, self._known.words).tobytes()).encoded()
 
     @property
     def _looks(self) -> bool:
@@ -132,7 +133,7 @@ class SavePlanning:
 
     def _reply(self, asked: Asked) -> Any:
         if asked.what == "offer":
-            return self._offer
+            return None if self._offer is None else self._offer.encoded()
         if asked.what == "layout":
             return self._layout
         if asked.what == "plan":
