@@ -1,8 +1,8 @@
 """A save of thousands of ranks, played in one process: real planner, real codec, real manifest on disk, no data.
 
 What ranks send is made and encoded one rank at a time, outside the timed parts; what the coordinator does with it is
-timed: decode, plan, encode the answers; decode the reports, merge, publish. One rank is real: a member of a fake process
-group of that size, whose DTensors the real planner plans. Every tensor is a Shard(0) over all ranks, beside one value.
+timed: decode, plan, encode the answers; decode the reports, merge, publish. One rank is real: a member of a fake group
+of that size, whose DTensors the real planner plans. Every tensor is a Shard(0) over all ranks, beside one value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast._native.report import ShortReport, WrittenFile
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.layout import rows_digest
 from holdfast._torchformat.messages import decode_message, encode_message
-from holdfast._values.digest import block_counts
+from holdfast._values.digest import block_counts, name_words
 from holdfast._values.lazy import LazyList
 from holdfast._values.splits import Split
 from holdfast.default_planner import DefaultLoadPlanner, WholeSavePlanner
@@ -91,7 +91,9 @@ class Crew:
     def offer(self, rank: int) -> Offer:
         """What ``rank`` says first."""
         mine = self.columns(rank)
-        return Offer(self.layout.fingerprint, rows_digest(mine.key, mine.lo, mine.length), rank, True)
+        return Offer(
+            self.layout.fingerprint, rows_digest(name_words(mine.keys), mine.key, mine.lo, mine.length), rank, True
+        )
 
     def reply(self, rank: int, asked: Asked) -> Any:
         """What ``rank`` says when it is asked; all have the same contents."""
@@ -105,6 +107,7 @@ class Crew:
         """What ``rank`` sends after writing: its chunks one after the other in one file."""
         assert final.choice is not None
         plan = chosen_columns(self.columns(rank), final.choice, final.token)
+        assert plan.planned is not None
         row = np.flatnonzero([plan.heads[which] is not None for which in plan.key.tolist()])
         nbytes = plan.length[row].prod(axis=1) * DTYPE.itemsize
         header = 4096 * (1 + len(row) * 120 // 4096)
@@ -114,7 +117,7 @@ class Crew:
         return ShortReport(
             planning=final.token,
             files=[WrittenFile(name=name, bytes=int(ends[-1]), header=header, digest=rank)],
-            row=row.astype(np.uint16),
+            row=plan.planned[row].astype(np.uint16),
             file=np.zeros(len(row), dtype=np.uint8),
             offset=(ends - nbytes).astype(np.uint32),
             digests=np.random.default_rng(rank).integers(1, 2**63, blocks, dtype=np.uint64),
@@ -185,7 +188,7 @@ def fake_group(ranks: int) -> None:
     """Be rank 1 of a group of so many, of which nobody else is there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
 
 
 def part_of(sizes: Sizes, mesh: DeviceMesh, dimension: int) -> dict[str, Any]:

@@ -16,15 +16,18 @@ import numpy as np
 from holdfast._plan.balance import Parts, Shared, cut_out, same_segments, sets_of, share_out, sums
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.holdings import HeldRows, Holding, holding_of
-from holdfast._plan.layout import box_words, key_factors
+from holdfast._plan.layout import box_words
+from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import check_same_head, joined_head, untied_head
-from holdfast.layouts import WHOLE, Layout
+from holdfast.layouts import WHOLE, Members
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
 from holdfast.planner import TensorHead, WriteColumns, padded
 
-_Kind = tuple[int, int, tuple[int, ...]]  # layout, rule, size
+_Kind = tuple[int, int, tuple[int, ...]]  # class, rule, size
+
+_FEW_HOLDERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,9 +66,11 @@ class ByRank:
 class LayoutPlan:
     """Who writes what, from the layouts of all ranks.
 
+    A rank's rows are numbered by the names of their keys, whatever order the rank has them in.
+
     Args:
-        layouts: the distinct ones, by the lowest rank that has them.
-        layout_of: the number of each rank's layout.
+        classes: what each rank has, as the classes that it is a member of.
+        keys: all keys in the order that the metadata has them in.
         names: the number that meshes have for each rank.
         to_lowest_rank: what several ranks hold is written by the lowest of them.
 
@@ -75,17 +80,16 @@ class LayoutPlan:
     """
 
     def __init__(
-        self, layouts: Sequence[Layout], layout_of: np.ndarray, names: np.ndarray, *, to_lowest_rank: bool = False
+        self, classes: Sequence[Members], keys: list[str], names: np.ndarray, *, to_lowest_rank: bool = False
     ) -> None:
-        self.layouts = layouts
-        self.layout_of = layout_of
+        self.classes = classes
+        self.keys = keys
         self.names = names
-        self.ranks = len(layout_of)
-        self._members = [np.flatnonzero(layout_of == number) for number in range(len(layouts))]
+        self.ranks = len(names)
+        self.to_lowest_rank = to_lowest_rank
         self._rows: dict[_Kind, HeldRows] = {}
         self._holdings: dict[tuple[_Kind, ...], Holding] = {}
-        self.keys: list[str]
-        self.heads: list[TensorHead | None]
+        self.numbers = {key: number for number, key in enumerate(keys)}
         self._gather_keys()
         self.has_odd_ties = self._has_odd_ties()
         if not self.has_odd_ties:
@@ -95,13 +99,13 @@ class LayoutPlan:
     # --- what there is -----------------------------------------------------------------------------------------------
 
     def _gather_keys(self) -> None:
-        """What every key is, in the order in which ranks have them, and what is held of it."""
+        """What every key is, and what is held of it."""
         heads: dict[str, TensorHead | None] = {}
         first_rank: dict[str, int] = {}
         kinds: dict[str, list[_Kind]] = {}
         is_held: set[str] = set()
-        for number, layout in enumerate(self.layouts):
-            rank = int(self._members[number][0])
+        for number, members in enumerate(self.classes):
+            rank, layout = int(members.ranks[0]), members.layout
             for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
                 known = heads.setdefault(key, head)
                 check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
@@ -114,17 +118,14 @@ class LayoutPlan:
                     heads[key] = head
                 elif known is not None and head is not None and known is not head:
                     heads[key] = joined_head(known, head)
-        self.keys = list(heads)
-        self.heads = [untied_head(head, heads) for head in heads.values()]
-        self.numbers = {key: number for number, key in enumerate(self.keys)}
-        self._part_of = [{kind[0]: place for place, kind in enumerate(of_key)} for of_key in kinds.values()]
-        self.holdings = [self._holding(tuple(of_key)) for of_key in kinds.values()]
+        self.heads = [untied_head(heads[key], heads) for key in self.keys]
+        self.holdings = [self._holding(tuple(kinds[key])) for key in self.keys]
 
     def _held_rows(self, kind: _Kind) -> HeldRows:
         if kind not in self._rows:
             number, rule, size = kind
-            members = self._members[number]
-            found = self.layouts[number].boxes(rule, size, self.names[members])
+            members = self.classes[number].ranks
+            found = self.classes[number].layout.boxes(rule, size, self.names[members])
             is_everyone = len(found.member) == len(members) and bool((np.diff(found.member) == 1).all())
             rank = members if is_everyone else members[found.member]
             self._rows[kind] = HeldRows(rank=rank, lo=found.lo, length=found.length)
@@ -138,15 +139,14 @@ class LayoutPlan:
     def row_digests(self) -> np.ndarray:
         """What ``rows_digest`` makes of each rank's local rows, if they are as its layout says."""
         digests = np.zeros(self.ranks, dtype=np.uint64)
-        for number, layout in enumerate(self.layouts):
-            factors = key_factors(len(layout.keys))
-            by_kind: dict[_Kind, list[int]] = {}
-            for which, (head, rule) in enumerate(zip(layout.heads, layout.rules, strict=True)):
-                by_kind.setdefault((number, rule, () if head is None else tuple(head.size)), []).append(which)
-            for kind, which_ones in by_kind.items():
-                rows = self._held_rows(kind)
-                words = box_words(rows.lo, rows.length) * factors[which_ones].sum(dtype=np.uint64)
-                np.add.at(digests, rows.rank, words)
+        factors: dict[int, int] = {}
+        parts: dict[int, HeldRows] = {}
+        for factor, holding in zip(name_words(self.keys).tolist(), self.holdings, strict=True):
+            for part in holding.parts:
+                parts[id(part)] = part
+                factors[id(part)] = (factors.get(id(part), 0) + factor) % (1 << 64)
+        for number, part in parts.items():
+            np.add.at(digests, part.rank, box_words(part.lo, part.length) * np.uint64(factors[number]))
         return digests
 
     def _check_tiling(self) -> None:
@@ -183,7 +183,7 @@ class LayoutPlan:
         return any(
             head is not None
             and head.alias_of is not None
-            and self.holdings[self.numbers[head.alias_of]] is not self.holdings[number]
+            and not self.holdings[self.numbers[head.alias_of]].is_like(self.holdings[number])
             for number, head in enumerate(self.heads)
         )
 
@@ -299,16 +299,14 @@ class LayoutPlan:
         return self._by_rank(self._compared_rows)
 
     def _by_rank(self, pick: Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray] | None]) -> ByRank:
-        """Columns of what ``pick`` finds of each key in each layout: ranks, which of their rows of it, numbers."""
+        """Columns of what ``pick`` finds in each part of each key: ranks, which of their rows of it, numbers."""
         narrow = np.uint16 if self.ranks <= 1 << 16 else np.uint32
         ranks, rows, numbers, owners, counts = [], [], [], [], []
-        for layout in range(len(self.layouts)):
-            before = np.zeros(self.ranks, dtype=np.uint32)
-            held_counts: dict[int, np.ndarray] = {}
-            for key in self.layouts[layout].keys:
-                which = self.numbers[key]
-                part = self.holdings[which].parts[self._part_of[which][layout]]
-                found = pick(which, self._part_of[which][layout])
+        before = np.zeros(self.ranks, dtype=np.uint32)
+        held_counts: dict[int, np.ndarray] = {}
+        for which in sorted(range(len(self.keys)), key=self.keys.__getitem__):
+            for place, part in enumerate(self.holdings[which].parts):
+                found = pick(which, place)
                 if found is not None:
                     rank, row, number = found
                     ranks.append(rank.astype(narrow))
@@ -316,6 +314,9 @@ class LayoutPlan:
                     numbers.append(number.astype(np.uint32))
                     owners.append(which)
                     counts.append(len(rank))
+                if len(part.rank) < _FEW_HOLDERS:
+                    np.add.at(before, part.rank, np.uint32(1))
+                    continue
                 if id(part) not in held_counts:
                     held_counts[id(part)] = np.bincount(part.rank, minlength=self.ranks).astype(np.uint32)
                 before += held_counts[id(part)]
@@ -383,37 +384,61 @@ class LayoutPlan:
         """Whether any chunk of each key is a part of what its writer holds."""
         return np.array([chunks.is_cut for chunks in self.chunks], dtype=bool)
 
-    def changed_heads(self, layout: int) -> dict[str, TensorHead | None]:
-        """What all ranks together say of keys, where that is not what ``layout`` says."""
-        said = self.layouts[layout]
-        return {
-            key: together
-            for key, head in zip(said.keys, said.heads, strict=True)
-            if (together := self.heads[self.numbers[key]]) is not head and together != head
-        }
+    def changed_heads(self, rank: int) -> dict[str, TensorHead | None]:
+        """What all ranks together say of the keys of ``rank``, where that is not what it says itself."""
+        changed: dict[str, TensorHead | None] = {}
+        for number in self.classes_of_rank[rank]:
+            changed.update(self._changed_in_class[number])
+        return changed
+
+    @cached_property
+    def classes_of_rank(self) -> list[list[int]]:
+        """The classes that each rank is a member of."""
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for number, members in enumerate(self.classes):
+            for rank in members.ranks.tolist():
+                found[rank].append(number)
+        return found
+
+    @cached_property
+    def _changed_in_class(self) -> list[dict[str, TensorHead | None]]:
+        return [
+            {
+                key: together
+                for key, head in zip(members.layout.keys, members.layout.heads, strict=True)
+                if (together := self.heads[self.numbers[key]]) is not head and together != head
+            }
+            for members in self.classes
+        ]
 
     def rows_of(self, rank: int) -> WriteColumns:
-        """All that ``rank`` holds, as it would have said itself."""
-        layout = self.layouts[self.layout_of[rank]]
-        number = int(self.layout_of[rank])
-        found = [
-            self._held_rows((number, rule, () if head is None else tuple(head.size)))
-            for head, rule in zip(layout.heads, layout.rules, strict=True)
-        ]
-        mine = [slice(*np.searchsorted(rows.rank, [rank, rank + 1]).tolist()) for rows in found]
-        counts = [each.stop - each.start for each in mine]
-        is_shard = np.array([rule != WHOLE for rule in layout.rules], dtype=bool)
-        key = np.repeat(np.arange(len(found)), counts)
+        """All that ``rank`` holds, by the names of its keys."""
+        found: dict[str, tuple[TensorHead | None, int, HeldRows]] = {}
+        for number in self.classes_of_rank[rank]:
+            layout = self.classes[number].layout
+            for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
+                size = () if head is None else tuple(head.size)
+                found[key] = head, rule, self._held_rows((number, rule, size))
+        names = sorted(found)
+        lows: list[list[int]] = []
+        lengths: list[list[int]] = []
+        owners: list[int] = []
+        for which, name in enumerate(names):
+            rows = found[name][2]
+            start, stop = np.searchsorted(rows.rank, [rank, rank + 1]).tolist()
+            lows += rows.lo[start:stop].tolist()
+            lengths += rows.length[start:stop].tolist()
+            owners += [which] * (stop - start)
+        owner = np.array(owners, dtype=np.int64)
+        is_shard = np.array([found[name][1] != WHOLE for name in names], dtype=bool)
         return WriteColumns(
-            keys=layout.keys,
-            heads=layout.heads,
-            key=key,
-            lo=padded([row for rows, at in zip(found, mine, strict=True) for row in rows.lo[at].tolist()], fill=0),
-            length=padded(
-                [row for rows, at in zip(found, mine, strict=True) for row in rows.length[at].tolist()], fill=1
-            ),
-            hint=np.zeros(len(key), dtype=np.int64),
-            is_shard=is_shard[key],
+            keys=names,
+            heads=[found[name][0] for name in names],
+            key=owner,
+            lo=padded(lows, fill=0),
+            length=padded(lengths, fill=1),
+            hint=np.zeros(len(owner), dtype=np.int64),
+            is_shard=is_shard[owner],
         )
 
     # --- the whole ---------------------------------------------------------------------------------------------------

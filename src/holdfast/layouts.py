@@ -69,23 +69,24 @@ class Layout:
         return xxhash.xxh3_128_digest(self.text)
 
     @cached_property
-    def _said(self) -> _Text:
+    def said(self) -> _Text:
+        """What the text says."""
         return _decode(self.text)
 
     @cached_property
     def keys(self) -> list[str]:
         """The keys, in the order in which the ranks have them."""
-        return self._said.keys
+        return self.said.keys
 
     @cached_property
     def heads(self) -> list[TensorHead | None]:
         """What every key is."""
-        return [None if head is None else _head_of(head) for head in self._said.heads]
+        return [None if head is None else _head_of(head) for head in self.said.heads]
 
     @property
     def rules(self) -> list[int]:
         """The number of each key's rule; WHOLE where there is none."""
-        return self._said.rules
+        return self.said.rules
 
     def boxes(self, rule: int, size: tuple[int, ...], ranks: np.ndarray) -> MemberBoxes:
         """What ``ranks``, which have this layout, hold of a tensor of ``size`` under that rule; by rank.
@@ -96,8 +97,8 @@ class Layout:
             lo, length = (np.empty((len(ranks), len(size)), dtype=np.int64) for _ in range(2))
             lo[:], length[:] = 0, size
             return MemberBoxes(member=np.arange(len(ranks)), lo=lo, length=length)
-        spread = self._said.spreads[rule]
-        mesh = self._said.meshes[spread.mesh]
+        spread = self.said.spreads[rule]
+        mesh = self.said.meshes[spread.mesh]
         found = boxes_on_mesh(size, mesh.shape, spread.splits)
         names = np.array(mesh.ranks, dtype=np.int64)
         place = np.full(max(int(names.max(initial=-1)), int(ranks.max(initial=-1))) + 1, -1, dtype=np.int64)
@@ -106,6 +107,61 @@ class Layout:
         order = np.argsort(member, kind="stable")
         order = order[np.searchsorted(member[order], 0) :]
         return MemberBoxes(member=member[order], lo=found.lo[order], length=found.length[order])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Members:
+    """Ranks, ascending, and the part of their layouts that all of them have and nobody else has like that."""
+
+    layout: Layout
+    ranks: np.ndarray
+
+
+def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Members]:
+    """The keys of all layouts by the ranks that have them, by lowest rank: so what many layouts share is there once."""
+    if len(layouts) == 1:
+        return [Members(layout=layouts[0], ranks=np.arange(len(layout_of_rank)))]
+    owners: dict[tuple[str, _Head | None, int], list[int]] = {}
+    spreads: dict[tuple[_Mesh, tuple[tuple[Split, ...], ...]], int] = {}
+    for number, layout in enumerate(layouts):
+        said = layout.said
+        known = [spreads.setdefault((said.meshes[rule.mesh], rule.splits), len(spreads)) for rule in said.spreads]
+        known.append(WHOLE)  # rule -1
+        for key, head, rule in zip(said.keys, said.heads, said.rules, strict=True):
+            owners.setdefault((key, head, known[rule]), []).append(number)
+    classes: dict[tuple[int, ...], list[tuple[str, _Head | None, int]]] = {}
+    for atom, having in owners.items():
+        classes.setdefault(tuple(having), []).append(atom)
+    rules = list(spreads)
+    found = []
+    for numbers, atoms in classes.items():
+        ranks = np.flatnonzero(np.isin(layout_of_rank, numbers))
+        found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths), ranks=ranks))
+    return sorted(found, key=lambda each: int(each.ranks[0]))
+
+
+def _made_of(
+    atoms: list[tuple[str, _Head | None, int]],
+    rules: list[tuple[_Mesh, tuple[tuple[Split, ...], ...]]],
+    paths: dict[str, Path] | None,
+) -> Layout:
+    """The layout of these keys; the rules that they have are numbered anew."""
+    meshes: dict[_Mesh, int] = {}
+    used: dict[int, int] = {}
+    for _, _, rule in atoms:
+        if rule != WHOLE:
+            used.setdefault(rule, len(used))
+    keys = [key for key, _, _ in atoms]
+    mine = None if paths is None else {key: paths[key] for key in keys if key in paths}
+    text = _Text(
+        keys=keys,
+        heads=[head for _, head, _ in atoms],
+        rules=[used.get(rule, WHOLE) for _, _, rule in atoms],
+        spreads=[_Rule(meshes.setdefault(rules[rule][0], len(meshes)), rules[rule][1]) for rule in used],
+        meshes=list(meshes),
+        steps=_steps(mine, keys),
+    )
+    return Layout(text=_encode(text), paths=mine)
 
 
 def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout | None:

@@ -7,11 +7,13 @@ agree with, on few ranks and on thousands.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -25,12 +27,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast._plan.layout import boxes_on_mesh, rows_digest
+from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyList
 from holdfast._values.splits import Split
 from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.global_plan import plan_together
 from holdfast.layout_plan import LayoutPlan
-from holdfast.layouts import WHOLE, Layout, described, layout_of
+from holdfast.layouts import WHOLE, Layout, classes_of, described, layout_of
 from holdfast.local_plan import LocalLeaves, properties_of
 from holdfast.metadata import Metadata, TensorStorageMetadata, chunk_columns
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, write_columns
@@ -152,7 +155,7 @@ def test_the_coordinator_computes_what_each_rank_holds_of_its_dtensors(
     of_rank = np.array([numbers.setdefault(layout.fingerprint, len(numbers)) for layout in layouts])
     distinct = list({layout.fingerprint: layout for layout in layouts}.values())
     try:
-        plan = LayoutPlan(distinct, of_rank, np.arange(world))
+        plan = LayoutPlan(classes_of(distinct, of_rank), keys_of(distinct), np.arange(world))
     except InvalidStateError:
         # Left-to-right splits of a strided placement may overlap: then the rows say so too.
         with pytest.raises(InvalidStateError):
@@ -160,8 +163,13 @@ def test_the_coordinator_computes_what_each_rank_holds_of_its_dtensors(
         return
     digests = plan.row_digests()
     for rank, local in enumerate(locals_):
-        assert rows(plan.rows_of(rank)) == rows(local.columns)
-        assert int(digests[rank]) == rows_digest(local.columns.key, local.columns.lo, local.columns.length)
+        columns = local.columns
+        assert rows(plan.rows_of(rank)) == sorted(rows(columns), key=itemgetter(0))
+        assert int(digests[rank]) == rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
+
+
+def keys_of(layouts: list[Layout]) -> list[str]:
+    return list(dict.fromkeys(key for layout in layouts for key in layout.keys))
 
 
 def rows(columns: WriteColumns) -> list[Row]:
@@ -249,10 +257,14 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     plan = LayoutPlan.__new__(LayoutPlan)  # kept where planning fails: what ranks hold does not depend on that
     errors: list[str] = []
     try:
-        plan.__init__(job.layouts, job.of_rank, job.names, to_lowest_rank=to_lowest_rank)  # type: ignore[misc]
+        classes = classes_of(job.layouts, job.of_rank)
+        plan.__init__(classes, keys_of(job.layouts), job.names, to_lowest_rank=to_lowest_rank)  # type: ignore[misc]
     except (InvalidStateError, RankDisagreementError) as error:
         errors.append(str(error))
-    plans = [SavePlan(LazyList(plan.rows_of(rank))) for rank in range(len(job.of_rank))]
+    plans = [
+        SavePlan(LazyList(in_order(plan.rows_of(rank), job.layouts[layout].keys)))
+        for rank, layout in enumerate(job.of_rank.tolist())
+    ]
     if errors:
         with pytest.raises((InvalidStateError, RankDisagreementError)) as raised:
             plan_together(plans, to_lowest_rank=to_lowest_rank)
@@ -265,6 +277,23 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
         mine = rows(write_columns(expected[rank].items))
         assert sorted(mine) == sorted(written_by(plan, rank))
     assert described_by(plan.metadata()) == described_by(metadata)
+
+
+def in_order(columns: WriteColumns, keys: list[str]) -> WriteColumns:
+    """The same with the keys, and their rows, in the order of ``keys``."""
+    place = np.array([keys.index(key) for key in columns.keys], dtype=np.int64)
+    key = place[columns.key]
+    order = np.argsort(key, kind="stable")
+    heads = dict(zip(columns.keys, columns.heads, strict=True))
+    return dataclasses.replace(
+        columns,
+        keys=keys,
+        heads=[heads[name] for name in keys],
+        key=key[order],
+        lo=columns.lo[order],
+        length=columns.length[order],
+        is_shard=columns.is_shard[order],
+    )
 
 
 def written_by(plan: LayoutPlan, rank: int) -> list[Row]:

@@ -133,8 +133,9 @@ def _report(columns: dict[str, Any]) -> WriteReport:
 class ShortReport:
     """What one rank wrote, as planned by ``planning``: where each row of its plan went, and the digests.
 
-    ``row`` is -1 for ``blobs``, values that became chunks, one after the other. ``tensors`` are those of which more
-    was written than the plan says. ``plan`` gives the rank's plan, to whoever received this and knows it.
+    ``row`` is the coordinator's number of it; -1 for ``blobs``, values that became chunks, one after the other.
+    ``tensors`` are those of which more was written than the plan says. ``plan`` gives the rank's plan, to whoever
+    received this and knows it.
     """
 
     planning: bytes
@@ -185,7 +186,7 @@ def shortened(report: WriteReport, plan: WriteColumns, rows: Sequence[int]) -> W
 
     Blobs come after them.
     """
-    if not plan.planning:
+    if not plan.planning or plan.planned is None:
         return report
     heads = dict(zip(plan.keys, plan.heads, strict=True))
     blobs: dict[str, WrittenTensor] = {}
@@ -203,7 +204,7 @@ def shortened(report: WriteReport, plan: WriteColumns, rows: Sequence[int]) -> W
     short = ShortReport(
         planning=plan.planning,
         files=report.files,
-        row=narrowed(np.concatenate([np.array(rows, dtype=np.int64), np.full(len(blobs), -1)])),
+        row=narrowed(np.concatenate([plan.planned[np.array(rows, dtype=np.int64)], np.full(len(blobs), -1)])),
         file=narrowed(report.file),
         offset=narrowed(report.offset),
         digests=report.digests,
@@ -221,7 +222,10 @@ def narrowed(numbers: np.ndarray) -> np.ndarray:
 
 def _in_full(short: ShortReport, plan: WriteColumns) -> WriteReport:
     """The report whose short form on ``plan`` is ``short``."""
-    planned = short.row[short.row >= 0].astype(np.int64)
+    assert plan.planned is not None
+    place = np.empty(len(plan.planned), dtype=np.int64)
+    place[plan.planned] = np.arange(len(place))
+    planned = place[short.row[short.row >= 0]]
     used, key = np.unique(plan.key[planned], return_inverse=True)
     names = [plan.keys[number] for number in used.tolist()]
     heads = {name: plan.heads[number] for name, number in zip(names, used.tolist(), strict=True)}

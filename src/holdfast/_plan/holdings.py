@@ -50,6 +50,12 @@ class Holding:
     starts: _Int64s
     box_of: tuple[_Int64s, ...]
 
+    def is_like(self, other: Holding) -> bool:
+        """Whether the same ranks hold the same boxes of both."""
+        return self is other or all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in ("lo", "length", "holder", "starts")
+        )
+
     @property
     def volume(self) -> _Int64s:
         """How many elements each box has."""

@@ -99,18 +99,9 @@ def box_words(lo: _Int64s, length: _Int64s) -> _UInt64s:
     return words
 
 
-def key_factors(count: int) -> _UInt64s:
-    """An odd number for each of so many keys, by which the words of its boxes are multiplied in a digest of rows."""
-    factors: _UInt64s = scrambled(np.arange(count, dtype=np.uint64)) | np.uint64(1)
-    return factors
-
-
-def rows_digest(key: _Int64s, lo: _Int64s, length: _Int64s) -> int:
-    """What tells tables of rows apart whose keys have the same numbers; the order of the rows does not matter.
+def rows_digest(factors: _UInt64s, key: _Int64s, lo: _Int64s, length: _Int64s) -> int:
+    """What tells tables of rows apart, whatever their order; ``factors`` has an odd number for each key.
 
     It is a sum over the rows, so that many tables which share keys and boxes are digested together.
     """
-    if len(key) == 0:
-        return 0
-    factors = key_factors(int(key.max()) + 1)
     return int((factors[key] * box_words(lo, length)).sum(dtype=np.uint64))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast._torchformat.messages import encode_message
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.plan_messages import (
     Asked,
@@ -27,15 +28,16 @@ from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.global_plan import check_contents
 from holdfast.layout_plan import LayoutPlan
-from holdfast.layouts import Layout
+from holdfast.layouts import Layout, classes_of
 from holdfast.metadata import Metadata
-from holdfast.planner import SavePlan, SavePlanner, WriteColumns
+from holdfast.planner import SavePlan, SavePlanner, WriteColumns, padded
 from holdfast.storage import StorageWriter
 
 KEPT_PLANNINGS = 4
 """So many plannings are remembered: enough for a few models that take turns."""
 
 _TOKEN_BYTES = 8
+_KEPT_LAYOUTS = 64
 _Round = Generator[list[Asked | None], list[Any], list[Any]]
 
 
@@ -45,8 +47,10 @@ class Outcome:
 
     token: bytes
     offers: list[Offer]
+    layouts: list[Layout]
     manner: object
     plan: LayoutPlan
+    job: Job
 
 
 class Coordinator:
@@ -93,10 +97,18 @@ class Coordinator:
             said = [part.digests for part in parts]
         else:
             offers = yield from self._offers(parts)
-            plan = yield from self._laid_out(offers)
+            layouts = yield from self._described(offers)
+            plan = self._laid_out(offers, layouts)
             if plan is None:
                 return (yield from self._planned_whole([None] * len(parts)))
-            outcome = Outcome(token=secrets.token_bytes(_TOKEN_BYTES), offers=offers, manner=self._manner, plan=plan)
+            outcome = Outcome(
+                token=secrets.token_bytes(_TOKEN_BYTES),
+                offers=offers,
+                layouts=[Layout(text=layout.text, paths=layout.paths) for layout in layouts[:_KEPT_LAYOUTS]],
+                manner=self._manner,
+                plan=plan,
+                job=_job(plan),
+            )
             said = []
             if any(offer.looks for offer in offers) and len(plan.compared.row):
                 said = yield [Asked(what="contents", groups=_groups(plan, rank)) for rank in range(len(parts))]
@@ -128,27 +140,32 @@ class Coordinator:
             offers = [offer or said_first(again[rank]) for rank, offer in enumerate(offers)]
         return [offer for offer in offers if offer is not None]
 
-    def _laid_out(self, offers: list[Offer]) -> Generator[list[Asked | None], list[Any], LayoutPlan | None]:
-        """The plan of all, from one description of each layout; None where the rows of a rank are others."""
+    def _described(self, offers: list[Offer]) -> Generator[list[Asked | None], list[Any], list[Layout]]:
+        """The distinct layouts, by the lowest rank that has them: where one is not known, that rank describes it."""
         assert self._layout is not None
-        numbers: dict[bytes, int] = {}
-        layout_of_rank = np.array([numbers.setdefault(offer.fingerprint, len(numbers)) for offer in offers])
-        known = {
-            layout.fingerprint: layout
-            for layout in (self._layout, *(each for outcome in self._outcomes for each in outcome.plan.layouts))
-        }
-        asked: list[Asked | None] = [None] * len(offers)
+        lowest: dict[bytes, int] = {}
         for rank, offer in enumerate(offers):
-            if offer.fingerprint not in known and layout_of_rank[rank] not in layout_of_rank[:rank]:
+            lowest.setdefault(offer.fingerprint, rank)
+        before = (layout for outcome in self._outcomes for layout in outcome.layouts)
+        known = {layout.fingerprint: layout for layout in (self._layout, *before)}
+        asked: list[Asked | None] = [None] * len(offers)
+        for fingerprint, rank in lowest.items():
+            if fingerprint not in known:
                 asked[rank] = Asked(what="layout")
         if any(asked):
             for layout in (yield asked):
                 if layout is not None:
                     known[layout.fingerprint] = layout
+        return [known[fingerprint] for fingerprint in lowest]
+
+    def _laid_out(self, offers: list[Offer], layouts: list[Layout]) -> LayoutPlan | None:
+        """The plan of all; None where the rows of a rank are not what its layout says, or only rows tell of ties."""
         assert isinstance(self._planner, DefaultSavePlanner)
+        numbers = {layout.fingerprint: number for number, layout in enumerate(layouts)}
+        layout_of_rank = np.array([numbers[offer.fingerprint] for offer in offers])
         plan = LayoutPlan(
-            [known[fingerprint] for fingerprint in numbers],
-            layout_of_rank,
+            classes_of(layouts, layout_of_rank),
+            list(dict.fromkeys(key for layout in layouts for key in layout.keys)),
             np.array([offer.name for offer in offers], dtype=np.int64),
             to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
         )
@@ -170,7 +187,9 @@ class Coordinator:
             columns = plan.rows_of(rank)
             fingerprint = np.zeros(len(columns), dtype=np.uint64)
             fingerprint[each.rows] = found
-            plans.append(SavePlan(LazyList(dataclasses.replace(columns, fingerprint=fingerprint))))
+            # In the order of the state, so that the first key that differs there is the one to be named.
+            order = np.argsort([plan.numbers[columns.keys[which]] for which in columns.key.tolist()], kind="stable")
+            plans.append(SavePlan(LazyList(_reordered(columns, fingerprint, order))))
         check_contents(plans)
 
     def _finals(self, outcome: Outcome, parts: list[Any]) -> list[Any]:
@@ -179,14 +198,11 @@ class Coordinator:
         assert isinstance(planner, DefaultSavePlanner)
         others = [each for each in self._outcomes if each.token != outcome.token]
         self._outcomes[:] = [*others[-KEPT_PLANNINGS + 1 :], outcome]
-        made: list[SavePlan] = [
-            SavePlan(
-                LazyList.later(partial(_columns_of, outcome, rank)),
-                planner_data=plan.layouts[plan.layout_of[rank]].paths if planner.flatten_state_dict else None,
-            )
+        metadata = planner.with_paths(plan.metadata(), [members.layout.paths for members in plan.classes])
+        made = [
+            SavePlan(LazyList.later(partial(_columns_of, outcome, rank)), planner_data=metadata.planner_data)
             for rank in range(plan.ranks)
         ]
-        metadata = planner.with_paths(plan.metadata(), [layout.paths for layout in plan.layouts])
         planner.global_plan, planner.metadata = made, metadata
         prepared = self._writer.prepare_global_plan(made)
         self.metadata, self.outcome = metadata, outcome
@@ -201,7 +217,7 @@ class Coordinator:
                 continue
             part = parts[rank]
             knows = isinstance(part, Named) and part.token == outcome.token
-            choice = None if knows else _choice(plan, rank, to_lowest_rank=planner.dedup_save_to_lowest_rank)
+            choice = None if knows else _choice(outcome, rank)
             answers.append(Final(token=outcome.token, storage_data=final.storage_data, choice=choice))
         return answers
 
@@ -239,40 +255,54 @@ def _differing(plan: LayoutPlan, said: list[bytes]) -> set[int]:
     return set(owners[wrong].tolist())
 
 
-def _choice(plan: LayoutPlan, rank: int, *, to_lowest_rank: bool) -> Choice:
+def _job(plan: LayoutPlan) -> Job:
+    """What ranks need to make the metadata."""
+    keys = dict.fromkeys(key for members in plan.classes for key in members.layout.keys)
+    place = {key: number for number, key in enumerate(keys)}
+    return Job(
+        classes=None if len(plan.classes) == 1 else encode_message(list(plan.classes)),
+        order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
+        names=_narrow(plan.names),
+        to_lowest_rank=plan.to_lowest_rank,
+    )
+
+
+def _choice(outcome: Outcome, rank: int) -> Choice:
     """What ``rank`` writes, and what it needs to know to remember it."""
+    plan = outcome.plan
     rows, keys, numbers = plan.written.of(rank)
-    number = int(plan.layout_of[rank])
-    layout = plan.layouts[number]
     cut = np.flatnonzero(plan.is_cut[keys])
     boxes = [
         (plan.chunks[key].lo[chunk].tolist(), plan.chunks[key].length[chunk].tolist())
         for key, chunk in zip(keys[cut].tolist(), numbers[cut].tolist(), strict=True)
     ]
-    is_everything = np.array_equal(rows, np.arange(plan.held_rows[rank]))
-    width = max((len(low) for low, _ in boxes), default=0)
+    is_everything = len(rows) == plan.held_rows[rank] and bool((np.diff(rows) == 1).all())
     return Choice(
-        rows=None if is_everything else rows,
+        rows=None if is_everything else _narrow(rows),
         hint=_narrow(numbers),
         cut=cut.astype(np.uint32),
-        lo=np.array([low + [0] * (width - len(low)) for low, _ in boxes], dtype=np.int64).reshape(len(cut), width),
-        length=np.array([size + [1] * (width - len(size)) for _, size in boxes], np.int64).reshape(len(cut), width),
-        heads=plan.changed_heads(number),
+        lo=padded([low for low, _ in boxes], fill=0),
+        length=padded([size for _, size in boxes], fill=1),
+        heads=plan.changed_heads(rank),
         groups=_groups(plan, rank),
-        job=Job(
-            others=[each for each in plan.layouts if each is not layout],
-            own=number,
-            layout_of=_narrow(plan.layout_of),
-            names=plan.names,
-            to_lowest_rank=to_lowest_rank,
-        ),
+        job=outcome.job,
     )
 
 
 def _columns_of(outcome: Outcome, rank: int) -> WriteColumns:
     """What ``rank`` makes of what it is told; for planners and storage that look at the plans of all."""
-    plan = outcome.plan
-    return chosen_columns(plan.rows_of(rank), _choice(plan, rank, to_lowest_rank=False), outcome.token)
+    return chosen_columns(outcome.plan.rows_of(rank), _choice(outcome, rank), outcome.token)
+
+
+def _reordered(columns: WriteColumns, fingerprint: np.ndarray, order: np.ndarray) -> WriteColumns:
+    return dataclasses.replace(
+        columns,
+        key=columns.key[order],
+        lo=columns.lo[order],
+        length=columns.length[order],
+        is_shard=columns.is_shard[order],
+        fingerprint=fingerprint[order],
+    )
 
 
 def _narrow(numbers: np.ndarray) -> np.ndarray:

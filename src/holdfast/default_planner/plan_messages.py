@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.layouts import Layout
 from holdfast.metadata import Metadata
 from holdfast.planner import TensorHead, WriteColumns
 
@@ -57,7 +56,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """Local rows that a rank has in common with others; rows of the same ``group`` with the same others."""
+    """Rows that a rank has in common with others; rows of the same ``group`` with the same others."""
 
     rows: np.ndarray
     group: np.ndarray
@@ -65,11 +64,24 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choice:
-    """What a rank writes of its rows: ``rows`` (all of them where that is None), as chunk ``hint`` of their tensors.
+class Job:
+    """What the metadata of the whole is made of: the classes of ranks, encoded, and the order of their keys.
 
-    The rows at ``cut`` are cut to the boxes ``lo``, ``length``. ``heads`` are the keys that all ranks together say
-    something else of than this one. ``job`` is what the metadata is made of.
+    Without ``classes`` all ranks have the receiver's layout.
+    """
+
+    classes: bytes | None
+    order: np.ndarray
+    names: np.ndarray
+    to_lowest_rank: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """What a rank writes of its rows, which are numbered by the names of their keys.
+
+    It writes ``rows`` (all of them where that is None), as chunk ``hint`` of their tensors, those at ``cut`` cut to the
+    boxes ``lo``, ``length``. ``heads`` are the keys that all ranks together say something else of than this one.
     """
 
     rows: np.ndarray | None
@@ -80,17 +92,6 @@ class Choice:
     heads: dict[str, TensorHead | None]
     groups: Groups
     job: Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """The layouts of a job, apart from the receiver's own, at number ``own``; and which rank has which."""
-
-    others: list[Layout]
-    own: int
-    layout_of: np.ndarray
-    names: np.ndarray
-    to_lowest_rank: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,21 +111,32 @@ class Sketch:
     rest: Metadata
 
 
+def rows_by_name(columns: WriteColumns) -> np.ndarray:
+    """The rows in the order of their keys' names, which all ranks know."""
+    place = np.empty(len(columns.keys), dtype=np.int64)
+    place[sorted(range(len(columns.keys)), key=columns.keys.__getitem__)] = np.arange(len(columns.keys))
+    return np.argsort(place[columns.key], kind="stable")
+
+
 def chosen_columns(local: WriteColumns, choice: Choice, token: bytes) -> WriteColumns:
-    """The rows that are written, of all that a rank holds."""
-    rows = np.arange(len(local)) if choice.rows is None else choice.rows
+    """The rows that are written, of all that a rank holds, in its own order."""
+    by_name = rows_by_name(local)
+    rows = by_name if choice.rows is None else by_name[choice.rows]
     lo, length = local.lo[rows], local.length[rows]
     width = choice.lo.shape[1]
     lo[choice.cut, :width], length[choice.cut, :width] = choice.lo, choice.length
+    order = np.argsort(rows, kind="stable")
+    rows = rows[order]
     used, key = np.unique(local.key[rows], return_inverse=True)
     names = [local.keys[number] for number in used.tolist()]
     return WriteColumns(
         keys=names,
         heads=[choice.heads.get(name, local.heads[number]) for name, number in zip(names, used.tolist(), strict=True)],
         key=key.astype(np.int64),
-        lo=lo,
-        length=length,
-        hint=choice.hint.astype(np.int64),
+        lo=lo[order],
+        length=length[order],
+        hint=choice.hint[order].astype(np.int64),
         is_shard=local.is_shard[rows],
         planning=token,
+        planned=order,
     )

@@ -25,7 +25,8 @@ from holdfast._coord.ranks import Ranks
 from holdfast._native.report import ShortReport
 from holdfast._plan.layout import box_words, rows_digest, scrambled
 from holdfast._state.paths import path_mapping
-from holdfast._values.digest import digest
+from holdfast._torchformat.messages import decode_message
+from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.default_planner.plan_coordinator import KEPT_PLANNINGS, Coordinator, Outcome
 from holdfast.default_planner.plan_messages import (
@@ -38,11 +39,12 @@ from holdfast.default_planner.plan_messages import (
     Offer,
     Sketch,
     chosen_columns,
+    rows_by_name,
 )
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.layout_plan import LayoutPlan
-from holdfast.layouts import Layout, layout_of
+from holdfast.layouts import Layout, Members, layout_of
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STORAGE_TYPES, Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteColumns, write_columns
@@ -60,7 +62,7 @@ class _Remembered:
     columns: WriteColumns
     groups: Groups
     words: np.ndarray
-    layouts: list[Layout]
+    classes: list[Members]
     job: Job
 
 
@@ -120,7 +122,7 @@ class SavePlanning:
         self._layout = layout_of(self._local, path_mapping(plan.planner_data))
         if self._layout is None or self._whole is not plan or write_columns(plan.items) is not columns:
             return self._whole_plan()
-        rows = rows_digest(columns.key, columns.lo, columns.length)
+        rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
         self._offer = Offer(self._layout.fingerprint, rows, self._name, self._looks)
         self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
         if self._known is None:
@@ -141,9 +143,15 @@ class SavePlanning:
         if asked.what == "nothing":
             return None
         assert asked.groups is not None
+        groups = self._own(asked.groups)
         if asked.what == "contents":
-            return self._digests(asked.groups, self._words(asked.groups)).tobytes()
-        return self._fingerprints(asked.groups)
+            return self._digests(groups, self._words(groups)).tobytes()
+        return self._fingerprints(groups)
+
+    def _own(self, groups: Groups) -> Groups:
+        """The same with rows as this rank counts them."""
+        assert self._local is not None
+        return dataclasses.replace(groups, rows=rows_by_name(self._local.columns)[groups.rows])
 
     def _whole_plan(self) -> SavePlan:
         """The plan with what tells its contents apart, as far as storage has left it as it was."""
@@ -166,10 +174,8 @@ class SavePlanning:
         assert self._local is not None
         columns = self._local.columns
         rows = groups.rows
-        used = np.unique(columns.key[rows]).tolist()
-        of_key = np.zeros(len(columns.keys), dtype=np.uint64)
-        of_key[used] = [digest(columns.keys[which].encode("utf-8", "surrogatepass")) for which in used]
-        words: np.ndarray = of_key[columns.key[rows]] ^ scrambled(box_words(columns.lo[rows], columns.length[rows]))
+        boxes = scrambled(box_words(columns.lo[rows], columns.length[rows]))
+        words: np.ndarray = name_words(columns.keys)[columns.key[rows]] ^ boxes
         return words
 
     def _digests(self, groups: Groups, words: np.ndarray) -> np.ndarray:
@@ -198,16 +204,16 @@ class SavePlanning:
         assert self._local is not None
         assert self._layout is not None
         assert self._offer is not None
-        others = iter(choice.job.others)
-        count = len(choice.job.others) + 1
+        everyone = Members(layout=self._layout, ranks=np.arange(self._ranks.size))
+        groups = self._own(choice.groups)
         return _Remembered(
             offer=self._offer,
             token=token,
             columns=chosen_columns(self._local.columns, choice, token),
-            groups=choice.groups,
-            words=self._words(choice.groups),
-            layouts=[self._layout if number == choice.job.own else next(others) for number in range(count)],
-            job=dataclasses.replace(choice.job, others=[]),
+            groups=groups,
+            words=self._words(groups),
+            classes=[everyone] if choice.job.classes is None else decode_message(choice.job.classes),
+            job=dataclasses.replace(choice.job, classes=None),
         )
 
     # --- the metadata, which all ranks return ------------------------------------------------------------------------
@@ -248,17 +254,19 @@ class SavePlanning:
         known = self._known
         if known is None or known.token != told.token:
             raise InternalError("the coordinator's metadata is of another planning; please report it")
-        keys = dict.fromkeys(key for layout in known.layouts for key in layout.keys)
-        metadata = dataclasses.replace(told.rest, state_dict_metadata=LazyDict(keys, _LaterPlan(known)))
+        named = list(dict.fromkeys(key for members in known.classes for key in members.layout.keys))
+        keys = [named[place] for place in known.job.order.tolist()]
+        metadata = dataclasses.replace(told.rest, state_dict_metadata=LazyDict(keys, _LaterPlan(known, keys)))
         assert isinstance(self._planner, DefaultSavePlanner)
-        return self._planner.with_paths(metadata, [layout.paths for layout in known.layouts])
+        return self._planner.with_paths(metadata, [members.layout.paths for members in known.classes])
 
 
 class _LaterPlan:
     """The metadata's entries on a rank that planned nothing: planned again, from the layouts, if somebody looks."""
 
-    def __init__(self, known: _Remembered) -> None:
+    def __init__(self, known: _Remembered, keys: list[str]) -> None:
         self._known = known
+        self._keys = keys
         self._plan: LayoutPlan | None = None
 
     def __len__(self) -> int:
@@ -273,6 +281,6 @@ class _LaterPlan:
         if self._plan is None:
             job = self._known.job
             self._plan = LayoutPlan(
-                self._known.layouts, job.layout_of.astype(np.int64), job.names, to_lowest_rank=job.to_lowest_rank
+                self._known.classes, self._keys, job.names.astype(np.int64), to_lowest_rank=job.to_lowest_rank
             )
         return self._plan
