@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from holdfast._plan.balance import Parts, Shared, cut_out, same_segments, sets_of, share_out, sums
+from holdfast._plan.balance import Shared, same_segments, sets_of, share_out, sums
+from holdfast._plan.chunks import ByRank, KeyChunks, chunks_of, widened
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.holdings import HeldRows, Holding, holding_of
 from holdfast._plan.layout import box_words
@@ -28,39 +28,6 @@ from holdfast.planner import TensorHead, WriteColumns, padded
 _Kind = tuple[int, int, tuple[int, ...]]  # class, rule, size
 
 _FEW_HOLDERS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeyChunks:
-    """The chunks of one key, by place: boxes of the holding, or parts of them.
-
-    ``box`` is the number of the box that a chunk is, or is cut from, ``writer`` its rank; None where every chunk is a
-    box and its lowest holder writes it.
-    """
-
-    lo: np.ndarray
-    length: np.ndarray
-    box: np.ndarray | None = None
-    writer: np.ndarray | None = None
-    is_cut: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ByRank:
-    """Columns of all ranks, one after the other: those of rank r are the rows from ``bounds[r]`` to ``bounds[r + 1]``.
-
-    ``row`` is a rank's local row; ``key`` and ``number`` say what of it: a chunk of its key, or its set of holders.
-    """
-
-    bounds: np.ndarray
-    row: np.ndarray
-    key: np.ndarray
-    number: np.ndarray
-
-    def of(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows, keys and numbers of ``rank``."""
-        mine = slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
-        return self.row[mine], self.key[mine], self.number[mine]
 
 
 class LayoutPlan:
@@ -228,7 +195,7 @@ class LayoutPlan:
         writer = np.concatenate(self.sets)[firsts[number[parts.box]] + parts.holder]
         ends = np.searchsorted(parts.box, bounds)
         return [
-            _chunks_of(
+            chunks_of(
                 holding,
                 dataclasses.replace(mine := parts.take(np.arange(start, stop)), box=holding.shared[mine.box - first]),
                 writer[start:stop],
@@ -457,24 +424,3 @@ class LayoutPlan:
             return BytesStorageMetadata()
         table = ChunkColumns(chunks.lo, chunks.length, 0, len(chunks.lo), len(head.size))
         return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(table), head.alias_of, head.kind)
-
-
-def _chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
-    """The chunks of one key: ``parts`` of its shared boxes, and the others whole."""
-    alone = np.delete(np.arange(len(holding.lo)), holding.shared)
-    box = np.concatenate([alone, parts.box])
-    writer = np.concatenate([holding.lowest[alone], writer])
-    if not (parts.dimension >= 0).any():
-        order = np.argsort(box, kind="stable")
-        return KeyChunks(lo=holding.lo, length=holding.length, box=box[order], writer=writer[order])
-    lo, length = cut_out(holding.lo[parts.box], holding.length[parts.box], parts)
-    lo = np.concatenate([holding.lo[alone], lo])
-    length = np.concatenate([holding.length[alone], length])
-    order = np.lexsort((*length.T[::-1], *lo.T[::-1]))
-    return KeyChunks(lo=lo[order], length=length[order], box=box[order], writer=writer[order], is_cut=True)
-
-
-def widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
-    """``table`` with as many columns as ``width``, the new ones filled with ``fill``."""
-    missing = width - table.shape[1]
-    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill) if missing else table
