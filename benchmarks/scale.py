@@ -1,6 +1,6 @@
 """Saves of thousands of ranks, planned in one process: the promises, benchmarks/results/scale.json and scale.png.
 
-    python benchmarks/scale.py                 up to 4096 ranks x 2000 tensors; torch's planner beside it up to 256 ranks
+    python benchmarks/scale.py                 up to 4096 ranks x 2000 tensors; torch's planner up to 256 ranks
     python benchmarks/scale.py --torch 1024    torch's planner up to 1024 ranks: minutes
     python benchmarks/scale.py --quick         small sizes; shows only that everything works
 
