@@ -90,9 +90,9 @@ class DefaultSavePlanner(SavePlanner):
     def survey(self) -> tuple[LocalLeaves, SavePlan] | None:
         """The leaves and their plan, for ranks that compare what they hold by layout, without a look at contents.
 
-        None for a subclass: what it overrides wants to see plans.
+        None unless this is the planner that is used when none is given: whoever brings one may want to see plans.
         """
-        if type(self) not in (DefaultSavePlanner, WholeSavePlanner):
+        if type(self) is not WholeSavePlanner:
             return None
         local = self._surveyed("off")
         return local, self._local_plan(local)
