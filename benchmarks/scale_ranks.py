@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from holdfast._native.report import ShortReport, WrittenFile
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.layout import rows_digest
+from holdfast._state.collector import collector_paused
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.digest import block_counts, name_words
 from holdfast._values.lazy import LazyList
@@ -210,6 +211,7 @@ def part_of(sizes: Sizes, mesh: DeviceMesh, dimension: int) -> dict[str, Any]:
     return state
 
 
+@collector_paused()  # as save is
 def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
     """The seconds of planning on a rank that is not the coordinator: in a first save, and in a later one."""
     state = {**part_of(crew.sizes, DeviceMesh("cpu", torch.arange(crew.ranks)), 0), STEP: 7}

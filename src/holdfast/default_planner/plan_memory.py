@@ -1,4 +1,6 @@
-"""The plans of saves that are over, for saves that have the same ones: what ``enable_plan_caching`` means.
+"""The plans of saves that are over, for planners that want to see plans: what ``enable_plan_caching`` means to them.
+
+(Ranks whose planners are of the default classes compare layouts instead, in ``planning``.)
 
 A rank whose local plan is, in every respect, one of a recent save sends the name of that planning instead. Where all
 ranks name the same one, its outcome is used again. A plan is remembered only when its save got as far as finish_plan,

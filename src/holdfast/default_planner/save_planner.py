@@ -35,9 +35,9 @@ class DefaultSavePlanner(SavePlanner):
         flatten_sharded_tensors: for torch's sake; shards that are themselves sharded are always taken apart.
         dedup_replicated_tensors: for torch's sake; has no effect and warns.
         dedup_save_to_lowest_rank: what several ranks hold is written by the lowest of them, instead of balanced.
-        enable_plan_caching: where a save has the same plans as one before, ranks send none and nothing is planned
-            again. A planner of just this class shares what it remembers with all others in its process group; that of a
-            subclass is its own, and what the subclass does to plans must depend on nothing but the state.
+        enable_plan_caching: where a save of a subclass has the same plans as one before, ranks send none and nothing is
+            planned again; what the subclass does to plans must depend on nothing but the state. Ranks whose planners
+            are of just this class plan by layout, and never plan the same twice.
         replica_check: how ranks compare what they should have in common.
     """
 
