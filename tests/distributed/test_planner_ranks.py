@@ -118,7 +118,7 @@ def save_again_and_again(path: str) -> list[bool]:
 
     def save(number: int, state: dict[str, Any], group: Any = None) -> None:
         with mock.patch.object(SavePlanning, "_said_first", say_and_note):
-            holdfast.save(state, f"{path}/{number}", planner=DefaultSavePlanner(), process_group=group)
+            holdfast.save(state, f"{path}/{number}", process_group=group)
 
     def state(fill: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         sharded = distribute_tensor(torch.full((6, 2), fill, dtype=dtype), mesh, [Shard(0)], src_data_rank=None)

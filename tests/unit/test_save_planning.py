@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter, SavePlan
-from holdfast._native import merge, writer
+from holdfast._native import merge, work
 from holdfast._native.report import ShortReport, WriteReport, report_of
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.lazy import LazyList
@@ -26,7 +26,7 @@ from holdfast.default_planner import WholeSavePlanner
 from holdfast.default_planner.plan_messages import Sketch, said_first
 from holdfast.layout_plan import LayoutPlan
 from holdfast.planner import write_columns
-from holdfast.saver import _save
+from holdfast.saver import Saving, _save
 from holdfast.storage import WriteResult
 
 ATTEMPT = "attempt"
@@ -107,7 +107,7 @@ class Job:
             ranks = ThreadRanks(rank, board, self.kept[rank])
             storage = self.make_writer(str(self.path / str(self.saves)))
             try:
-                results[rank] = _save(states[rank], storage, self.planners[rank], ranks)  # type: ignore[arg-type]
+                results[rank] = _save(states[rank], Saving(storage, self.planners[rank], ranks))  # type: ignore[arg-type]
             except Exception as error:
                 results[rank] = error
 
@@ -487,7 +487,7 @@ def test_short_reports_make_the_same_bytes_as_long_ones(
     for report in map(report_of, merged):
         assert isinstance(report, WriteReport)
         assert report.short is not None
-    monkeypatch.setattr(writer, "shortened", lambda report, plan, rows: report)
+    monkeypatch.setattr(work, "shortened", lambda report, plan, rows: report)
     job.save(rich(ranks))
     for name in (f"index-{ATTEMPT}.safetensors", "manifest.json"):
         short, long = ((tmp_path / number / name).read_bytes() for number in ("1", "2"))
