@@ -1,6 +1,6 @@
 """Holdfast beside the raw disk, torch and safetensors, in one run: tables, benchmarks/results/bench.json and bench.png.
 
-    python benchmarks/bench.py                      everything, some twenty minutes, 18 GB of disk and 8 GB of memory
+    python benchmarks/bench.py                      everything, some twenty minutes, 18 GB of disk and 14 GB of memory
     python benchmarks/bench.py --quick              a minute or two; shows only that everything works
     python benchmarks/bench.py --only small --contestants holdfast safetensors
 
@@ -22,13 +22,14 @@ from disk import cache_dropping
 from machine import describe_machine
 from peak_memory import Peak, measure_peaks
 from race import Race, run_race
-from rank_race import RANK_CONTESTANTS, run_rank_race
+from rank_race import RANK_CONTESTANTS, run_rank_race, run_replica_race
 from report import Results, print_results, write_json, write_plot
 from states import Shapes, large_shapes, small_shapes
-from verdicts import LARGE, ON_RANKS, SMALL
+from verdicts import LARGE, ON_RANKS, ON_REPLICAS, SMALL
 
 MEMORY = "memory"
-PARTS = (LARGE, SMALL, ON_RANKS, MEMORY)
+PARTS = (LARGE, SMALL, ON_RANKS, ON_REPLICAS, MEMORY)
+REPLICA_LAYERS = 8  # every one of four ranks holds all of it, twice
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -78,7 +79,7 @@ def shapes_of(part: str, *, quick: bool) -> Shapes:
     """The shapes that the race ``part`` runs over."""
     if part == SMALL:
         return small_shapes(tensors=300) if quick else small_shapes()
-    shapes = large_shapes(layers=1) if quick else large_shapes()
+    shapes = large_shapes(layers=1 if quick else REPLICA_LAYERS if part == ON_REPLICAS else 16)
     return {key: shape for key, shape in shapes.items() if not quick or not key.startswith(("embedding", "head"))}
 
 
@@ -101,11 +102,14 @@ def run(options: Options, console: Console) -> Results:
             shapes = shapes_of(part, quick=options.quick)
             races.append(run_race(part, shapes, field, folder=files, rounds=options.rounds, say=say))
         on_ranks = take_part_on_ranks(options)
-        if on_ranks:
+        if on_ranks and ON_RANKS in options.parts:
             shapes = shapes_of(ON_RANKS, quick=options.quick)
             race, rank_peaks = run_rank_race(ON_RANKS, shapes, on_ranks, folder=files, rounds=options.rounds, say=say)
             races.append(race)
             peaks += rank_peaks
+        if on_ranks and ON_REPLICAS in options.parts:
+            shapes = shapes_of(ON_REPLICAS, quick=options.quick)
+            races.append(run_replica_race(ON_REPLICAS, shapes, on_ranks, folder=files, rounds=options.rounds, say=say))
         if MEMORY in options.parts and any(contestant.name == HOLDFAST for contestant in field):
             peaks += measure_peaks(files, quick=options.quick, say=say)
     finally:
@@ -124,9 +128,7 @@ def take_part(options: Options) -> list[Contestant]:
 
 
 def take_part_on_ranks(options: Options) -> list[str]:
-    """The short names of the chosen contestants that can run on several ranks; none where that part is not chosen."""
-    if ON_RANKS not in options.parts:
-        return []
+    """The short names of the chosen contestants that can run on several ranks."""
     return [short for short in RANK_CONTESTANTS if not options.contestants or short in options.contestants]
 
 

@@ -144,6 +144,17 @@ def drop_caches(folders: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
+def bytes_from_disk() -> int:
+    """How many bytes the kernel has read from disks for this process so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def bytes_under(folder: Path) -> int:
+    """How many bytes the files under ``folder`` have."""
+    return sum(path.stat().st_size for path in files_under(folder))
+
+
 def read_through_cache(folder: Path) -> None:
     """Read every file once, so that the page cache holds them all."""
     buffer = bytearray(SLAB)

@@ -23,7 +23,10 @@ PHASES = (SAVE, COLD, WARM)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """The times of one state: ``seconds[phase][contestant]`` has one entry for each round."""
+    """The times of one state: ``seconds[phase][contestant]`` has one entry for each round.
+
+    ``fetched[contestant]`` is, where it was counted, how many times each byte of its files was read from the disk.
+    """
 
     state: str
     tensors: int
@@ -32,6 +35,7 @@ class Race:
     phases: tuple[str, ...] = PHASES
     ranks: int = 1
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    fetched: dict[str, list[float]] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """The contestants that saved, in the order of the first round."""

@@ -24,9 +24,10 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from contestants import MAKERS, RAW, RAW_THREADS, Contestant
-from disk import prepare_raw, read_raw, write_raw
+from disk import bytes_from_disk, prepare_raw, read_raw, write_raw
 from peak_memory import high_water_mark, reset_high_water_mark, resident
 from shards import local_parts, sharded_state, sharded_target
 from states import Shapes, State, clear, different_keys
@@ -38,22 +39,29 @@ _WARM_UP: Shapes = {"warm.up": (64, 64)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One save of, or load into, a state that is sharded along ``dim``; ``contestant`` is a short name."""
+    """One save of, or load into, a state that is sharded along ``dim``, or replicated where that is None.
+
+    ``contestant`` is a short name.
+    """
 
     contestant: str
     is_save: bool
     folder: Path
-    dim: int = 0
+    dim: int | None = 0
     is_warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One rank's side of a job: seconds between the barriers, its bytes, memory beyond them, keys with wrong bytes."""
+    """One rank's side of a job: seconds between the barriers, its bytes, memory beyond them, keys with wrong bytes.
+
+    ``fetched`` is how many bytes the kernel read from the disk for it.
+    """
 
     seconds: float
     total: int
     beyond: int
+    fetched: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -150,8 +158,8 @@ class _Rank:
         self._mesh = DeviceMesh("cpu", list(range(ranks)))
         self._shapes = shapes
         self._contestants: dict[str, Contestant] = {}
-        self._states: dict[tuple[int, bool], State] = {}
-        self._targets: dict[tuple[int, bool], State] = {}
+        self._states: dict[tuple[int | None, bool], State] = {}
+        self._targets: dict[tuple[int | None, bool], State] = {}
 
     def do(self, job: Job) -> Outcome:
         """Do the job with all other ranks; a load is compared afterwards, unless it forgets what it read."""
@@ -188,11 +196,13 @@ class _Rank:
 
 
 def _raw_share(rank: int, ranks: int) -> Contestant:
-    """The limit: every rank writes as many bytes as it holds, reads its share of the files, and forgets them."""
+    """The limit: every rank writes its share of the bytes, reads its share of the files, and forgets them."""
     prepare_raw(threads=RAW_THREADS)
 
     def save(state: State, folder: Path) -> None:
-        write_raw(folder / f"raw-{rank}.bin", _local_bytes(state), threads=RAW_THREADS)
+        is_sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
+        share = _local_bytes(state) if is_sharded else _local_bytes(state) // ranks
+        write_raw(folder / f"raw-{rank}.bin", share, threads=RAW_THREADS)
 
     def load(state: State, folder: Path) -> None:
         files = sorted([*folder.rglob("raw-*"), *folder.rglob("data-*")])
@@ -206,13 +216,18 @@ def _measured(action: Callable[[], None], state: State) -> Outcome:
     gc.collect()
     torch.distributed.barrier()
     reset_high_water_mark()
-    before = resident()
+    before, fetched = resident(), bytes_from_disk()
     torch.distributed.barrier()
     start = time.perf_counter()
     action()
     torch.distributed.barrier()
     seconds = time.perf_counter() - start
-    return Outcome(seconds=seconds, total=_local_bytes(state), beyond=max(0, high_water_mark() - before))
+    return Outcome(
+        seconds=seconds,
+        total=_local_bytes(state),
+        beyond=max(0, high_water_mark() - before),
+        fetched=bytes_from_disk() - fetched,
+    )
 
 
 def _local_bytes(state: State) -> int:

@@ -1,4 +1,5 @@
-"""The race of two ranks: one state as DTensors, saved and loaded cold, in the same layout and in others.
+"""The race of two ranks: one state as DTensors, saved and loaded cold, in the same layout and in others; and that of
+four ranks which all hold, and want, the whole state.
 
 Everything that race.py says of fairness holds here too. A time is that of the slowest rank, from a barrier to a
 barrier. The checkpoints of four ranks are written once, by four processes, before the first round. The raw limit reads
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from contestants import HOLDFAST, RAW, TORCH_DCP, TORCH_DCP_4
-from disk import drop_caches, empty_folder, require_space
+from disk import bytes_under, drop_caches, empty_folder, require_space
 from peak_memory import Peak
 from race import COLD, SAVE, Race
 from rank_crew import Crew, Job
@@ -23,6 +24,7 @@ OTHER_RANKS = 4
 FROM_OTHER_RANKS = f"cold load, {OTHER_RANKS} to {RANKS} ranks"
 FROM_OTHER_DIM = "cold load, Shard(0) to (1)"
 RANK_PHASES = (SAVE, COLD, FROM_OTHER_RANKS, FROM_OTHER_DIM)
+REPLICA_PHASES = (SAVE, COLD)
 # Who can take part, by short name: whoever knows DTensors, and the limit.
 RANK_CONTESTANTS = {"raw": RAW, "holdfast": HOLDFAST, "dcp": TORCH_DCP, "dcp4": TORCH_DCP_4}
 
@@ -41,6 +43,43 @@ def run_rank_race(
     for place in _places(field, folder):
         empty_folder(place).rmdir()
     return race, peaks
+
+
+def run_replica_race(
+    name: str, shapes: Shapes, field: list[str], *, folder: Path, rounds: int, say: Callable[[str], None]
+) -> Race:
+    """The race of four ranks with a replicated state; how often each byte was read from the disk is counted too."""
+    total = byte_count(shapes)
+    require_space(folder, int(total * len(field) * 1.05) + 2**28)
+    say(f"{name}: {len(shapes)} tensors, {total / 1e9:.2f} GB on each of {OTHER_RANKS} ranks, {rounds} rounds")
+    race = Race(state=name, tensors=len(shapes), total=total, rounds=rounds, phases=REPLICA_PHASES, ranks=OTHER_RANKS)
+    places = [_place(short, OTHER_RANKS, folder) for short in field]
+    with Crew(OTHER_RANKS, shapes) as crew:
+        _warm_up(crew, field, folder, OTHER_RANKS)
+        for number in range(rounds):
+            order = field if number % 2 == 0 else field[::-1]
+            for phase in REPLICA_PHASES:
+                for short in order:
+                    place = _place(
+                        "holdfast" if short == "raw" and phase == COLD and "holdfast" in field else short,
+                        OTHER_RANKS,
+                        folder,
+                    )
+                    if phase == SAVE:
+                        empty_folder(place)
+                    else:
+                        drop_caches(places)
+                    outcomes = crew.run(Job(contestant=short, is_save=phase == SAVE, folder=place, dim=None))
+                    seconds = max(outcome.seconds for outcome in outcomes)
+                    contestant = RANK_CONTESTANTS[short]
+                    race.seconds.setdefault(phase, {}).setdefault(contestant, []).append(seconds)
+                    if phase == COLD:
+                        times = sum(outcome.fetched for outcome in outcomes) / bytes_under(place)
+                        race.fetched.setdefault(contestant, []).append(times)
+                    say(f"  round {number + 1}  {phase:26}  {contestant:20} {total / seconds / 1e9:6.2f} GB/s")
+    for place in places:
+        empty_folder(place).rmdir()
+    return race
 
 
 def _race(
@@ -83,10 +122,10 @@ def _write_on_other_ranks(shapes: Shapes, field: list[str], folder: Path) -> Non
             crew.run(Job(contestant=short, is_save=True, folder=empty_folder(_place(short, OTHER_RANKS, folder))))
 
 
-def _warm_up(crew: Crew, field: list[str], folder: Path) -> None:
+def _warm_up(crew: Crew, field: list[str], folder: Path, ranks: int = RANKS) -> None:
     """Let everyone do what is done once in a process, and once between ranks, before the first round."""
     for short in field:
-        place = empty_folder(_place(short, RANKS, folder))
+        place = empty_folder(_place(short, ranks, folder))
         for is_save in (True, False):
             crew.run(Job(contestant=short, is_save=is_save, folder=place, is_warm_up=True))
 

@@ -16,7 +16,7 @@ from contestants import HOLDFAST, RAW, SAFETENSORS, TORCH_DCP, TORCH_DCP_4, TORC
 from machine import Machine
 from peak_memory import Peak
 from race import Race
-from verdicts import Verdict, peak_verdicts, race_verdicts, ratio
+from verdicts import Verdict, fetch_verdicts, peak_verdicts, race_verdicts, ratio
 
 _COLOURS = {
     RAW: "#b8bcc4",
@@ -41,7 +41,8 @@ class Results:
 
     def verdicts(self) -> list[Verdict]:
         """Every promise that this run can judge."""
-        return [verdict for race in self.races for verdict in race_verdicts(race)] + peak_verdicts(self.peaks)
+        of_races = [verdict for race in self.races for verdict in (*race_verdicts(race), *fetch_verdicts(race))]
+        return of_races + peak_verdicts(self.peaks)
 
 
 def print_results(results: Results, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The large state as DTensors: every rank makes its own part of the same values, without a word to the others.
+"""The large state on several ranks, as DTensors or replicated: each makes its part of the same values by itself.
 
 The values come from a seed and the global shapes alone, so what a rank should hold after a load is known whoever wrote
 the checkpoint. Nothing here communicates, saves or loads.
@@ -12,19 +12,26 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from states import Shapes, State
+from states import Shapes, State, empty_state
 
 
-def sharded_state(shapes: Shapes, mesh: DeviceMesh, *, dim: int, seed: int = 0) -> State:
-    """This rank's DTensors of random bits; the global values depend on ``shapes`` and ``seed`` only."""
+def sharded_state(shapes: Shapes, mesh: DeviceMesh, *, dim: int | None, seed: int = 0) -> State:
+    """This rank's DTensors of random bits; the global values depend on ``shapes`` and ``seed`` only.
+
+    Without a ``dim`` to split by, every rank has whole, plain tensors, as with data parallelism.
+    """
+    if dim is None:
+        return {key: full.clone() for key, full in _full_tensors(shapes, seed)}
     return {
         key: _distributed(_part_of(full, mesh, dim).clone(memory_format=torch.contiguous_format), full, mesh, dim)
         for key, full in _full_tensors(shapes, seed)
     }
 
 
-def sharded_target(shapes: Shapes, mesh: DeviceMesh, *, dim: int) -> State:
-    """This rank's DTensors for a load: zeroed, so that their memory is resident before the clock starts."""
+def sharded_target(shapes: Shapes, mesh: DeviceMesh, *, dim: int | None) -> State:
+    """The same for a load: zeroed, so that its memory is resident before the clock starts."""
+    if dim is None:
+        return empty_state(shapes)
     target: State = {}
     for key, shape in shapes.items():
         full = torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from contestants import HOLDFAST, RAW, SAFETENSORS, TORCH_DCP
@@ -9,8 +10,10 @@ from peak_memory import Peak
 from race import COLD, SAVE, WARM, Race
 from rank_race import FROM_OTHER_DIM, FROM_OTHER_RANKS
 
-LARGE, SMALL, ON_RANKS = "large", "small", "ranks"
+LARGE, SMALL, ON_RANKS, ON_REPLICAS = "large", "small", "ranks", "replicas"
 PEAK_LIMIT = 256 * 2**20
+# A read of one block more where a file ends is no second read of it.
+MOST_READS_OF_A_BYTE = 1.02
 
 # state -> phase -> (holdfast's speed must be at least this many times that of ...)
 REQUIRED: dict[str, dict[str, dict[str, float]]] = {
@@ -28,8 +31,9 @@ REQUIRED: dict[str, dict[str, dict[str, float]]] = {
         SAVE: {RAW: 0.85, TORCH_DCP: 3.0},
         COLD: {RAW: 0.85, TORCH_DCP: 3.0},
         FROM_OTHER_RANKS: {RAW: 0.8},
-        FROM_OTHER_DIM: {RAW: 0.5, TORCH_DCP: 2.0},
+        FROM_OTHER_DIM: {RAW: 0.8, TORCH_DCP: 4.0},
     },
+    ON_REPLICAS: {COLD: {TORCH_DCP: 3.0}},
 }
 
 
@@ -61,6 +65,23 @@ def race_verdicts(race: Race) -> list[Verdict]:
         for phase, promises in REQUIRED.get(race.state, {}).items()
         for other, least in promises.items()
         if (measured := ratio(race, phase, other)) is not None
+    ]
+
+
+def fetch_verdicts(race: Race) -> list[Verdict]:
+    """Whether holdfast read each byte from the disk once, where that was counted."""
+    counts = race.fetched.get(HOLDFAST)
+    if not counts:
+        return []
+    # The kernel also counts the program's own pages that it had to bring in again.
+    times = statistics.median(counts)
+    return [
+        Verdict(
+            what=f"{race.state}: {COLD}, how often a byte is read from the disk",
+            measured=f"{times:.2f}x",
+            required="once",
+            passed=times <= MOST_READS_OF_A_BYTE,
+        )
     ]
 
 

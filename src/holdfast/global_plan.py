@@ -148,18 +148,19 @@ def _merged_heads(tables: list[WriteColumns]) -> dict[str, TensorHead | None]:
         held = set(table.key.tolist())
         for which, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):
             known = heads.setdefault(key, head)
-            _check_same(key, known, first_rank.setdefault(key, rank), head, rank)
+            check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
             if which not in held:
                 continue
             if key not in is_held:
                 is_held.add(key)
                 heads[key] = head
             elif known is not None and head is not None and known is not head:
-                heads[key] = _both(known, head)
-    return {key: _untied(head, heads) for key, head in heads.items()}
+                heads[key] = joined_head(known, head)
+    return {key: untied_head(head, heads) for key, head in heads.items()}
 
 
-def _both(known: TensorHead, head: TensorHead) -> TensorHead:
+def joined_head(known: TensorHead, head: TensorHead) -> TensorHead:
+    """What two ranks that hold one key say of it, in one."""
     if known.alias_of != head.alias_of:
         known = known._replace(alias_of=None)
     if head.properties.requires_grad and not known.properties.requires_grad:
@@ -167,14 +168,17 @@ def _both(known: TensorHead, head: TensorHead) -> TensorHead:
     return known
 
 
-def _untied(head: TensorHead | None, heads: Mapping[str, TensorHead | None]) -> TensorHead | None:
+def untied_head(head: TensorHead | None, heads: Mapping[str, TensorHead | None]) -> TensorHead | None:
+    """``head``; on its own where what it is tied to is not there, or is itself tied."""
     if head is None or head.alias_of is None:
         return head
     first = heads.get(head.alias_of)
     return head if first is not None and first.alias_of is None else head._replace(alias_of=None)
 
 
-def _check_same(key: str, known: TensorHead | None, known_rank: int, head: TensorHead | None, rank: int) -> None:
+def check_same_head(key: str, known: TensorHead | None, known_rank: int, head: TensorHead | None, rank: int) -> None:
+    """RankDisagreementError where a rank says another kind, dtype or size of a key than one before it."""
+
     def said(each: TensorHead | None) -> str:
         if each is None:
             return "a value"

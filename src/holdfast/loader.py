@@ -6,9 +6,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -20,7 +21,9 @@ from holdfast._adapt import (
     set_up_reader,
 )
 from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._host.exchange import Exchange
 from holdfast._native.reader import NativeReader
+from holdfast._native.together import open_together
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
 from holdfast._state.paths import restorable_paths, unflatten
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["LoadReport", "load"]
+
+Sharing = Literal["host", "off"]
+"""Whether what several ranks want is read once, and by whom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,7 @@ def load(
     verify: bool = True,
     allow_pickle: bool = False,
     deadline_s: float = DEADLINE_S,
+    share: Sharing = "host",
 ) -> LoadReport: ...
 @overload
 def load(
@@ -96,6 +103,7 @@ def load(
     verify: bool = True,
     allow_pickle: bool = False,
     deadline_s: float = DEADLINE_S,
+    share: Sharing = "host",
 ) -> LoadReport | dict[Any, Any]:
     """Load ``checkpoint_id`` into ``state_dict``, in place; ``load(path)`` alone returns everything, on the CPU.
 
@@ -118,6 +126,8 @@ def load(
         verify: check every byte that is read against its digest.
         allow_pickle: unpickle values that were saved with allow_pickle; it runs code from the checkpoint.
         deadline_s: seconds without progress after which a rank that others wait for is given up.
+        share: "host" reads what several ranks of one host want once and passes it on in their memory; with "off" every
+            rank reads all it wants itself.
 
     Returns:
         A LoadReport; or, for ``load(path)``, the state, nested as it was saved.
@@ -146,12 +156,14 @@ def load(
             raise ValueError("verify is an option of the storage; give it to it")
         elif checkpoint_id is not None:
             storage_reader.reset(checkpoint_id)
+        if share not in ("host", "off"):
+            raise ValueError(f"share is 'host' or 'off', not {share!r}")
         if planner is None:
             planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
         first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-    return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle)
+    return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
 
 
 def reader_at(
@@ -172,10 +184,11 @@ def load_with(
     make_ranks: Callable[[], Ranks],
     *,
     allow_pickle: bool = False,
+    share: Sharing = "host",
 ) -> LoadReport:
     """Load into ``state``, in place, with a storage and a planner, ours or torch's."""
     planner = as_load_planner(planner, allow_pickle=allow_pickle)
-    target, report = _load(lambda _: expose(state), as_reader(reader), planner, make_ranks)
+    target, report = _load(lambda _: expose(state), as_reader(reader), planner, make_ranks, share=share)
     hand_back(state, target)
     return report
 
@@ -212,6 +225,8 @@ def _load(
     reader: StorageReader,
     planner: LoadPlanner,
     make_ranks: Callable[[], Ranks],
+    *,
+    share: Sharing = "host",
 ) -> tuple[dict[Any, Any], LoadReport]:
     """What was loaded into the target, and the report.
 
@@ -221,8 +236,8 @@ def _load(
     try:
         while True:
             try:
-                with make_ranks() as ranks:
-                    return _load_once(make_target, reader, planner, ranks, started)
+                with make_ranks() as ranks, ExitStack() as stack:
+                    return _load_once(make_target, reader, planner, ranks, stack, started=started, share=share)
             except CorruptError as error:
                 with make_ranks() as ranks:
                     if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):
@@ -243,9 +258,13 @@ def _load_once(
     reader: StorageReader,
     planner: LoadPlanner,
     ranks: Ranks,
+    stack: ExitStack,
+    *,
     started: float,
+    share: Sharing,
 ) -> tuple[dict[Any, Any], LoadReport]:
     metadata: Metadata | None = None
+    exchange: Exchange | None = None
     is_apart = False
     target: dict[Any, Any] = {}
     plan = LoadPlan([])
@@ -280,10 +299,27 @@ def _load_once(
         with torch.no_grad():
             reader.read_data(plan, planner).wait()
 
-    ranks.follow(lambda: reader.bytes_read)
-    ranks.share("reading the metadata", read_metadata, _one_attempt)
+    def plan_for_oneself() -> None:
+        nonlocal plan
+        plan = plan_locally()
+
+    # While a rank waits for what another one reads, it is not the one that is stuck.
+    reader.watch(ranks.check)
+    stack.callback(reader.watch, lambda: None)
+    ranks.follow(lambda: reader.bytes_read + (0 if exchange is None else exchange.waits))
+    if share == "host" and ranks.size > 1 and type(reader) is NativeReader:
+        metadata, exchange = open_together(reader, ranks)
+        if exchange is not None:
+            stack.callback(exchange.close)
+            stack.callback(reader.use_exchange, None)
+            reader.use_exchange(exchange)
+    else:
+        ranks.share("reading the metadata", read_metadata, _one_attempt)
     if is_apart:
         ranks.share("planning the load", plan_alone, lambda done: None)
+    elif type(reader) is NativeReader and type(planner) is WholeLoadPlanner:
+        # Both leave all plans as they are, and nobody's own code is to see them: they need not travel.
+        ranks.share("planning the load", plan_for_oneself, lambda done: None)
     else:
         plan = ranks.scatter("planning the load", plan_locally, plan_globally)
     ranks.share("reading the checkpoint", read, lambda done: None)

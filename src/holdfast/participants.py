@@ -16,6 +16,12 @@ DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
 
 
+def mesh_rank() -> int:
+    """The number that meshes have for this process."""
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_there else 0
+
+
 def participants(
     process_group: ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0, deadline_s: float = DEADLINE_S
 ) -> Ranks:

@@ -120,7 +120,8 @@ class TensorHead(NamedTuple):
 class WriteColumns:
     """Write items as columns: ``key`` picks from ``keys`` and ``heads``; ``lo`` and ``length`` are (items, most
     dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none; ``fingerprint`` tells contents
-    apart, 0 where nobody looked.
+    apart, 0 where nobody looked. ``planning`` names the planning by which the coordinator knows these very rows, and
+    ``planned`` has the number that each of them has for it.
     """
 
     keys: list[str]
@@ -131,6 +132,8 @@ class WriteColumns:
     hint: np.ndarray
     is_shard: np.ndarray
     fingerprint: np.ndarray | None = None
+    planning: bytes = b""
+    planned: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.key)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from holdfast._plan.coverage import check_coverage
-from holdfast._plan.overlap import overlap
+from holdfast._plan.overlap import Overlap, overlap
 from holdfast._state.paths import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
@@ -83,6 +83,10 @@ class _Offsets(NamedTuple):
 _NOWHERE = [_Offsets(zeros, zeros, zeros, zeros) for zeros in ((0,) * count for count in range(MAX_DIMENSIONS + 1))]
 
 
+# More rows of one tensor than this are kept as columns, since objects for them would cost more than finding them.
+_FEW_ROWS = 8
+
+
 class ReadRows:
     """Read items under construction; ``columns`` gives them all."""
 
@@ -90,6 +94,8 @@ class ReadRows:
         self._keys: list[str] = []
         self._dimensions: list[int] = []
         self._rows: list[tuple[int, int, _Offsets, _Sizes]] = []
+        self._tables: list[ReadColumns] = []
+        self._in_tables = 0
 
     def add_value(self, key: str) -> None:
         """Want the value of ``key``."""
@@ -113,6 +119,9 @@ class ReadRows:
         low = np.array(box.offsets, dtype=np.int64)
         found = overlap(columns.lo, columns.length, low, np.array(box.lengths, dtype=np.int64))
         chunk_lo = columns.lo[found.rows]
+        if len(found.rows) > _FEW_ROWS:
+            self._add_table(number, found, chunk_lo, low)
+            return
         for hint, at, dest, stored_at, length in zip(
             found.rows.tolist(),
             chunk_lo.tolist(),
@@ -124,11 +133,65 @@ class ReadRows:
             offsets = _Offsets(tuple(at), box.offsets, tuple(dest), tuple(stored_at))
             self._rows.append((number, hint, offsets, tuple(length)))
 
+    def _add_table(self, number: int, found: Overlap, chunk_lo: np.ndarray, low: np.ndarray) -> None:
+        """Want what was found of key ``number``, for a piece that starts at ``low``."""
+        self._flush()
+        self._in_tables += len(found.rows)
+        self._tables.append(
+            ReadColumns(
+                keys=[],
+                storage_keys=[],
+                dimensions=[],
+                key=np.full(len(found.rows), number, dtype=np.int64),
+                hint=found.rows,
+                chunk_lo=chunk_lo,
+                target_lo=np.broadcast_to(low, chunk_lo.shape),
+                dest_lo=found.lo - low,
+                storage_lo=found.lo - chunk_lo,
+                length=found.length,
+            )
+        )
+
+    def _flush(self) -> None:
+        """Make columns of the rows that have none yet."""
+        if self._rows:
+            self._in_tables += len(self._rows)
+            self._tables.append(self._columns_of_rows())
+            self._rows = []
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._in_tables + len(self._rows)
 
     def columns(self) -> ReadColumns:
         """All that was wanted so far."""
+        if not self._tables:
+            return self._columns_of_rows()
+        self._flush()
+        width = max(table.length.shape[1] for table in self._tables)
+
+        def boxes(name: str, fill: int) -> np.ndarray:
+            parts = [getattr(table, name) for table in self._tables]
+            joined = np.full((self._in_tables, width), fill, dtype=np.int64)
+            start = 0
+            for part in parts:
+                joined[start : start + len(part), : part.shape[1]] = part
+                start += len(part)
+            return joined
+
+        return ReadColumns(
+            keys=self._keys,
+            storage_keys=self._keys,
+            dimensions=self._dimensions,
+            key=np.concatenate([table.key for table in self._tables]),
+            hint=np.concatenate([table.hint for table in self._tables]),
+            chunk_lo=boxes("chunk_lo", 0),
+            target_lo=boxes("target_lo", 0),
+            dest_lo=boxes("dest_lo", 0),
+            storage_lo=boxes("storage_lo", 0),
+            length=boxes("length", 1),
+        )
+
+    def _columns_of_rows(self) -> ReadColumns:
         chunk_lo = padded([offsets.chunk for _, _, offsets, _ in self._rows], fill=0)
 
         def column(pick: Callable[[_Offsets], _Sizes]) -> np.ndarray:

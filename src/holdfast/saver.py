@@ -14,8 +14,10 @@ from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
 from holdfast._torchformat.remote import is_remote, remote_writer
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner.plan_messages import Sketch
+from holdfast.default_planner.planning import SavePlanning
 from holdfast.metadata import Metadata
-from holdfast.participants import DEADLINE_S, participants
+from holdfast.participants import DEADLINE_S, mesh_rank, participants
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -159,7 +161,7 @@ class Saving:
         self.planner = as_save_planner(planner)
         self.ranks = ranks
         self._use_collectives = use_collectives
-        self._metadata: Metadata | None = None
+        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank())
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
@@ -167,30 +169,25 @@ class Saving:
         ``before`` is called first: what it raises is raised on every rank.
         """
 
-        def plan_locally() -> SavePlan:
+        def set_up() -> None:
             before()
-            return self._plan_locally(state)
+            self._set_up(state)
 
-        return self.ranks.scatter("planning the save", plan_locally, self._plan_globally)
+        return self._planning.run(set_up)
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
-        return self.ranks.share("writing the checkpoint", write, self._publish)
+        return self._planning.metadata(self.ranks.share("writing the checkpoint", write, self._publish))
 
-    def _plan_locally(self, state: Mapping[Any, Any]) -> SavePlan:
+    def _set_up(self, state: Mapping[Any, Any]) -> None:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
         exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
-        return writer.prepare_local_plan(planner.create_local_plan())
 
-    def _plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans, self._metadata = self.planner.create_global_plan(plans)
-        return self.writer.prepare_global_plan(plans)
-
-    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata:
-        assert self._metadata is not None
-        self.writer.finish(self._metadata, results)
-        return self._metadata
+    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
+        planning = self._planning
+        self.writer.finish(planning.planned, planning.bound(results))
+        return planning.sketched()

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-MOST_WORKERS = 6
+MOST_WORKERS = 8
 _PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "holdfast"]
 _WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 _FAREWELL_S = 5.0
@@ -72,7 +72,7 @@ class _Worker:
 
 
 class Pool:
-    """Up to six workers; ``run`` is all that tests need."""
+    """Up to eight workers; ``run`` is all that tests need."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

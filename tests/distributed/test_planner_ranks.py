@@ -7,6 +7,7 @@ import io
 from collections.abc import MutableSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torch.futures import Future
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, SavePlan, WriteItem, WriteResult
+from holdfast.default_planner.plan_messages import Named
+from holdfast.default_planner.plan_messages import said_first as said_first_part
+from holdfast.default_planner.planning import SavePlanning
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -99,23 +103,22 @@ def test_data_of_every_rank_is_in_the_metadata(pool: Pool, tmp_path: Path) -> No
 
 
 def save_again_and_again(path: str) -> list[bool]:
-    """Whether each save sent this rank's plan; new planners each time, but for what the group keeps."""
+    """Whether each save said anew what this rank holds; new planners each time, but for what the group keeps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = DeviceMesh("cpu", torch.arange(world))
     subgroup = dist.new_group(list(range(world)))
     sent: list[bool] = []
 
+    said_first = SavePlanning._said_first
+
+    def say_and_note(planning: SavePlanning) -> Any:
+        said = said_first(planning)
+        sent.append(not isinstance(said_first_part(said), Named))
+        return said
+
     def save(number: int, state: dict[str, Any], group: Any = None) -> None:
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        create = planner.create_local_plan
-
-        def create_and_note() -> SavePlan:
-            plan = create()
-            sent.append(plan.usable)
-            return plan
-
-        planner.create_local_plan = create_and_note  # type: ignore[method-assign]
-        holdfast.save(state, f"{path}/{number}", planner=planner, process_group=group)
+        with mock.patch.object(SavePlanning, "_said_first", say_and_note):
+            holdfast.save(state, f"{path}/{number}", planner=DefaultSavePlanner(), process_group=group)
 
     def state(fill: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         sharded = distribute_tensor(torch.full((6, 2), fill, dtype=dtype), mesh, [Shard(0)], src_data_rank=None)

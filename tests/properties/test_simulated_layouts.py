@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from holdfast._values.box import Box
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import plan_together
-from holdfast.metadata import Metadata, TensorProperties, TensorStorageMetadata, chunk_columns
+from holdfast.metadata import ChunkColumns, Metadata, TensorProperties, TensorStorageMetadata, chunk_columns
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, padded, write_columns
 from holdfast.planner_helpers import ReadRows
 
@@ -199,6 +200,34 @@ def test_every_wanted_element_is_read_once_from_where_it_was_written(job: Job, d
                 times[place] += 1
             assert (times == 1).all()
             assert (target == truth[box.slices()]).all()
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_few_rows_and_many_make_the_same_read_items(chunks: int, wide: int, scalars: int, random: Random) -> None:
+    """Rows are kept one by one or as a table, whichever is cheaper; both in the order they were asked for."""
+    tables = [(chunks, (chunks, 3)), (1, (4,)), (wide, (2, wide)), *[(1, ())] * scalars]
+    random.shuffle(tables)
+    rows = ReadRows()
+    expected: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for number, (parts, size) in enumerate(tables):
+        key = f"w{number}"
+        dimension = int(np.argmax(size)) if parts > 1 else 0
+        lo = np.zeros((parts, len(size)), dtype=np.int64)
+        length = np.tile(np.array(size, dtype=np.int64), (parts, 1)).reshape(parts, len(size))
+        if parts > 1:
+            lo[:, dimension], length[:, dimension] = np.arange(parts), 1
+        columns = ChunkColumns(lo, length, 0, parts, len(size))
+        rows.add_tensor(key, TensorStorageMetadata(TensorProperties(), torch.Size(size), LazyList(columns)), None)
+        expected += [(key, tuple(a), tuple(b)) for a, b in zip(lo.tolist(), length.tolist(), strict=True)]
+        rows.add_value(f"value{number}")
+        expected.append((f"value{number}", (), (0,)))
+    columns_of_all = rows.columns()
+    items = [columns_of_all.item(row) for row in range(len(rows))]
+    assert [
+        (item.dest_index.fqn, tuple(item.storage_index.offset or ()), tuple(item.lengths)) for item in items
+    ] == expected
+    assert all(item.dest_offsets == item.storage_index.offset for item in items if item.storage_index.offset)
 
 
 @st.composite

@@ -69,6 +69,8 @@ class ChannelRanks:
         self._encode = encode
         self._decode = decode
         self._patience = patience or Patience(progress_s=deadline_s)
+        self.names = channel.names
+        self.deadline_s = self._patience.progress_s
         self._clock = clock
         self._number = channel.number_operation()
         self._others = [rank for rank in range(channel.size) if rank != channel.rank]

@@ -7,6 +7,7 @@ cause. Interrupts pass through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -34,6 +35,16 @@ class Ranks(Protocol):
     @property
     def is_coordinator(self) -> bool:
         """Whether this is the one that merges."""
+        ...
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """The number of each in the whole job, as errors name them."""
+        ...
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds without progress after which a rank that others wait for is given up."""
         ...
 
     @property
@@ -76,9 +87,11 @@ class SoloRanks:
     """One process that is all the ranks there are, or acts as if it were: then under the number that it has."""
 
     size = 1
+    deadline_s = math.inf
 
     def __init__(self, *, rank: int = 0, is_coordinator: bool = True) -> None:
         self.rank = rank
+        self.names = (rank,)
         self.is_coordinator = is_coordinator
         self.kept: dict[object, Any] = {}
 

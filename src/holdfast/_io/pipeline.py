@@ -18,24 +18,27 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def default_workers() -> int:
-    """How many threads keep a disk busy on this machine."""
-    return max(4, min(12, os.cpu_count() or 4))
+def default_workers(sharers: int = 1, *, least: int = 4) -> int:
+    """How many threads keep a disk busy on this machine, in each of ``sharers`` processes that do it together."""
+    cores = os.cpu_count() or 4
+    alone = max(4, min(12, cores))
+    return alone if sharers == 1 else max(least, min(alone, 2 * cores // sharers))
 
 
-def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int = 2) -> None:
+def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int = 2, at_once: bool = False) -> None:
     """Returns once all ``jobs`` are done; the first exception, of a job or of the iterable, is raised.
 
     The calling thread iterates ``jobs``, which may do work of its own, while at most ``workers + ahead`` of them are
     taken and not done; where that is one, it is a plain loop. After an exception no more are taken. A single job runs
     in the calling thread; to know that it is the only one, a second is taken before the first is begun, so that what
-    jobs hold from the moment they are taken (slabs) must exist twice.
+    jobs hold from the moment they are taken (slabs) must exist twice. With ``at_once`` every job is begun without that,
+    for an iterable that waits for what comes of it.
     """
     iterator = iter(jobs)
     crew = _Crew(workers=max(1, workers), limit=max(1, workers + ahead))
     try:
         with contextlib.closing(iterator) if isinstance(iterator, Generator) else contextlib.nullcontext():
-            _feed(crew, iterator)
+            _feed(crew, iterator, least=1 if at_once else 2)
     except BaseException as error:
         crew.fail(error)
     finally:
@@ -69,14 +72,14 @@ def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int) -> Generat
                 future.cancel()
 
 
-def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]]) -> None:
-    """Hands the jobs to the crew's threads, the first one not before there is a second."""
+def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]], *, least: int) -> None:
+    """Hands the jobs to the crew's threads, the first one not before there are ``least``."""
     for job in iterator:
         crew.queue(job)
         del job
         if crew.limit == 1:
             crew.drain()
-        elif crew.taken > 1:
+        elif crew.taken >= least:
             crew.reinforce()
         if not crew.wait_for_room():
             return

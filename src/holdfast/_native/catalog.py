@@ -23,9 +23,9 @@ import torch
 from holdfast._io import posix
 from holdfast._io.direct import InputFile
 from holdfast._native.index import ChunkIndex, check_index, decode_index
-from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry
+from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, decode_manifest
 from holdfast._native.planner_data import split_planner_data
-from holdfast._native.publish import MANIFEST_NAME, read_manifest
+from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
 from holdfast._native.tree import decode_path
 from holdfast._native.values import decode_value
 from holdfast._state.paths import Path
@@ -143,20 +143,45 @@ class Catalog:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CatalogBytes:
+    """Manifest and index as they are in their files; ``decoded`` where somebody had to look into the manifest."""
+
+    manifest: bytes
+    index: bytes
+    decoded: Manifest | None = None
+
+
 def read_catalog(path: str | os.PathLike[str]) -> Catalog:
     """The checkpoint published at ``path``.
 
     NotFoundError when there is none, CorruptError when manifest or index are not what was written. Where a saver
     replaced the checkpoint between reading the one and the other, the new one is read.
     """
+    return decode_catalog(path, read_catalog_bytes(path))
+
+
+def read_catalog_bytes(path: str | os.PathLike[str]) -> CatalogBytes:
+    """The two files of the checkpoint that is published at ``path``, which belong together."""
     directory = os.fspath(path)
     while True:
-        manifest = read_published(directory)
+        data = _read_manifest_bytes(directory)
+        manifest = decode_manifest(data, path=os.path.join(directory, MANIFEST_NAME))
         try:
-            return Catalog(directory=directory, manifest=manifest, index=_read_index(directory, manifest))
+            return CatalogBytes(manifest=data, index=_read_index_bytes(directory, manifest), decoded=manifest)
         except CorruptError:
             if not was_replaced(directory, manifest.attempt):
                 raise
+
+
+def decode_catalog(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
+    """The checkpoint at ``path``, of which these are manifest and index; CorruptError for what nobody wrote."""
+    directory = os.fspath(path)
+    manifest = data.decoded or decode_manifest(data.manifest, path=os.path.join(directory, MANIFEST_NAME))
+    index_path = os.path.join(directory, manifest.index.name)
+    index = decode_index(data.index, path=index_path)
+    check_index(index, files=manifest.files, tensors=manifest.tensors, path=index_path)
+    return Catalog(directory=directory, manifest=manifest, index=index)
 
 
 def was_replaced(directory: str, attempt: str) -> bool:
@@ -169,8 +194,12 @@ def was_replaced(directory: str, attempt: str) -> bool:
 
 def read_published(directory: str) -> Manifest:
     """The manifest of the checkpoint in ``directory``, checked; NotFoundError when there is none."""
+    return decode_manifest(_read_manifest_bytes(directory), path=os.path.join(directory, MANIFEST_NAME))
+
+
+def _read_manifest_bytes(directory: str) -> bytes:
     try:
-        return read_manifest(directory)
+        return read_manifest_bytes(directory)
     except StorageError as error:
         if error.errno == errno.ENOTDIR and posix.exists(directory):
             raise NotACheckpointError(f"{directory!r} is a file; a checkpoint is a directory") from error
@@ -190,7 +219,7 @@ def _nothing_there(directory: str) -> NotFoundError:
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
 
 
-def _read_index(directory: str, manifest: Manifest) -> ChunkIndex:
+def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
     entry = manifest.index
     path = os.path.join(directory, entry.name)
     try:
@@ -201,9 +230,7 @@ def _read_index(directory: str, manifest: Manifest) -> ChunkIndex:
         raise _missing(path) from error
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
-    index = decode_index(data, path=path)
-    check_index(index, files=manifest.files, tensors=manifest.tensors, path=path)
-    return index
+    return data
 
 
 def _missing(path: str) -> CorruptError:

@@ -14,8 +14,8 @@ import numpy as np
 
 from holdfast._io.direct import InputFile
 from holdfast._native.catalog import Catalog, DataFiles
-from holdfast._native.segments import SegmentFetch, Segments, in_blocks
-from holdfast._plan.ranges import byte_spans, touched_blocks
+from holdfast._native.segments import SegmentFetch, Segments
+from holdfast._plan.ranges import byte_spans, cut_at_blocks, touched_blocks
 from holdfast._state.raw import Target
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
@@ -48,12 +48,14 @@ class Fetch(SegmentFetch[Target]):
         open_targets: Callable[[list[int]], list[Target]],
         close_target: Callable[[int, Target], None],
         verify: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             _segments(catalog, wanted, verify=verify),
             boxes=len(wanted.row),
             open_targets=open_targets,
             close_target=close_target,
+            check=check,
         )
         self._catalog = catalog
         self._files = files
@@ -76,8 +78,10 @@ class Fetch(SegmentFetch[Target]):
 
     def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
         """The error that names the file, the key and the bytes."""
-        path = self._catalog.file_path(file)
-        row = int(self._wanted.row[box])
+        return self._damaged_chunk(int(self._wanted.row[box]), offset, nbytes)
+
+    def _damaged_chunk(self, row: int, offset: int, nbytes: int) -> CorruptError:
+        path = self._catalog.file_path(int(self._catalog.index.file[row]))
         key = self._catalog.manifest.tensors[int(self._catalog.index.tensor[row])].key
         return CorruptError(
             f"{path!r} is damaged in bytes {offset} to {offset + nbytes}, which hold part of {key!r}; "
@@ -130,4 +134,4 @@ def _spans(catalog: Catalog, wanted: Wanted, number: int, *, verify: bool) -> tu
     if verify:
         blocks = touched_blocks(starts, stops, BLOCK_BYTES)
         return blocks * BLOCK_BYTES, (blocks + 1) * BLOCK_BYTES
-    return in_blocks(starts, stops)
+    return cut_at_blocks(starts, stops, BLOCK_BYTES)

@@ -9,7 +9,8 @@ import numpy as np
 
 from holdfast._native.index import ChunkIndex, check_index, encode_index
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer, TensorEntry, ValueEntry, WriterEntry
-from holdfast._native.report import WriteReport, WrittenTensor
+from holdfast._native.merge_short import ShortMerge, short_reports, tied
+from holdfast._native.report import ShortReport, WriteReport, WrittenTensor
 from holdfast._native.tree import encode_path
 from holdfast._native.values import Json
 from holdfast._state.paths import Path, stored_paths
@@ -20,7 +21,7 @@ from holdfast.metadata import Metadata
 
 def merge_reports(
     metadata: Metadata,
-    reports: Sequence[WriteReport],
+    reports: Sequence[WriteReport | ShortReport],
     *,
     attempt: str,
     versions: tuple[str, str, str],
@@ -31,7 +32,13 @@ def merge_reports(
     InvalidStateError unless that is everything ``metadata`` promises, each tensor tiled exactly.
     """
     paths = stored_paths(metadata)
-    tensors = _tensors(metadata, reports)
+    short = short_reports(metadata, reports)
+    if short is not None:
+        merged = ShortMerge(*short)
+        tensors, reports = merged.tensors, short[1]
+    else:
+        wholes = [report.whole() if isinstance(report, ShortReport) else report for report in reports]
+        tensors, reports = _tensors(metadata, wholes), wholes
     values = {key: json for report in reports for key, json in report.values.items()}
     missing = [key for key in metadata.state_dict_metadata if key not in tensors and key not in values]
     if missing:
@@ -42,12 +49,7 @@ def merge_reports(
         for file in report.files
     )
     entries = tuple(_entry(key, tensor, paths.get(key)) for key, tensor in tensors.items())
-    index = _index(reports, {key: number for number, key in enumerate(tensors)})
-    try:
-        check_index(index, files=files, tensors=entries, path="the new checkpoint")
-    except CorruptError as error:
-        raise InvalidStateError(f"what was written is not whole: {error.message}", key=error.key) from error
-    data = encode_index(index)
+    data = encode_index(merged.index if short is not None else _checked_index(wholes, files, entries))
     holdfast, torch, python = versions
     manifest = Manifest(
         requires=("pickle",) if any(tensor.kind == "pickle" for tensor in tensors.values()) else (),
@@ -64,6 +66,17 @@ def merge_reports(
         metadata=user_metadata,
     )
     return manifest, data
+
+
+def _checked_index(
+    reports: Sequence[WriteReport], files: tuple[FileEntry, ...], entries: tuple[TensorEntry, ...]
+) -> ChunkIndex:
+    index = _index(reports, {entry.key: number for number, entry in enumerate(entries)})
+    try:
+        check_index(index, files=files, tensors=entries, path="the new checkpoint")
+    except CorruptError as error:
+        raise InvalidStateError(f"what was written is not whole: {error.message}", key=error.key) from error
+    return index
 
 
 def _tensors(metadata: Metadata, reports: Sequence[WriteReport]) -> dict[str, WrittenTensor]:
@@ -89,14 +102,7 @@ def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
     first = written.get(tensor.alias_of)
     if first is None:
         raise InvalidStateError(f"{key!r} is planned as the same as {tensor.alias_of!r}, which nobody wrote", key=key)
-    return WrittenTensor(
-        dtype=first.dtype,
-        shape=first.shape,
-        requires_grad=tensor.requires_grad,
-        alias_of=tensor.alias_of,
-        kind=tensor.kind,
-        quantizer=first.quantizer,
-    )
+    return tied(tensor, first)
 
 
 def _entry(key: str, tensor: WrittenTensor, path: Path | None) -> TensorEntry:

@@ -102,8 +102,12 @@ def check_unpublished(directory: str) -> None:
 
 def read_manifest(directory: str) -> Manifest:
     """The manifest of the checkpoint in ``directory``, checked; StorageError with ENOENT when there is none."""
-    path = os.path.join(directory, MANIFEST_NAME)
-    return decode_manifest(posix.read_whole(path, limit=MAX_MANIFEST_BYTES), path=path)
+    return decode_manifest(read_manifest_bytes(directory), path=os.path.join(directory, MANIFEST_NAME))
+
+
+def read_manifest_bytes(directory: str) -> bytes:
+    """The same as it is in the file, unchecked."""
+    return posix.read_whole(os.path.join(directory, MANIFEST_NAME), limit=MAX_MANIFEST_BYTES)
 
 
 def _published_files(directory: str) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_load_plan, is_torchs
-from holdfast._native.catalog import Catalog, DataFiles, read_catalog, was_replaced
+from holdfast._host.exchange import Exchange
+from holdfast._native.catalog import Catalog, CatalogBytes, DataFiles, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
+from holdfast._native.shared_fetch import SharedFetch
 from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._state.raw import Target
 from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
@@ -47,8 +51,12 @@ class NativeReader(StorageReader):
         self.verify = verify
         self.cast = cast
         self.allow_pickle = allow_pickle
+        self.catalog_bytes_read = 0
+        self._offered: CatalogBytes | None = None
         self._catalog: Catalog | None = None
         self._files: DataFiles | None = None
+        self._exchange: Exchange | None = None
+        self._check: Callable[[], None] = _go_on
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
@@ -59,9 +67,23 @@ class NativeReader(StorageReader):
     def catalog(self) -> Catalog:
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
-            self._catalog = read_catalog(self.path)
+            self._catalog = decode_catalog(self.path, self.read_catalog_bytes())
             self._files = DataFiles(self._catalog)
         return self._catalog
+
+    def read_catalog_bytes(self) -> CatalogBytes:
+        """Manifest and index of the checkpoint that is published now, from the disk."""
+        data = read_catalog_bytes(self.path)
+        self.catalog_bytes_read = len(data.manifest) + len(data.index)
+        return data
+
+    def offer_catalog(self, data: CatalogBytes) -> None:
+        """Have ``read_metadata`` take this manifest and index, whoever read them, instead of reading them itself."""
+        self._offered = data
+
+    def use_exchange(self, exchange: Exchange | None) -> None:
+        """Read together with the other ranks of this host from now on; all of them read the same checkpoint."""
+        self._exchange = exchange
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
@@ -75,13 +97,21 @@ class NativeReader(StorageReader):
         if files is not None:
             files.close()
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` between reads."""
+        self._check = check
+
     def was_replaced(self) -> bool:
         """Whether another save has been published at the path since its manifest was read."""
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
+        data, self._offered = self._offered, None
         self.close()
+        if data is not None:
+            self._catalog = decode_catalog(self.path, data)
+            self._files = DataFiles(self._catalog)
         return speak_torch(self.catalog.metadata())
 
     def check_files(self) -> None:
@@ -109,13 +139,15 @@ class NativeReader(StorageReader):
         files = self._files
         assert files is not None
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
-        fetch = Fetch(
+        make_fetch = Fetch if self._exchange is None else partial(SharedFetch, exchange=self._exchange)
+        fetch = make_fetch(
             catalog,
             files,
             delivery.wanted(),
             open_targets=delivery.open_targets,
             close_target=delivery.close_target,
             verify=self.verify,
+            check=self._check,
         )
         try:
             fetch.run()
@@ -132,7 +164,8 @@ class NativeReader(StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_catalog": None}
+        left = dict.fromkeys(("_files", "_catalog", "_offered", "_exchange"))
+        return {**self.__dict__, **left, "_check": _go_on}
 
 
 class _Delivery:
@@ -291,6 +324,10 @@ class _Delivery:
         if entry.kind == "json":
             return _value_buffer(decode_value_bytes(data, key=key))
         return io.BytesIO(data)
+
+
+def _go_on() -> None:
+    """What is called between reads when nobody watches."""
 
 
 def _value_buffer(value: object) -> ValueBuffer:

@@ -30,7 +30,12 @@ from holdfast.errors import CorruptError
 HOT_BYTES = 4 << 20
 
 # Reads of more segments than this consist of small ones.
-_FEW_SEGMENTS = 32
+FEW_SEGMENTS = 32
+
+
+def uses_cuda() -> bool:
+    """Whether this process has work for a GPU, so that buffers are best pinned; never makes it begin."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +79,8 @@ TargetT = TypeVar("TargetT", bound=Destination)
 
 class SegmentFetch(abc.ABC, Generic[TargetT]):
     """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
-    ``close_target(n, target)`` is called, one at a time, when one is complete.
+    ``close_target(n, target)`` is called, one at a time, when one is complete. ``check`` is called between reads, and
+    raises when there is no point in going on.
     """
 
     max_gap = 0
@@ -87,7 +93,9 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         boxes: int,
         open_targets: Callable[[list[int]], list[TargetT]],
         close_target: Callable[[int, TargetT], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._open_targets = open_targets
         self._close_target = close_target
         self._segments = segments
@@ -115,40 +123,66 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def run(self) -> None:
         """Read, verify and deliver everything; CorruptError at the first block that is not what was written."""
+        try:
+            self._finish_empty()
+            self._transfer()
+        finally:
+            # A fetch whose own methods these are would hold itself, and the targets, until the collector comes.
+            del self._open_targets, self._close_target
+
+    def _finish_empty(self) -> None:
+        """Deliver the boxes that have no bytes."""
         empty = [number for number, count in enumerate(self._pending) if count == 0]
         self._open(empty)
         for number in empty:
             self._close_target(number, self._targets.pop(number))
-        segments = self._segments
-        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
-        most = SLAB_BYTES if pinned else HOT_BYTES
-        reach = segments.nbytes + self.max_gap
-        groups = coalesce(segments.file, segments.offset, reach, most=most, alignment=ALIGNMENT)
-        spans = [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
-        workers = default_workers()
-        ring = SlabRing(workers, pinned=pinned)
+
+    def _transfer(self) -> None:
+        spans = self._spans(len(self._segments.box))
+        workers = self._workers()
+        ring = SlabRing(workers, pinned=uses_cuda())
         try:
-            if len(segments.box) > _FEW_SEGMENTS * len(spans):
+            if len(self._segments.box) > FEW_SEGMENTS * len(spans):
                 self._run_beside(spans, ring, workers)
             else:
                 run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
             ring.close()
-            # A fetch whose own methods these are would hold itself, and the targets, until the collector comes.
-            del self._open_targets, self._close_target
+
+    def _workers(self) -> int:
+        """How many threads read."""
+        return default_workers()
+
+    def _most_bytes(self) -> int:
+        """How many bytes are read at once."""
+        return SLAB_BYTES if uses_cuda() else HOT_BYTES
+
+    def _spans(self, count: int) -> list[slice]:
+        """The first ``count`` segments in groups, each to be read at once."""
+        segments = self._segments
+        groups = coalesce(
+            segments.file[:count],
+            segments.offset[:count],
+            segments.nbytes[:count] + self.max_gap,
+            most=self._most_bytes(),
+            alignment=ALIGNMENT,
+        )
+        return [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
 
     def _run_beside(self, spans: list[slice], ring: SlabRing, workers: int) -> None:
         """Deliver in this thread while others read ahead: small segments are mostly work for one interpreter."""
-        jobs = [_Job(self, span, ring) for span in spans]
+        jobs = [SegmentJob(self, span, ring) for span in spans]
         # One slab stays with the delivery, so that no read ever waits for one.
         with closing(run_ahead((job.read for job in jobs), workers=workers - 1)) as slabs:
             for job, (slab, base) in zip(jobs, slabs, strict=True):
+                self._check()
                 job.open()
                 job.deliver(slab, base)
                 ring.release(slab)
 
     def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
-        job = _Job(self, span, ring)
+        self._check()
+        job = SegmentJob(self, span, ring)
         job.open()
         return job.run
 
@@ -174,6 +208,22 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         segments = self._segments
         ends = segments.offset[span] + segments.nbytes[span]
         return int(segments.file[span.start]), int(segments.offset[span.start]), int(ends.max())
+
+    def read(self, file_number: int, start: int, end: int, ring: SlabRing) -> tuple[Slab, int]:
+        """A slab of ``ring`` with bytes [start, end) of a file, and the offset in the file that its first byte has."""
+        base = start
+        slab = ring.acquire()
+        try:
+            with self.file(file_number) as (file, is_cached):
+                if is_cached or end - base < ALIGNMENT:
+                    file.read_into(slab.view[: end - base], base)
+                else:
+                    base -= base % ALIGNMENT
+                    file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
+        except BaseException:
+            ring.release(slab)
+            raise
+        return slab, base
 
     def _open(self, numbers: list[int]) -> None:
         opened = self._open_targets(numbers)
@@ -207,7 +257,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 _Part = tuple[TargetT, int, int, int, int]
 
 
-class _Job(Generic[TargetT]):
+class SegmentJob(Generic[TargetT]):
     """Neighbouring segments of one file."""
 
     def __init__(self, fetch: SegmentFetch[TargetT], span: slice, ring: SlabRing) -> None:
@@ -259,19 +309,7 @@ class _Job(Generic[TargetT]):
 
     def read(self) -> tuple[Slab, int]:
         """A slab with the bytes of all segments, and the offset in the file that its first byte has."""
-        base, end = self._start, self._end
-        slab = self._ring.acquire()
-        try:
-            with self._fetch.file(self._file_number) as (file, is_cached):
-                if is_cached or end - base < ALIGNMENT:
-                    file.read_into(slab.view[: end - base], base)
-                else:
-                    base -= base % ALIGNMENT
-                    file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
-        except BaseException:
-            self._ring.release(slab)
-            raise
-        return slab, base
+        return self._fetch.read(self._file_number, self._start, self._end, self._ring)
 
     def deliver(self, slab: Slab, base: int) -> None:
         """Verify every segment and put it where it belongs."""
@@ -287,14 +325,14 @@ class _Job(Generic[TargetT]):
         self._fetch.done(self._boxes)
 
     def _copy(self, slab: Slab, base: int) -> None:
-        """Verify each segment and copy it to its target while it is hot; to a device, neighbours go in one copy."""
+        """Verify each segment and copy it while hot; to a device, or where nothing is verified, neighbours at once."""
         view = slab.view
         waiting: tuple[TargetT, int, int, int] | None = None
         for place, (target, start, nbytes, offset, expected) in enumerate(self._parts):
             at = offset - base
             if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view[at : at + nbytes], expected):
                 raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
-            if target.on_cpu:
+            if target.on_cpu and expected >= 0:
                 target.copy_in(start, start + nbytes, slab, at)
             elif waiting is not None and waiting[0] is target and waiting[2] == start:
                 waiting = target, waiting[1], start + nbytes, waiting[3]

@@ -21,7 +21,7 @@ from holdfast._native.attempt import WriterNumber
 from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
 from holdfast._native.image import Image
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
-from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor
+from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, shortened
 from holdfast._native.values import Json, encode_value
 from holdfast._plan.packing import pack_order
 from holdfast._state.raw import MemorySource, source_of
@@ -191,7 +191,7 @@ class WriterWork:
 
     def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
         """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
-        return WriteReport(
+        report = WriteReport(
             files=files,
             keys=list(self._written),
             tensors=[written for _, written in self._written.values()],
@@ -205,6 +205,7 @@ class WriterWork:
             aliases=self._aliases,
             values=self._values,
         )
+        return shortened(report, self._columns, [planned.row for planned in self._planned])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Chunk, Packer, Placed
 from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
-from holdfast._native.report import WriteReport, WrittenFile, report_of
+from holdfast._native.report import ShortReport, WriteReport, WrittenFile, report_of
 from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import encode_value
 from holdfast._native.work import StagedFiles, WriterWork
@@ -224,7 +224,7 @@ class NativeWriter(StorageWriter):
         self._unfinished = None
         self.close()
 
-    def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
+    def _publish(self, metadata: Metadata, reports: list[WriteReport | ShortReport]) -> None:
         manifest, index = merge_reports(
             metadata,
             reports,
@@ -248,9 +248,13 @@ class NativeWriter(StorageWriter):
             self._held.remove()
         self.close()
 
-    def _named(self, report: WriteReport, writer: int) -> WriteReport:
+    def _named(self, report: WriteReport | ShortReport, writer: int) -> WriteReport | ShortReport:
         """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""
         prefix = f"data-{self._attempt}-"
+        if all(file.name.startswith(prefix) for file in report.files):
+            return report
+        if isinstance(report, ShortReport):
+            report = report.whole()
         files = list(report.files)
         for number, file in enumerate(files):
             if not file.name.startswith(prefix):

@@ -15,6 +15,7 @@ here: the check of coverage finds those. Never looks at data.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from holdfast._plan.layout import scrambled
 
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
@@ -78,7 +81,16 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Parts:
+class Shared:
+    """Distinct boxes that several ranks hold: ``nbytes`` and ``itemsize`` are [n], ``length`` is [n, D]."""
+
+    nbytes: _Int64s
+    length: _Int64s
+    itemsize: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
     """Parts of boxes: of box ``box``, for the holder at ``holder``, from ``begin`` to ``stop`` along ``dimension``.
 
     All are [m]. A dimension of -1 stands for the whole box.
@@ -90,9 +102,13 @@ class _Parts:
     begin: _Int64s
     stop: _Int64s
 
+    def take(self, rows: _Int64s) -> Parts:
+        """The parts at ``rows``."""
+        return Parts(**{each.name: getattr(self, each.name)[rows] for each in dataclasses.fields(self)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _HolderSet:
+class HolderSet:
     """Boxes that the same ranks hold: ``holders`` is [h], ascending, ``boxes`` are numbers of distinct boxes."""
 
     holders: _Int64s
@@ -113,7 +129,7 @@ def replica_groups(held: Held) -> tuple[_Int64s, _Int64s]:
 
     The distinct ones are numbered by tensor, then by box.
     """
-    order, starts = _by_box(held)
+    order, starts = by_box(held)
     sizes = np.diff(np.append(starts, len(order)))
     group = np.empty(len(order), dtype=np.int64)
     group[order] = np.repeat(np.arange(len(starts)), sizes)
@@ -130,20 +146,30 @@ def assign(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes:
     """
     if len(held.rank) and not 0 <= held.rank.min() <= held.rank.max() < ranks:
         raise ValueError(f"rows name ranks outside of the {ranks} that there are")
-    order, starts = _without_repetition(held, *_by_box(held))
+    order, starts = _without_repetition(held, *by_box(held))
     first = order[starts]
     counts = np.diff(np.append(starts, len(order)))
     shared = (counts > 1) & (held.nbytes[first] > 0)
     if to_lowest_rank or not shared.any():
         return Assignment(row=first, lo=held.lo[first], length=held.length[first])
-    fixed = first[~shared]
-    loads = _sums(held.rank[fixed], held.nbytes[fixed], ranks)
-    sets = _holder_sets(held.rank[order], starts, counts, np.flatnonzero(shared))
-    parts = [_whole(np.flatnonzero(~shared), 0), *_balanced(held, first, sets, loads, split_bytes)]
-    return _assembled(held, order, starts, parts)
+    fixed, several = first[~shared], first[shared]
+    boxes = Shared(nbytes=held.nbytes[several], length=held.length[several], itemsize=held.itemsize[several])
+    sets = holder_sets(held.rank[order], starts[shared], counts[shared])
+    parts = share_out(boxes, sets, sums(held.rank[fixed], held.nbytes[fixed], ranks), split_bytes=split_bytes)
+    parts = dataclasses.replace(parts, box=np.flatnonzero(shared)[parts.box])
+    return _assembled(held, order, starts, [_whole(np.flatnonzero(~shared), 0), parts])
 
 
-def _by_box(held: Held) -> tuple[_Int64s, _Int64s]:
+def share_out(boxes: Shared, sets: Sequence[HolderSet], loads: _Floats, *, split_bytes: int = SPLIT_BYTES) -> Parts:
+    """The parts of all ``boxes``, by box, each for one of the box's holders.
+
+    ``sets`` tell the holders of every box; ``loads`` are the bytes that each rank writes anyway.
+    """
+    parts = _joined(_balanced(boxes, sets, loads, split_bytes))
+    return parts.take(np.argsort(parts.box, kind="stable"))
+
+
+def by_box(held: Held) -> tuple[_Int64s, _Int64s]:
     """The order of rows by tensor, box, rank, and where in it each distinct (tensor, box) starts."""
     words, rank_bits = _packed([held.tensor, *held.lo.T, *held.length.T, held.rank])
     order = np.argsort(words[0], kind="stable") if len(words) == 1 else np.lexsort(words[::-1])
@@ -188,30 +214,33 @@ def _without_repetition(held: Held, order: _Int64s, starts: _Int64s) -> tuple[_I
     return order[kept], (np.cumsum(kept) - 1)[starts]
 
 
-def _holder_sets(rank: _Int64s, starts: _Int64s, counts: _Int64s, shared: _Int64s) -> list[_HolderSet]:
-    """The boxes ``shared`` by their sets of holders, the sets with the fewest holders first.
+def holder_sets(rank: _Int64s, starts: _Int64s, counts: _Int64s) -> list[HolderSet]:
+    """All boxes by their sets of holders, the sets with the fewest holders first.
 
     The holders of box ``i`` are the ``counts[i]`` ranks from ``rank[starts[i]]`` on.
     """
-    counts = counts[shared]
     ends = np.cumsum(counts)
-    rows = np.repeat(starts[shared] - (ends - counts), counts) + np.arange(ends[-1])
-    number, first = _same_segments(rank[rows], ends - counts, counts)
+    rows = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+    number, first = same_segments(rank[rows], ends - counts, counts)
+    holders = [rank[starts[one] : starts[one] + counts[one]] for one in first.tolist()]
+    return sets_of(holders, number)
+
+
+def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
+    """Boxes by their sets of holders, the sets with the fewest holders first; ``number`` has each box's set."""
     by_set = np.argsort(number, kind="stable")
-    boxes = np.split(shared[by_set], np.flatnonzero(np.diff(number[by_set])) + 1)
-    sets = [
-        _HolderSet(holders=rank[start : start + count], boxes=numbers)
-        for start, count, numbers in zip(starts[shared[first]].tolist(), counts[first].tolist(), boxes, strict=True)
-    ]
-    return sorted(sets, key=lambda one: (len(one.holders), int(one.boxes[0])))
+    bounds = np.searchsorted(number[by_set], np.arange(len(holders) + 1))
+    sets = [HolderSet(holders=ranks, boxes=by_set[bounds[one] : bounds[one + 1]]) for one, ranks in enumerate(holders)]
+    return sorted((one for one in sets if len(one.boxes)), key=lambda one: (len(one.holders), int(one.boxes[0])))
 
 
-def _same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
+def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
     """A number for each segment of ``values``, the same for equal ones only, and of each number the first segment."""
     within = np.arange(len(values)) - np.repeat(starts, counts)
     salt = 0
     while True:
-        words = _scrambled(int(values.max()) + 1, salt)
+        count = int(values.max()) + 1
+        words = scrambled(np.arange(salt * count, (salt + 1) * count, dtype=np.uint64))
         _, first, number = np.unique(np.add.reduceat(words[values], starts), return_index=True, return_inverse=True)
         model = first[number]
         # Sums of scrambled words tell segments apart but for an accident, which another salt does not repeat.
@@ -222,36 +251,22 @@ def _same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_
         salt += 1
 
 
-def _scrambled(count: int, salt: int) -> npt.NDArray[np.uint64]:
-    """A word for each number below ``count``, as good as random (the mixing steps of splitmix64)."""
-    words = np.arange(1 + salt * count, 1 + (salt + 1) * count, dtype=np.uint64)
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words ^= words >> np.uint64(shift)
-        words *= np.uint64(factor)
-    words ^= words >> np.uint64(31)
-    return words
-
-
-def _balanced(held: Held, first: _Int64s, sets: Sequence[_HolderSet], loads: _Floats, split_bytes: int) -> list[_Parts]:
-    """The parts of all boxes of ``sets``; ``loads`` are the bytes that the ranks write anyway.
-
-    ``first`` is for each box a row that holds it.
-    """
-    sizes = [held.nbytes[first[one.boxes]] for one in sets]
+def _balanced(boxes: Shared, sets: Sequence[HolderSet], loads: _Floats, split_bytes: int) -> list[Parts]:
+    """The parts of all boxes of ``sets``; ``loads`` are the bytes that the ranks write anyway."""
+    sizes = [boxes.nbytes[one.boxes] for one in sets]
     shares = _fair_shares([one.holders for one in sets], [float(size.sum()) for size in sizes], loads)
     planned = loads.copy()
     for one, share in zip(sets, shares, strict=True):
         planned[one.holders] += share
     place_all = sum(len(one.boxes) for one in sets) <= _PLACED_ONE_BY_ONE
-    parts: list[_Parts] = []
+    parts: list[Parts] = []
     for one, size, share in zip(sets, sizes, shares, strict=True):
         # What earlier sets took beside their shares, because boxes are not water, this set evens out.
         others = planned[one.holders] - share
         left = _poured(float(size.sum()), others)
         limits = _limits(float(planned[one.holders].min()), split_bytes)
-        lengths = held.length[first[one.boxes]]
-        divisible = (lengths.prod(axis=1) * held.itemsize[first[one.boxes]] == size) & (lengths > 1).any(axis=1)
+        lengths = boxes.length[one.boxes]
+        divisible = (lengths.prod(axis=1) * boxes.itemsize[one.boxes] == size) & (lengths > 1).any(axis=1)
         cut = (size > limits.cut_above) & divisible
         taken = np.zeros(len(left))
         if cut.any():
@@ -260,7 +275,7 @@ def _balanced(held: Held, first: _Int64s, sets: Sequence[_HolderSet], loads: _Fl
             parts.append(cuts)
         holder = _place(size[~cut], left - taken, place_all=place_all)
         parts.append(_whole(one.boxes[~cut], holder))
-        planned[one.holders] = others + taken + _sums(holder, size[~cut], len(left))
+        planned[one.holders] = others + taken + sums(holder, size[~cut], len(left))
     return parts
 
 
@@ -305,12 +320,12 @@ def _poured(amount: float, loads: _Floats) -> _Floats:
     return reached
 
 
-def _sums(number: _Int64s, weights: _Int64s, count: int) -> _Floats:
+def sums(number: _Int64s, weights: _Int64s, count: int) -> _Floats:
     """For each number below ``count`` the sum of its weights, exact up to 2^53."""
     return np.bincount(number, weights=weights, minlength=count).astype(np.float64, copy=False)
 
 
-def _cut(boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, limits: _Limits) -> tuple[_Parts, _Floats]:
+def _cut(boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, limits: _Limits) -> tuple[Parts, _Floats]:
     """The parts of boxes of ``sizes`` bytes that bring each holder near its target, and the bytes of each holder.
 
     A box is cut along the first dimension in which a step is small enough, mostly the outermost, so that the bytes of
@@ -329,14 +344,14 @@ def _cut(boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, limi
     begin, stop = edges[:-1], edges[1:]
     box = np.searchsorted(starts, begin, side="right") - 1
     holder = np.searchsorted(borders, begin, side="right")
-    parts = _Parts(
+    parts = Parts(
         box=boxes[box],
         holder=holder,
         dimension=dimension[box],
         begin=(begin - starts[box]) // steps[box],
         stop=(stop - starts[box]) // steps[box],
     )
-    return parts, _sums(holder, stop - begin, len(target))
+    return parts, sums(holder, stop - begin, len(target))
 
 
 def _borders(
@@ -374,7 +389,7 @@ def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
     placed, dealt_out = np.split(descending, [len(sizes) - dealt])
     holder = np.empty(len(sizes), dtype=np.int64)
     holder[dealt_out] = np.arange(dealt) % holders
-    left = left - _sums(holder[dealt_out], sizes[dealt_out], holders)
+    left = left - sums(holder[dealt_out], sizes[dealt_out], holders)
     singly = len(placed) if place_all else min(len(placed), _CORRECTIONS * holders)
     if singly < len(placed):
         chosen = np.zeros(len(placed), dtype=bool)
@@ -385,7 +400,7 @@ def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
         room = np.cumsum(np.maximum(left, 0))
         middle = (ends - sizes[line] / 2) * (room[-1] / ends[-1])
         holder[line] = np.minimum(np.searchsorted(room, middle, side="right"), holders - 1)
-        left = left - _sums(holder[line], sizes[line], holders)
+        left = left - sums(holder[line], sizes[line], holders)
     heap = [(-room, number) for number, room in enumerate(left.tolist())]
     heapq.heapify(heap)
     takers = []
@@ -397,23 +412,31 @@ def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
     return holder
 
 
-def _whole(boxes: _Int64s, holder: _Int64s | int) -> _Parts:
+def _whole(boxes: _Int64s, holder: _Int64s | int) -> Parts:
     """The boxes in one part each, for the holders at ``holder``."""
     nothing = np.zeros(len(boxes), dtype=np.int64)
-    return _Parts(box=boxes, holder=nothing + holder, dimension=nothing - 1, begin=nothing, stop=nothing)
+    return Parts(box=boxes, holder=nothing + holder, dimension=nothing - 1, begin=nothing, stop=nothing)
 
 
-def _assembled(held: Held, order: _Int64s, starts: _Int64s, parts: Sequence[_Parts]) -> Assignment:
+def _joined(parts: Sequence[Parts]) -> Parts:
+    """All parts in one table."""
+    names = [each.name for each in dataclasses.fields(Parts)]
+    return Parts(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+
+
+def _assembled(held: Held, order: _Int64s, starts: _Int64s, parts: Sequence[Parts]) -> Assignment:
     """The parts as boxes, by tensor and box."""
-    box = np.concatenate([one.box for one in parts])
-    sequence = np.argsort(box, kind="stable")
-    row = order[starts[box] + np.concatenate([one.holder for one in parts])][sequence]
-    lo, length = held.lo[row], held.length[row]
-    dimension = np.concatenate([one.dimension for one in parts])[sequence]
-    begin = np.concatenate([one.begin for one in parts])[sequence]
-    stop = np.concatenate([one.stop for one in parts])[sequence]
-    split = np.flatnonzero(dimension >= 0)
-    along = dimension[split]
-    lo[split, along] += begin[split]
-    length[split, along] = (stop - begin)[split]
+    joined = _joined(parts)
+    joined = joined.take(np.argsort(joined.box, kind="stable"))
+    row = order[starts[joined.box] + joined.holder]
+    lo, length = cut_out(held.lo[row], held.length[row], joined)
     return Assignment(row=row, lo=lo, length=length)
+
+
+def cut_out(lo: _Int64s, length: _Int64s, parts: Parts) -> tuple[_Int64s, _Int64s]:
+    """The boxes of ``parts``, of which ``lo`` and ``length``, changed in place, are the whole boxes."""
+    split = np.flatnonzero(parts.dimension >= 0)
+    along = parts.dimension[split]
+    lo[split, along] += parts.begin[split]
+    length[split, along] = (parts.stop - parts.begin)[split]
+    return lo, length

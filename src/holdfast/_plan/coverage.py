@@ -15,6 +15,7 @@ dimensions of which no two merge. Never allocates more than a few times ``_MAX_C
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ _MAX_CORNER_BYTES = 1 << 28
 
 _MAX_PAIRS = 1 << 26
 """A tensor with more pairs too is refused, so that no checkpoint can make a reader compare for hours."""
+
+_BOXES_AT_ONCE = 1 << 17
+"""Tensors are checked together up to so many boxes, where boxes are sorted by tensor: enough to be vectorised."""
 
 _PAIRS_AT_ONCE = 1 << 20
 """Pairs are compared in slices of so many, to bound the memory."""
@@ -80,6 +84,30 @@ def check_coverage(
     )
     if len(boxes.tensor) and not 0 <= boxes.tensor.min() <= boxes.tensor.max() < len(sizes):
         raise ValueError(f"boxes name tensors outside of the {len(sizes)} that there are")
+    if len(boxes.tensor) > _BOXES_AT_ONCE and bool((boxes.tensor[1:] >= boxes.tensor[:-1]).all()):
+        return [fault for first, stop in _in_turn(boxes, sizes) for fault in _faults_between(boxes, sizes, first, stop)]
+    return _faults(boxes, sizes)
+
+
+def _in_turn(boxes: _Boxes, sizes: _Int64s) -> Iterator[tuple[int, int]]:
+    """Ranges of tensors, by first and stop, that have few enough boxes to be checked together, or are one tensor."""
+    ends = np.searchsorted(boxes.tensor, np.arange(len(sizes)), side="right")
+    first = 0
+    while first < len(sizes):
+        before = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, before + _BOXES_AT_ONCE, side="right")))
+        yield first, stop
+        first = stop
+
+
+def _faults_between(boxes: _Boxes, sizes: _Int64s, first: int, stop: int) -> Iterator[CoverageFault]:
+    start, end = np.searchsorted(boxes.tensor, [first, stop]).tolist()
+    part = _Boxes(tensor=boxes.tensor[start:end] - first, lo=boxes.lo[start:end], length=boxes.length[start:end])
+    for fault in _faults(part, sizes[first:stop]):
+        yield dataclasses.replace(fault, tensor=fault.tensor + first)
+
+
+def _faults(boxes: _Boxes, sizes: _Int64s) -> list[CoverageFault]:
     faults = _bounds_faults(boxes, sizes)
     unchecked: _Bools = np.all(sizes > 0, axis=1)
     unchecked[list(faults)] = False

@@ -60,6 +60,18 @@ def touched_blocks(starts: _Int64s, stops: _Int64s, block: int) -> _Int64s:
     return _distinct(np.repeat(first, counts) + within)
 
 
+def cut_at_blocks(starts: _Int64s, stops: _Int64s, block: int) -> tuple[_Int64s, _Int64s]:
+    """The spans cut where a block of ``block`` bytes ends, so that each lies within one."""
+    filled = stops > starts
+    starts, stops = starts[filled], stops[filled]
+    first = starts // block
+    counts = (stops - 1) // block - first + 1
+    before = np.cumsum(counts) - counts
+    number = np.repeat(first, counts) + np.arange(counts.sum(), dtype=np.int64) - np.repeat(before, counts)
+    begins = np.maximum(np.repeat(starts, counts), number * block)
+    return begins, np.minimum(np.repeat(stops, counts), (number + 1) * block)
+
+
 def coalesce(file: npt.NDArray[np.integer], offset: _Int64s, nbytes: _Int64s, *, most: int, alignment: int) -> _Int64s:
     """The indexes at which groups start, then the number of rows; one group is one read.
 

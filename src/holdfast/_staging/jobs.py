@@ -21,7 +21,7 @@ import torch
 from holdfast._io.buffers import SLAB_BYTES
 from holdfast._native.image import Copy
 from holdfast._native.image_files import ImageFiles
-from holdfast._native.report import report_of
+from holdfast._native.report import full_report_of
 from holdfast._native.work import StagedFiles
 from holdfast._native.writer import ImageOutput, NativeWriter
 from holdfast._staging.accelerator import CUDA, Accelerator
@@ -209,7 +209,7 @@ class NativeJob(Job):
         return results
 
     def _look_for_changes(self, results: MutableSequence[WriteResult]) -> None:
-        same = CHANGES.unchanged(report_of(results), self.chosen())
+        same = CHANGES.unchanged(full_report_of(results), self.chosen())
         self._handle.unchanged = same
         if same:
             logger.warning(

@@ -13,18 +13,18 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
 from holdfast._values.box import Box, whole
+from holdfast._values.splits import Run, Split, length_of, runs_of
 from holdfast.errors import InvalidStateError
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-_Run = tuple[int, int]  # the first global index, and how many follow each other
 
 _FEW_PIECES = 4
 
@@ -37,13 +37,24 @@ class Piece:
     tensor: torch.Tensor
 
 
+class Spread(NamedTuple):
+    """How a tensor is spread over a mesh: for each of its dimensions the splits, in the order in which they are made.
+
+    Size, mesh and splits tell what every process of the mesh holds.
+    """
+
+    mesh: DeviceMesh
+    splits: tuple[tuple[Split, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
     """What this process holds of one value.
 
-    ``size`` is the global size. ``is_sharded`` says that the value describes its own part of a global tensor, be it all
-    of it; False is for plain tensors, of which other processes know nothing. A global tensor without elements is one
-    piece without elements, so that its key does not vanish; of others, empty pieces are left out.
+    ``size`` is the global size. ``spread`` is there where a rule tells what every process holds. ``is_sharded`` says
+    that the value describes its own part of a global tensor, be it all of it; False is for plain tensors, of which
+    other processes know nothing. A global tensor without elements is one piece without elements, so that its key does
+    not vanish; of others, empty pieces are left out.
     """
 
     size: torch.Size
@@ -51,6 +62,7 @@ class Pieces:
     requires_grad: bool
     pieces: tuple[Piece, ...]
     is_sharded: bool
+    spread: Spread | None = None
     _by_offsets: dict[tuple[int, ...], Piece] = field(default_factory=dict, init=False, repr=False)
 
 
@@ -61,16 +73,6 @@ class _ShardIndex:
     fqn: str
     offset: torch.Size
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """One mesh dimension that shards a tensor dimension: ``index`` of ``parts`` in each of ``blocks`` equal blocks."""
-
-    mesh_dim: int
-    parts: int
-    index: int
-    blocks: int
 
 
 class _Chunk(Protocol):
@@ -215,70 +217,79 @@ def _invalid(key: str, problem: str) -> InvalidStateError:
 def _of_distributed(key: str, value: DTensor) -> Pieces:
     """The boxes that mesh, placements and this process's coordinate give a DTensor."""
     splits = _splits_of(key, value)
+    coordinate = value.device_mesh.get_coordinate()
     local = value._local_tensor
-    if splits is not None and _hands_out_shards(local):
+    if coordinate is not None and _hands_out_shards(local):
         return _of_shard_holder(key, cast(_ShardHolder, local), value.shape)
     pieces: tuple[Piece, ...] = ()
-    if splits is not None:
+    meant = [_in_order_of_sharding(value, dim, of_dim) or of_dim for dim, of_dim in enumerate(splits)]
+    if coordinate is not None:
         local = _settled(local)
         if value.numel() == 0:
             pieces = (Piece(whole(value.shape), local.new_empty(value.shape)),)
-        elif local.numel():
-            pieces = tuple(_cut(local, _runs_per_dimension(key, value, local.shape, splits)))
-    return Pieces(value.shape, value.dtype, value.requires_grad, pieces, True)
+        else:
+            meant, runs = _runs_per_dimension(key, value, local.shape, splits)
+            pieces = tuple(_cut(local, runs)) if local.numel() else ()
+    spread = Spread(value.device_mesh, tuple(tuple(of_dim) for of_dim in meant))
+    return Pieces(value.shape, value.dtype, value.requires_grad, pieces, True, spread)
 
 
-def _splits_of(key: str, value: DTensor) -> dict[int, list[_Split]] | None:
-    """The splits of every sharded tensor dimension, in mesh order; None where this process is not in the mesh."""
+def _splits_of(key: str, value: DTensor) -> list[list[Split]]:
+    """The splits of every tensor dimension, in mesh order."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = value.device_mesh
-    coordinate = mesh.get_coordinate()
-    splits: dict[int, list[_Split]] = {}
+    splits: list[list[Split]] = [[] for _ in range(value.ndim)]
     for mesh_dim, placement in enumerate(value.placements):
         if placement.is_partial():
             raise _invalid(
                 key, f"has the placement {placement}, which still has to be reduced; reduce it first (redistribute)"
             )
         if isinstance(placement, (Shard, _StridedShard)):
-            if coordinate is not None:
-                blocks = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-                split = _Split(mesh_dim, mesh.size(mesh_dim), coordinate[mesh_dim], blocks)
-                splits.setdefault(placement.dim % value.ndim, []).append(split)
+            blocks = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            splits[placement.dim % value.ndim].append(Split(mesh_dim, mesh.size(mesh_dim), blocks))
         elif not isinstance(placement, Replicate):
             raise _invalid(key, f"has the placement {placement}, which this version does not know; redistribute it")
-    return None if coordinate is None else splits
+    return splits
 
 
 def _runs_per_dimension(
-    key: str, value: DTensor, local_shape: torch.Size, splits: dict[int, list[_Split]]
-) -> list[list[_Run]]:
-    """The index runs that the local tensor holds along each dimension, in local order.
+    key: str, value: DTensor, local_shape: torch.Size, splits: list[list[Split]]
+) -> tuple[list[list[Split]], list[list[Run]]]:
+    """The splits in the order in which they were made, and the index runs that the local tensor holds, by dimension.
 
     Placements with strided shards have two readings that differ where the sizes are uneven. FSDP2 over tensor
     parallelism, redistribute and full_tensor split and join in the order that the strided shards stand for;
     distribute_tensor splits by one mesh dimension after the other, from left to right. The local length tells which of
-    them made the tensor. Where it fits both, the tensor is what full_tensor would make of it.
+    them made the tensor. Where it fits both, the tensor is what full_tensor would make of it. A process that holds
+    nothing may do so although another length is due.
     """
-    runs: list[list[_Run]] = []
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    made: list[list[Split]] = []
+    runs: list[list[Run]] = []
     for dim, (size, length) in enumerate(zip(value.shape, local_shape, strict=True)):
-        of_dim = splits.get(dim, [])
+        of_dim = splits[dim]
         ordered = _in_order_of_sharding(value, dim, of_dim)
-        found = None if ordered is None else _runs_of(size, ordered)
-        if found is None or _length(found) != length:
-            found = _runs_of(size, of_dim)
-        if _length(found) != length:
+        chosen = of_dim if ordered is None else ordered
+        found = runs_of(size, [(split, coordinate[split.mesh_dim]) for split in chosen])
+        if length_of(found) != length:
+            chosen = of_dim
+            found = runs_of(size, [(split, coordinate[split.mesh_dim]) for split in chosen])
+        if length_of(found) != length and 0 not in local_shape:
             raise _invalid(
                 key,
                 f"holds {length} indices of dimension {dim} where {value.placements} on a mesh of shape "
-                f"{tuple(value.device_mesh.shape)} give it {_length(found)} of {size}; distribute it with torch's rule",
+                f"{tuple(value.device_mesh.shape)} give it {length_of(found)} of {size}; distribute it with torch's "
+                "rule",
             )
+        made.append(chosen)
         runs.append(found)
-    return runs
+    return made, runs
 
 
-def _in_order_of_sharding(value: DTensor, dim: int, splits: list[_Split]) -> list[_Split] | None:
+def _in_order_of_sharding(value: DTensor, dim: int, splits: list[Split]) -> list[Split] | None:
     """The splits as plain ones in the order in which they were made; None where strided shards stand for no order."""
     if len(splits) < 2 and all(split.blocks == 1 for split in splits):
         return splits
@@ -291,62 +302,24 @@ def _in_order_of_sharding(value: DTensor, dim: int, splits: list[_Split]) -> lis
     return _order_meant_by(splits)
 
 
-def _order_meant_by(splits: list[_Split]) -> list[_Split] | None:
+def _order_meant_by(splits: list[Split]) -> list[Split] | None:
     """The order in which each split comes after as many parts of the mesh dimensions to its right as it has blocks."""
-    order: list[_Split] = []
+    order: list[Split] = []
     for split in reversed(splits):
         parts_before = itertools.accumulate((other.parts for other in order), int.__mul__, initial=1)
         place = next((at for at, parts in enumerate(parts_before) if parts == split.blocks), None)
         if place is None:
             return None
-        order.insert(place, _Split(split.mesh_dim, split.parts, split.index, 1))
+        order.insert(place, split._replace(blocks=1))
     return order
 
 
-def _runs_of(size: int, splits: Iterable[_Split]) -> list[_Run]:
-    """The runs of ``range(size)`` that are left after each split in turn, in local order."""
-    runs = [(0, size)]
-    for split in splits:
-        length = _length(runs)
-        kept: list[_Run] = []
-        for block in range(split.blocks):
-            block_start, block_length = _part(length, split.blocks, block)
-            start, part_length = _part(block_length, split.parts, split.index)
-            for run in _within(runs, block_start + start, part_length):
-                if kept and sum(kept[-1]) == run[0]:
-                    run = (kept[-1][0], kept.pop()[1] + run[1])
-                kept.append(run)
-        runs = kept
-    return runs
-
-
-def _part(length: int, parts: int, index: int) -> _Run:
-    """Where part ``index`` of ``parts`` begins and how long it is: equal parts, the last ones short or empty."""
-    step = -(-length // parts)
-    start = min(step * index, length)
-    return start, min(step, length - start)
-
-
-def _within(runs: list[_Run], start: int, length: int) -> Iterator[_Run]:
-    """The runs that positions [start, start + length) of ``runs``, one after the other, are."""
-    position = 0
-    for first, count in runs:
-        low, high = max(start, position), min(start + length, position + count)
-        if low < high:
-            yield first + low - position, high - low
-        position += count
-
-
-def _length(runs: Iterable[_Run]) -> int:
-    return sum(count for _, count in runs)
-
-
-def _cut(local: torch.Tensor, runs: list[list[_Run]]) -> Iterator[Piece]:
+def _cut(local: torch.Tensor, runs: list[list[Run]]) -> Iterator[Piece]:
     """The boxes that the runs of all dimensions make together, each with its view of ``local``."""
     if all(len(of_dim) == 1 for of_dim in runs):
         yield Piece(Box(tuple(of_dim[0][0] for of_dim in runs), tuple(local.shape)), local)
         return
-    places: list[list[tuple[_Run, slice]]] = []
+    places: list[list[tuple[Run, slice]]] = []
     for of_dim in runs:
         ends = list(itertools.accumulate(count for _, count in of_dim))
         places.append([(run, slice(end - run[1], end)) for run, end in zip(of_dim, ends, strict=True)])

@@ -27,7 +27,7 @@ _LARGE_BYTES = 256 << 10
 _ISSUED_BYTES = 8 << 20
 
 
-def _move(target: int, source: int, nbytes: int) -> None:
+def move(target: int, source: int, nbytes: int) -> None:
     """Copy memory; letting other threads run meanwhile costs more than a small copy takes, so only large ones do."""
     (_move_large if nbytes >= _LARGE_BYTES else _move_small)(target, source, nbytes)
 
@@ -67,7 +67,7 @@ class MemorySource:
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
-        _move(buffer.address + at, self._address + start, stop - start)
+        move(buffer.address + at, self._address + start, stop - start)
 
     def pieces(self, limit: int) -> Iterator[torch.Tensor]:
         """All bytes in order, at most ``limit`` at a time, as uint8 tensors that share the memory."""
@@ -196,7 +196,7 @@ class Target:
             return
         place = at + low - start
         if self.on_cpu:
-            _move(self._address + low - first, buffer.address + place, high - low)
+            move(self._address + low - first, buffer.address + place, high - low)
         else:
             flat = _flat_bytes(self._words())
             source = buffer.tensor[place : place + high - low]

@@ -7,6 +7,7 @@ accidents, not attackers. Never reads a file.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,12 @@ _HEX_DIGITS = re.compile(r"[0-9a-f]{16}", re.ASCII)
 def digest(buffer: bytes | bytearray | memoryview) -> int:
     """The xxh3-64 of the bytes of ``buffer``, which must be contiguous."""
     return xxhash.xxh3_64_intdigest(buffer)
+
+
+def name_words(names: Iterable[str]) -> npt.NDArray[np.uint64]:
+    """An odd number for each name, the same in every process."""
+    words = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) | 1 for name in names]
+    return np.array(words, dtype=np.uint64)
 
 
 def combine(digests: npt.NDArray[np.uint64]) -> int:

@@ -7,7 +7,7 @@ the objects are the truth (so that mutations count) and ``columns`` is None. A `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, KeysView, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, MutableMapping, MutableSequence
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 T = TypeVar("T")
@@ -27,25 +27,41 @@ class Columns(Protocol[T_co]):
 class LazyList(MutableSequence[T], Generic[T]):
     """A list over ``columns`` that makes its objects at the first touch."""
 
-    __slots__ = ("_columns", "_items")
+    __slots__ = ("_columns", "_items", "_make")
 
-    def __init__(self, columns: Columns[T]) -> None:
-        self._columns: Columns[T] | None = columns
+    def __init__(self, columns: Columns[T] | None, *, make: Callable[[], Columns[T]] | None = None) -> None:
+        self._columns = columns
         self._items: list[T] = []
+        self._make = make
+
+    @classmethod
+    def later(cls, make: Callable[[], Columns[T]]) -> LazyList[T]:
+        """A list over columns that are themselves made only when somebody asks for them."""
+        return cls(None, make=make)
+
+    @property
+    def is_unmade(self) -> bool:
+        """Whether nobody has asked for the columns yet."""
+        return self._make is not None
 
     @property
     def columns(self) -> Columns[T] | None:
         """The columns, or None once an element was touched."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._columns = make()
         return self._columns
 
     def _touched(self) -> list[T]:
-        if self._columns is not None:
-            columns, self._columns = self._columns, None
+        columns = self.columns
+        if columns is not None:
+            self._columns = None
             self._items = [columns.item(row) for row in range(len(columns))]
         return self._items
 
     def __len__(self) -> int:
-        return len(self._items) if self._columns is None else len(self._columns)
+        columns = self.columns
+        return len(self._items) if columns is None else len(columns)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._touched())
@@ -88,21 +104,33 @@ class LazyList(MutableSequence[T], Generic[T]):
         return repr(self._touched())
 
     def __getstate__(self) -> tuple[Columns[T] | None, list[T]]:
-        return self._columns, self._items
+        return self.columns, self._items
 
     def __setstate__(self, state: tuple[Columns[T] | None, list[T]]) -> None:
         self._columns, self._items = state
+        self._make = None
 
 
 class LazyDict(MutableMapping[str, T]):
     """A dict whose value for the n-th of ``keys`` is made from row n of ``columns`` when it is first asked for."""
 
-    __slots__ = ("_columns", "_made", "_rows")
+    __slots__ = ("_columns", "_count", "_made", "_rows")
 
     def __init__(self, keys: Iterable[str], columns: Columns[T]) -> None:
         self._columns = columns
         self._rows: dict[str, int] = {key: row for row, key in enumerate(keys)}
+        self._count = len(self._rows)
         self._made: dict[str, T] = {}
+
+    @property
+    def source(self) -> Columns[T]:
+        """The columns that values are made from."""
+        return self._columns
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no value was looked at or set, and no key removed."""
+        return not self._made and len(self._rows) == self._count
 
     def __getitem__(self, key: str) -> T:
         if key not in self._made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal, final
 
 import numpy as np
@@ -23,7 +24,7 @@ from holdfast.errors import InvalidStateError
 from holdfast.global_plan import plan_together
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
-from holdfast.planner import SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType
+from holdfast.planner import SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType, write_columns
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -80,17 +81,30 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf; InvalidStateError for a tensor that has nothing to store."""
-        local = LocalLeaves(self.state_dict, replica_check=self.replica_check if self.ranks > 1 else "off")
-        self._pieces = local.pieces
-        plan = SavePlan(
-            LazyList(local.columns),
-            planner_data=self.mappings if self.flatten_state_dict else None,
-        )
-        self.plan = plan
+        plan = self._local_plan(self._surveyed(self.replica_check if self.ranks > 1 else "off"))
         if not self.enable_plan_caching:
             return plan
-        self._draft = self._memory.draft(local.columns, plan)
+        self._draft = self._memory.draft(write_columns(plan.items), plan)
         return self._draft.to_send
+
+    def survey(self) -> tuple[LocalLeaves, SavePlan] | None:
+        """The leaves and their plan, for ranks that compare what they hold by layout, without a look at contents.
+
+        None unless this is the planner that is used when none is given: whoever brings one may want to see plans.
+        """
+        if type(self) is not WholeSavePlanner:
+            return None
+        local = self._surveyed("off")
+        return local, self._local_plan(local)
+
+    def _surveyed(self, replica_check: str) -> LocalLeaves:
+        local = LocalLeaves(self.state_dict, replica_check=replica_check)
+        self._pieces = local.pieces
+        return local
+
+    def _local_plan(self, local: LocalLeaves) -> SavePlan:
+        self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
+        return self.plan
 
     @property
     def _memory(self) -> PlanMemory:
@@ -114,16 +128,23 @@ class DefaultSavePlanner(SavePlanner):
         all_plans, metadata = plan_together(
             all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank, is_whole=not self.is_apart
         )
-        if self.flatten_state_dict:
-            paths = dict(self.mappings)  # a subclass may have put something else into the plans
-            for plan in all_plans:
-                if plan.planner_data is not self.mappings:
-                    paths.update(path_mapping(plan.planner_data) or {})
-            stored = metadata.state_dict_metadata
-            if len(paths) > len(stored):
-                paths = {key: path for key, path in paths.items() if key in stored}
-            metadata = dataclasses.replace(metadata, planner_data=paths, paths=paths)
-        return all_plans, metadata
+        # A subclass may have put something else into the plans.
+        return all_plans, self.with_paths(metadata, [self.mappings, *(plan.planner_data for plan in all_plans)])
+
+    def with_paths(self, metadata: Metadata, planner_data: Iterable[Any]) -> Metadata:
+        """``metadata`` with the paths of its keys, as far as the planner's data of the ranks has them."""
+        if not self.flatten_state_dict:
+            return metadata
+        paths: dict[str, Path] = {}
+        known: set[int] = set()
+        for each in planner_data:
+            if id(each) not in known:
+                known.add(id(each))
+                paths.update(path_mapping(each) or {})
+        stored = metadata.state_dict_metadata
+        if len(paths) > len(stored):
+            paths = {key: path for key, path in paths.items() if key in stored}
+        return dataclasses.replace(metadata, planner_data=paths, paths=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """``new_plan``; where it says that nothing has changed, the plan of the save before."""

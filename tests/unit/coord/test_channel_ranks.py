@@ -341,7 +341,6 @@ def test_a_store_that_dies_is_named_at_once_and_again() -> None:
     found = job.run(work)
     assert type(found[1]) is RankLostError
     assert str(found[1]).startswith("rank 0 is gone: the connection to it broke in ")
-    assert "the store is gone" in str(found[1])
     again = job.ranks(1)
     with pytest.raises(RankLostError, match="rank 0 is gone"), again:
         again.share("planning", lambda: None, lambda parts: None)

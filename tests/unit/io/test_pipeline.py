@@ -29,6 +29,18 @@ def no_thread_is_left() -> Iterator[None]:
     assert io_threads() == []
 
 
+def test_an_iterable_that_waits_for_its_first_job_gets_what_it_waits_for() -> None:
+    first, second = threading.Event(), threading.Event()
+
+    def jobs() -> Iterator[Callable[[], None]]:
+        yield first.set
+        assert first.wait(PATIENCE_S)
+        yield second.set
+
+    run_bounded(jobs(), workers=2, at_once=True)
+    assert second.is_set()
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
@@ -352,6 +364,14 @@ def test_fewer_threads_than_wanted_do_the_work(monkeypatch: pytest.MonkeyPatch) 
 def test_default_workers_follow_the_machine(monkeypatch: pytest.MonkeyPatch, cores: int | None, workers: int) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert default_workers() == workers
+    assert default_workers(1, least=2) == workers
+
+
+def test_processes_that_work_together_have_fewer_threads_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert [default_workers(sharers, least=2) for sharers in (2, 4, 8)] == [2, 2, 2]
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert [default_workers(sharers, least=3) for sharers in (2, 8, 16, 64)] == [12, 12, 8, 3]
 
 
 def test_results_of_run_ahead_come_in_order_while_others_are_under_way() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._native.catalog import DataFiles, read_catalog, was_replaced
+from holdfast._native.catalog import DataFiles, decode_catalog, read_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.index import encode_index
 from holdfast._native.manifest import IndexEntry, encode_manifest
 from holdfast._native.publish import read_manifest
@@ -33,6 +33,39 @@ def tied_state() -> dict[str, Any]:
         "list": [torch.ones(2, dtype=torch.int8), {3: "x"}],
         "bytes": bytes(100_000),
     }
+
+
+def test_a_catalog_comes_from_bytes_as_from_its_files(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", tied_state())
+    data = read_catalog_bytes(path)
+    assert data.manifest == (path / "manifest.json").read_bytes()
+    assert data.index == next(path.glob("index-*")).read_bytes()
+    for given in (data, dataclasses.replace(data, decoded=None)):
+        assert decode_catalog(path, given).manifest == read_catalog(path).manifest
+
+
+def test_bytes_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", tied_state())
+    data = read_catalog_bytes(path)
+    for damaged in (
+        dataclasses.replace(data, manifest=data.manifest.replace(b"first", b"fir5t"), decoded=None),
+        dataclasses.replace(data, index=data.index[:-1]),
+    ):
+        with pytest.raises(holdfast.CorruptError):
+            decode_catalog(path, damaged)
+
+
+def test_a_reader_takes_the_catalog_that_it_is_offered_once(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", tied_state())
+    reader = holdfast.NativeReader(path)
+    data = reader.read_catalog_bytes()
+    assert reader.catalog_bytes_read == len(data.manifest) + len(data.index)
+    other = holdfast.NativeReader(tmp_path / "nothing there")
+    other.offer_catalog(data)
+    assert set(other.read_metadata().state_dict_metadata) == set(reader.read_metadata().state_dict_metadata)
+    assert other.catalog_bytes_read == 0
+    with pytest.raises(holdfast.NotFoundError):
+        other.read_metadata()
 
 
 def test_a_catalog_knows_keys_rows_and_values(tmp_path: Path) -> None:

@@ -228,17 +228,17 @@ def test_many_small_boxes_are_balanced_without_placing_each(monkeypatch: pytest.
 
 
 def test_different_holder_sets_with_the_same_sum_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    salts: list[int] = []
-    scrambled = balance._scrambled
+    calls: list[int] = []
+    scrambled = balance.scrambled
 
-    def alike_at_first(count: int, salt: int) -> npt.NDArray[np.uint64]:
-        salts.append(salt)
-        return np.ones(count, dtype=np.uint64) if salt == 0 else scrambled(count, salt)
+    def alike_at_first(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        calls.append(int(words[0]))
+        return np.ones_like(words) if len(calls) == 1 else scrambled(words)
 
-    monkeypatch.setattr(balance, "_scrambled", alike_at_first)
+    monkeypatch.setattr(balance, "scrambled", alike_at_first)
     held = held_of([(rank, rank // 2, [0], [10]) for rank in range(6)])
     assert held.rank[assign(held, ranks=6).row].tolist() == [0, 2, 4]
-    assert salts == [0, 1]
+    assert calls == [0, 6]
 
 
 def test_coordinates_too_wide_for_one_sorting_key() -> None:

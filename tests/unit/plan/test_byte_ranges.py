@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from holdfast._plan.ranges import byte_spans, coalesce, touched_blocks
+from holdfast._plan.ranges import byte_spans, coalesce, cut_at_blocks, touched_blocks
 from holdfast._values.box import Box, whole
 
 
@@ -67,6 +67,13 @@ def test_touched_blocks() -> None:
 def test_no_spans_touch_no_blocks() -> None:
     nothing = np.empty(0, dtype=np.int64)
     assert touched_blocks(nothing, nothing, 10).tolist() == []
+
+
+def test_spans_are_cut_where_blocks_end() -> None:
+    begins, ends = cut_at_blocks(np.array([0, 15, 40, 58]), np.array([1, 37, 40, 60]), 10)
+    assert list(zip(begins.tolist(), ends.tolist(), strict=True)) == [(0, 1), (15, 20), (20, 30), (30, 37), (58, 60)]
+    nothing = np.empty(0, dtype=np.int64)
+    assert [column.tolist() for column in cut_at_blocks(nothing, nothing, 10)] == [[], []]
 
 
 def groups(rows: list[tuple[int, int, int]], *, most: int = 100, alignment: int = 1) -> list[int]:

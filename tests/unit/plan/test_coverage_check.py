@@ -246,3 +246,17 @@ def test_half_a_million_boxes_take_a_moment() -> None:
     assert time.process_time() - begun < 1
     length[70_000, 0] = 7
     assert check_coverage(tensor, lo, length, shapes) == [tiling(68, f"gap at [{(70_000 % 1024) * 8 + 7}, 0]")]
+
+
+def test_many_boxes_are_checked_in_turn_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(number, lo, 2) for number in range(7) for lo in range(0, 6, 2)]
+    rows = [row for row in rows if row not in ((2, 2, 2), (5, 0, 2))]
+    rows.insert(10, (3, 4, 2))
+    table = np.array(sorted(rows))
+    tensor, lo, length = table[:, 0], table[:, 1:2], table[:, 2:3]
+    shapes = np.full((8, 1), 6)
+    expected = check_coverage(tensor, lo, length, shapes)
+    assert [fault.tensor for fault in expected] == [2, 3, 5, 7]
+    for at_once in (1, 2, 5, 9):
+        monkeypatch.setattr(coverage, "_BOXES_AT_ONCE", at_once)
+        assert check_coverage(tensor, lo, length, shapes) == expected

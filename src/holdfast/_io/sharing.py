@@ -1,0 +1,202 @@
+"""What processes of one host share: memory without a name, pipes, and a way to hand both over.
+
+Invariant: nothing here has a name in a file system, so that nothing is left behind however a process ends; what is
+handed over goes to a process of the same user alone. Where the system offers none of it, an OSError says so. Nothing is
+ever waited for without a limit.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+
+import torch
+
+from holdfast._io.buffers import Slab
+
+MOST_HANDED_OVER = 250  # descriptors that the kernel lets pass in one message
+
+_CREDENTIALS = struct.Struct("3i")
+_PIECE = 1 << 16
+
+
+class SharedMemory:
+    """``size`` bytes that every process with the ``descriptor`` sees; zero at first, and real when first touched."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor = descriptor
+        self.size = size
+        self._memory = mmap.mmap(descriptor, size)
+        advice = getattr(mmap, "MADV_HUGEPAGE", None)
+        if advice is not None:
+            # Most systems give shared memory no huge pages; then it is slower, nothing else.
+            with contextlib.suppress(OSError):
+                self._memory.madvise(advice)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.view = memoryview(self._memory)
+
+    @classmethod
+    def create(cls, size: int) -> SharedMemory:
+        """New memory, which nobody can shrink; not charged to /dev/shm, which is small in many containers."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, "this system has no memory without a name")
+        descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def attach(cls, descriptor: int, size: int) -> SharedMemory:
+        """The memory behind a descriptor that was handed over, which is this object's from now on."""
+        try:
+            if os.fstat(descriptor).st_size != size:
+                raise OSError(errno.EINVAL, "shared memory of another size than was said")
+            return cls(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def slab(self, start: int, stop: int) -> Slab:
+        """Bytes [start, stop) as a buffer."""
+        return Slab(self.view[start:stop], self.tensor[start:stop])
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last buffer over it, at once where there is none."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            del self.tensor, self.view, self._memory
+
+
+class Inbox:
+    """The end of a pipe from which messages of ``size`` bytes each come, in the order in which they were posted."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor = descriptor
+        self._size = size
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        os.set_blocking(descriptor, False)
+
+    def collect(self, timeout_s: float = 0.0) -> list[bytes]:
+        """The messages that are there; the first one is waited for up to ``timeout_s``."""
+        if not self._poll.poll(timeout_s * 1000):
+            return []
+        data = os.read(self._descriptor, _PIECE - _PIECE % self._size)
+        return [data[at : at + self._size] for at in range(0, len(data), self._size)]
+
+    def close(self) -> None:
+        """Close it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class Outbox:
+    """The end of a pipe that takes messages, from any thread; one to someone who has left is dropped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def post(self, message: bytes) -> None:
+        """Send ``message``, which is small enough to stay in one piece."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._descriptor, message)
+
+    def close(self) -> None:
+        """Close it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def make_pipes(count: int) -> list[tuple[int, int]]:
+    """The descriptors of ``count`` pipes, (to read, to write); all of them or, with an OSError, none."""
+    pipes: list[tuple[int, int]] = []
+    try:
+        for _ in range(count):
+            pipes.append(os.pipe2(os.O_CLOEXEC))
+    except BaseException:
+        close_all([end for pipe in pipes for end in pipe])
+        raise
+    return pipes
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close them, whatever became of them."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+class Doorstep:
+    """A place with an ``address`` where another process of this host and user leaves descriptors for this one."""
+
+    def __init__(self) -> None:
+        # Where it can have no such address, bind says so.
+        self.address = f"holdfast-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(f"\0{self.address}")
+            self._socket.listen(1)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def pick_up(self, timeout_s: float) -> tuple[bytes, list[int]]:
+        """What was left here, whoever else may have knocked; OSError when there is nothing within ``timeout_s``."""
+        self._socket.settimeout(timeout_s)
+        while True:
+            visitor, _ = self._socket.accept()
+            with visitor:
+                credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+                    continue
+                visitor.settimeout(timeout_s)
+                message, descriptors, flags, _ = socket.recv_fds(visitor, _PIECE, MOST_HANDED_OVER)
+                if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or not message:
+                    close_all(descriptors)
+                    raise OSError(errno.EMFILE, "what was left is not whole")
+                return message, descriptors
+
+    def close(self) -> None:
+        """Nobody can leave anything here any more."""
+        self._socket.close()
+
+
+def leave_at(address: str, message: bytes, descriptors: list[int], timeout_s: float) -> None:
+    """Leave copies of ``descriptors`` at a doorstep; done when this returns, whether or not they are picked up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.settimeout(timeout_s)
+        visitor.connect(f"\0{address}")
+        credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            raise OSError(errno.EPERM, "someone else's process is there")
+        sent = visitor.sendmsg(
+            [message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
+        )
+        if sent != len(message):
+            raise OSError(errno.EMSGSIZE, "the message was not taken whole")
+
+
+def host_identity() -> tuple[str, ...]:
+    """What two processes have in common exactly when they can reach each other's doorsteps."""
+    identity = [socket.gethostname()]
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        identity.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        network = os.stat("/proc/self/ns/net")  # addresses of doorsteps are the network namespace's
+        identity.append(f"{network.st_dev}:{network.st_ino}")
+    return tuple(identity)

@@ -1,0 +1,221 @@
+"""Boxes read together with the other ranks of the host: blocks that several want are read by one of them, once.
+
+Each rank says which blocks it wants and computes from all wishes who reads what. What nobody else wants is read as
+ever. A common read goes into a private slab, because only private memory has the huge pages that direct transfers are
+fast with, is verified there, and copied to a slot of the memory that the ranks share; the others take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from holdfast._host.exchange import Exchange
+from holdfast._io.buffers import SLAB_BYTES, SlabRing
+from holdfast._io.direct import ALIGNMENT
+from holdfast._io.pinning import pinned
+from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._native.fetch import Fetch
+from holdfast._native.segments import FEW_SEGMENTS, SegmentJob, Segments, uses_cuda
+from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
+from holdfast._state.raw import Target, move
+from holdfast._values.digest import BLOCK_BYTES
+
+# What all ranks read and pass around at a time is to stay in the last-level cache: two blocks, wherever they begin.
+_HOT_BYTES = (2 << 20) + 2 * ALIGNMENT
+
+# What is in the page cache costs few ranks less to copy each from there than to pass on.
+_FEW_RANKS = 4
+
+# Pinned slabs are large, and the slots are pinned too.
+_MOST_CUDA_WORKERS = 6
+
+
+def slot_bytes() -> int:
+    """How many bytes of shared memory a common read is to take: for a GPU the number of copies matters more."""
+    return SLAB_BYTES if uses_cuda() else _HOT_BYTES
+
+
+class SharedFetch(Fetch):
+    """A batch of reads of which the ranks of a host do common ones once; every one of them runs one, all together."""
+
+    def __init__(self, *args: Any, exchange: Exchange, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._exchange = exchange
+        self._verify: bool = options["verify"]
+
+    def _transfer(self) -> None:
+        block = self._blocks_of_segments()
+        reads = self._agree(block)
+        if len(reads) == 0:
+            super()._transfer()
+            return
+        alone, slices = self._part(block, reads)
+        workers = default_workers(self._exchange.size, least=2)
+        if uses_cuda():
+            workers = min(workers, _MOST_CUDA_WORKERS)
+        ring = SlabRing(workers, pinned=uses_cuda())
+        with ExitStack() as stack:
+            stack.callback(ring.close)
+            if uses_cuda():
+                stack.enter_context(pinned(self._exchange.slots))
+            common = _Common(reads, slices, ring)
+            self._exchange.begin(reads, takes_own=common.is_small)
+            run_bounded(self._jobs(alone, common), workers=workers, at_once=True)
+
+    def _workers(self) -> int:
+        """How many threads read, beside those of the other ranks."""
+        return default_workers(self._exchange.size, least=3)
+
+    def _most_bytes(self) -> int:
+        """How many bytes are read at once, while the other ranks read as many."""
+        return slot_bytes()
+
+    def _blocks_of_segments(self) -> np.ndarray:
+        """The number of the block in which each segment lies."""
+        row = self._wanted.row[self._segments.box]
+        block: np.ndarray = self._catalog.index.first_block()[row] + self._segments.start // BLOCK_BYTES
+        return block
+
+    def _agree(self, block: np.ndarray) -> CommonReads:
+        """The common reads of this host, the same on each of its ranks."""
+        index, exchange = self._catalog.index, self._exchange
+        mine = np.zeros(len(index.digests), dtype=bool)
+        mine[block[self._is_to_share()]] = True
+        wanted = exchange.gather_wishes(mine)
+        first_block = index.first_block()
+        blocks = locate(
+            common_numbers(wanted),
+            first_block=first_block,
+            file=index.file,
+            offset=index.offset,
+            nbytes=index.bytes,
+            block_bytes=BLOCK_BYTES,
+        )
+        return share_out(
+            blocks,
+            wanted[:, blocks.number],
+            own_loads(wanted, first_block=first_block, nbytes=index.bytes, block_bytes=BLOCK_BYTES),
+            most=exchange.slot_bytes,
+            alignment=ALIGNMENT,
+            most_readers=exchange.most_readers,
+        )
+
+    def _is_to_share(self) -> np.ndarray:
+        """Which segments this rank would rather have from others, if they want them too."""
+        files = self._segments.file
+        if self._exchange.size > _FEW_RANKS or len(files) == 0:
+            return np.ones(len(files), dtype=bool)
+        # In file order, so that each is looked at once.
+        first = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+        is_cold = [not self._files.get(number)[1] for number in files[first].tolist()]
+        return np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
+
+    def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[list[slice], list[slice]]:
+        """Put the segments that are read alone first; their groups, and which segments each common read brings."""
+        place = np.full(len(self._catalog.index.digests), -1, dtype=np.int64)
+        place[reads.blocks.number] = np.arange(len(reads.blocks.number))
+        place = place[block]
+        is_common = (place >= 0) & self._is_to_share()
+        order = np.argsort(is_common, kind="stable")
+        count = len(order) - int(is_common.sum())
+        self._segments = _reordered(self._segments, order, count)
+        bounds = count + np.searchsorted(place[order[count:]], reads.bounds)
+        slices = [slice(first, stop) for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+        return self._spans(count), slices
+
+    def _jobs(self, alone: list[slice], common: _Common) -> Iterator[Callable[[], None]]:
+        """What there is to do, as it becomes possible: first what makes room for others, then what they wait for."""
+        exchange, spans = self._exchange, iter(alone)
+        while True:
+            exchange.collect()
+            if (filled := exchange.next_filled()) is not None:
+                taking = self._taking(*filled, common)
+                if common.is_small:
+                    taking()  # small segments are mostly work for one interpreter, and this is the one that waits
+                else:
+                    yield taking
+            elif (to_fill := exchange.next_to_fill()) is not None:
+                yield self._filling(*to_fill, common)
+            elif (span := next(spans, None)) is not None:
+                yield self._job(span, common.ring)
+            elif exchange.is_done:
+                return
+            else:
+                exchange.wait()
+
+    def _taking(self, read: int, slot: int, common: _Common) -> Callable[[], None]:
+        job = SegmentJob(self, common.slices[read], common.ring)
+        job.open()
+        return partial(self._take, job, read, slot, common.extent(read)[1])
+
+    def _take(self, job: SegmentJob[Target], read: int, slot: int, start: int) -> None:
+        job.deliver(self._exchange.slot(slot), start - start % ALIGNMENT)
+        self._exchange.tell_taken(read, slot)
+
+    def _filling(self, read: int, slot: int, common: _Common) -> Callable[[], None]:
+        job = None
+        if not common.is_small and common.slices[read].stop > common.slices[read].start:
+            job = SegmentJob(self, common.slices[read], common.ring)
+            job.open()
+        return partial(self._fill, job, read, slot, common)
+
+    def _fill(self, job: SegmentJob[Target] | None, read: int, slot: int, common: _Common) -> None:
+        """Read, verify and pass on what others want too; then take what this rank wants, while it is hot."""
+        file, start, stop = common.extent(read)
+        slab, base = self.read(file, start, stop, common.ring)
+        try:
+            if self._verify:
+                self._verify_blocks(common.reads.blocks, common.span(read), slab.view, base)
+            target = self._exchange.slot(slot)
+            move(target.address + start % ALIGNMENT, slab.address + start - base, stop - start)
+            self._exchange.tell_filled(read, slot)
+            if job is not None:
+                job.deliver(slab, base)
+        finally:
+            common.ring.release(slab)
+
+    def _verify_blocks(self, blocks: Blocks, span: slice, view: memoryview, base: int) -> None:
+        columns = (blocks.chunk, blocks.offset, blocks.nbytes)
+        expected = self._catalog.index.digests[blocks.number[span]].tolist()
+        for row, offset, nbytes, wanted in zip(*(column[span].tolist() for column in columns), expected, strict=True):
+            if not self.is_intact(0, 0, view[offset - base : offset - base + nbytes], wanted):
+                raise self._damaged_chunk(row, offset, nbytes)
+
+
+class _Common:
+    """The common reads, which of this rank's segments each brings, and the slabs to read with."""
+
+    def __init__(self, reads: CommonReads, slices: list[slice], ring: SlabRing) -> None:
+        self.reads = reads
+        self.slices = slices
+        self.ring = ring
+        self.is_small = slices[-1].stop - slices[0].start > FEW_SEGMENTS * len(slices)
+
+    def span(self, read: int) -> slice:
+        """The blocks of a read."""
+        return slice(int(self.reads.bounds[read]), int(self.reads.bounds[read + 1]))
+
+    def extent(self, read: int) -> tuple[int, int, int]:
+        """File number, first byte and end of a read."""
+        blocks, span = self.reads.blocks, self.span(read)
+        last = span.stop - 1
+        return int(blocks.file[last]), int(blocks.offset[span.start]), int(blocks.offset[last] + blocks.nbytes[last])
+
+
+def _reordered(segments: Segments, order: np.ndarray, count: int) -> Segments:
+    """The segments in another order; those from ``count`` on are verified by whoever reads them."""
+    digest = segments.digest[order]
+    digest[count:] = -1
+    return Segments(
+        box=segments.box[order],
+        start=segments.start[order],
+        nbytes=segments.nbytes[order],
+        file=segments.file[order],
+        offset=segments.offset[order],
+        digest=digest,
+    )

@@ -1,0 +1,122 @@
+"""Holdings: which ranks hold which boxes of one tensor. Tensors that are held alike share one, however many they are.
+
+Works on columns; never on more than one holding at a time, so that the cost follows what differs between tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast._plan.balance import Held, by_box
+
+_Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldRows:
+    """What some ranks hold, by rank and then in their local order: ``rank`` is [n], ``lo`` and ``length`` [n, D]."""
+
+    rank: _Int64s
+    lo: _Int64s
+    length: _Int64s
+
+    @property
+    def within(self) -> _Int64s:
+        """The number of each row among those of its rank."""
+        if len(self.rank) < 2 or bool((self.rank[1:] > self.rank[:-1]).all()):
+            return np.zeros(len(self.rank), dtype=np.int64)
+        starts = np.flatnonzero(np.diff(self.rank, prepend=-1))
+        counts = np.diff(np.append(starts, len(self.rank)))
+        return np.arange(len(self.rank)) - np.repeat(starts, counts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Holding:
+    """The distinct boxes of a tensor, by lower corner, and who holds them.
+
+    The holders of box b are ``holder[starts[b]:starts[b + 1]]``, ascending. ``box_of`` has for each part the number of
+    the box of each of its rows.
+    """
+
+    parts: tuple[HeldRows, ...]
+    lo: _Int64s
+    length: _Int64s
+    holder: _Int64s
+    starts: _Int64s
+    box_of: tuple[_Int64s, ...]
+
+    def is_like(self, other: Holding) -> bool:
+        """Whether the same ranks hold the same boxes of both."""
+        return self is other or all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in ("lo", "length", "holder", "starts")
+        )
+
+    @property
+    def volume(self) -> _Int64s:
+        """How many elements each box has."""
+        volume: _Int64s = self.length.prod(axis=1, dtype=np.int64)
+        return volume
+
+    @property
+    def holders(self) -> _Int64s:
+        """How many ranks hold each box."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def shared(self) -> _Int64s:
+        """The boxes that have elements and several holders."""
+        if self.is_single:
+            return _numbers(0)
+        return np.flatnonzero((self.holders > 1) & (self.volume > 0))
+
+    @property
+    def lowest(self) -> _Int64s:
+        """The lowest holder of each box."""
+        return self.holder if self.is_single else self.holder[self.starts[:-1]]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every box has one holder."""
+        return len(self.holder) == len(self.lo)
+
+
+def holding_of(parts: Sequence[HeldRows]) -> Holding:
+    """What the ranks of all parts hold together."""
+    rank, lo, length = (_joined([getattr(part, name) for part in parts]) for name in ("rank", "lo", "length"))
+    nothing = np.zeros(len(rank), dtype=np.int64)
+    order, starts = by_box(Held(rank=rank, tensor=nothing, lo=lo, length=length, nbytes=nothing, itemsize=nothing))
+    if len(starts) == len(order) and bool((order[1:] > order[:-1]).all()):
+        # Every box has one holder, and ranks have them in order, as most do: then boxes are rows.
+        numbers = _numbers(len(order) + 1)
+        ends, box = numbers, numbers[:-1]
+    else:
+        ends = np.append(starts, len(order))
+        box = np.empty(len(order), dtype=np.int64)
+        box[order] = np.repeat(np.arange(len(starts)), np.diff(ends))
+        rank, lo, length = rank[order], lo[order[starts]], length[order[starts]]
+    bounds = np.cumsum([0, *(len(part.rank) for part in parts)])
+    return Holding(
+        parts=tuple(parts),
+        lo=lo,
+        length=length,
+        holder=rank,
+        starts=ends,
+        box_of=tuple(box[bounds[number] : bounds[number + 1]] for number in range(len(parts))),
+    )
+
+
+def _joined(tables: Sequence[_Int64s]) -> _Int64s:
+    return tables[0] if len(tables) == 1 else np.concatenate(tables)
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int) -> _Int64s:
+    """The numbers below ``count``, in an array that many share."""
+    numbers = np.arange(count)
+    numbers.flags.writeable = False
+    return numbers

@@ -1,0 +1,127 @@
+"""Who of the ranks of a host reads the blocks that several of them want, so that each is read once.
+
+Every rank computes the same from the same table of wishes, in time that is linear in the blocks. numpy only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast._plan.ranges import coalesce
+
+_Int64s = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+
+_MOST_TURNS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """Blocks of chunks in file order: number, chunk (both of the index), place in the file."""
+
+    number: _Int64s
+    chunk: _Int64s
+    file: _Int64s
+    offset: _Int64s
+    nbytes: _Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CommonReads:
+    """The reads of blocks that two or more ranks want: read j is of blocks [bounds[j], bounds[j + 1]), neighbours.
+
+    ``reader`` is who reads them, ``takers`` ([reads, ranks]) who wants one or more of them; the reader may be none of
+    those.
+    """
+
+    blocks: Blocks
+    bounds: _Int64s
+    reader: _Int64s
+    takers: _Bools
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+
+def locate(
+    number: _Int64s, *, first_block: _Int64s, file: _Int64s, offset: _Int64s, nbytes: _Int64s, block_bytes: int
+) -> Blocks:
+    """Where blocks lie; ``first_block`` is the number of each chunk's first one, the rest are columns of the chunks."""
+    chunk = np.searchsorted(first_block, number, side="right") - 1
+    start = (number - first_block[chunk]) * block_bytes
+    found = Blocks(
+        number=number,
+        chunk=chunk,
+        file=file[chunk],
+        offset=offset[chunk] + start,
+        nbytes=np.minimum(nbytes[chunk] - start, block_bytes),
+    )
+    order = np.lexsort((found.offset, found.file))
+    return Blocks(
+        number=number[order],
+        chunk=chunk[order],
+        file=found.file[order],
+        offset=found.offset[order],
+        nbytes=found.nbytes[order],
+    )
+
+
+def common_numbers(wanted: _Bools) -> _Int64s:
+    """The numbers of the blocks that two or more ranks want; ``wanted`` is [ranks, blocks]."""
+    return np.flatnonzero(_count(wanted) >= 2)
+
+
+def own_loads(wanted: _Bools, *, first_block: _Int64s, nbytes: _Int64s, block_bytes: int) -> _Int64s:
+    """How many bytes of blocks that nobody else wants each rank wants."""
+    counts = np.diff(first_block)
+    filled = counts > 0
+    sizes = np.full(wanted.shape[1], block_bytes, dtype=np.int64)
+    sizes[first_block[1:][filled] - 1] = nbytes[filled] - (counts[filled] - 1) * block_bytes
+    alone = np.where(_count(wanted) == 1, sizes, 0)
+    return np.array([int(alone[row].sum()) for row in wanted], dtype=np.int64)
+
+
+def share_out(
+    blocks: Blocks, takers: _Bools, loads: _Int64s, *, most: int, alignment: int, most_readers: int
+) -> CommonReads:
+    """The reads, of at most ``most`` bytes each, given to the ranks so that all have about the same to read.
+
+    ``takers`` is [ranks, blocks] for the blocks at hand; ``loads`` is what each rank reads beside them. No more than
+    ``most_readers`` ranks read.
+    """
+    bounds = coalesce(blocks.file, blocks.offset, blocks.nbytes, most=most, alignment=alignment)
+    first = bounds[:-1]
+    if len(first) == 0:
+        nobody = np.zeros((0, len(takers)), dtype=bool)
+        return CommonReads(blocks=blocks, bounds=bounds, reader=np.zeros(0, np.int64), takers=nobody)
+    nbytes = np.add.reduceat(blocks.nbytes, first)
+    return CommonReads(
+        blocks=blocks,
+        bounds=bounds,
+        reader=_level(nbytes, loads, most_readers),
+        takers=np.ascontiguousarray(np.logical_or.reduceat(takers, first, axis=1).T),
+    )
+
+
+def _level(nbytes: _Int64s, loads: _Int64s, most_readers: int) -> _Int64s:
+    """A reader for each read, in turn the rank that has the least to read so far."""
+    # Of very many reads several are given away at a time.
+    stride = -(-len(nbytes) // _MOST_TURNS)
+    turns = np.add.reduceat(nbytes, np.arange(0, len(nbytes), stride)).tolist()
+    least = sorted((load, rank) for rank, load in enumerate(loads.tolist()))[:most_readers]
+    heapq.heapify(least)
+    readers = []
+    for size in turns:
+        load, rank = least[0]
+        readers.append(rank)
+        heapq.heapreplace(least, (load + size, rank))
+    return np.repeat(np.array(readers, dtype=np.int64), stride)[: len(nbytes)]
+
+
+def _count(wanted: _Bools) -> npt.NDArray[np.int64]:
+    count: npt.NDArray[np.int64] = wanted.sum(axis=0, dtype=np.int64)
+    return count

@@ -1,0 +1,310 @@
+"""The coordinator's side of planning a save: what it asks for, round by round, and what it tells each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from holdfast._torchformat.messages import encode_message
+from holdfast._values.lazy import LazyList
+from holdfast.default_planner.plan_messages import (
+    Asked,
+    Choice,
+    Final,
+    Groups,
+    Job,
+    Named,
+    Offer,
+    chosen_columns,
+    said_first,
+)
+from holdfast.default_planner.save_planner import DefaultSavePlanner
+from holdfast.errors import InternalError
+from holdfast.global_plan import check_contents
+from holdfast.layout_plan import LayoutPlan
+from holdfast.layouts import Layout, classes_of
+from holdfast.metadata import Metadata
+from holdfast.planner import SavePlan, SavePlanner, WriteColumns, padded
+from holdfast.storage import StorageWriter
+
+KEPT_PLANNINGS = 4
+"""So many plannings are remembered: enough for a few models that take turns."""
+
+_TOKEN_BYTES = 8
+_KEPT_LAYOUTS = 64
+_Round = Generator[list[Asked | None], list[Any], list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What the coordinator keeps of a planning."""
+
+    token: bytes
+    offers: list[Offer]
+    layouts: list[Layout]
+    manner: object
+    plan: LayoutPlan
+    job: Job
+
+
+class Coordinator:
+    """One planning, as the coordinator sees it; ``layout`` is its own, None where it has none to offer.
+
+    ``outcomes`` are those of plannings before, the newest last.
+    """
+
+    def __init__(
+        self, planner: SavePlanner, writer: StorageWriter, outcomes: list[Outcome], *, layout: Layout | None
+    ) -> None:
+        self._planner = planner
+        self._writer = writer
+        self._outcomes = outcomes
+        self._layout = layout
+        self._round: _Round | None = None
+        self.metadata: Metadata | None = None
+        self.outcome: Outcome | None = None
+
+    def plan_of(self, rank: int) -> WriteColumns:
+        """The plan of ``rank``, where all was planned by layout."""
+        assert self.outcome is not None
+        return _columns_of(self.outcome, rank)
+
+    def merge(self, parts: list[Any]) -> list[Any]:
+        """What each rank is told, or asked, after what all of them have said."""
+        try:
+            if self._round is None:
+                self._round = self._coordinated(parts)
+                asked = next(self._round)
+            else:
+                asked = self._round.send(parts)
+        except StopIteration as end:
+            answers: list[Any] = end.value
+            return answers
+        return [each or Asked(what="nothing") for each in asked]
+
+    def _coordinated(self, parts: list[Any]) -> _Round:
+        if any(isinstance(part, SavePlan) for part in parts) or self._layout is None:
+            return (yield from self._planned_whole(parts))
+        parts = [said_first(part) for part in parts]
+        outcome = self._named_by_all(parts)
+        if outcome is not None:
+            said = [part.digests for part in parts]
+        else:
+            offers = yield from self._offers(parts)
+            layouts = yield from self._described(offers)
+            plan = self._laid_out(offers, layouts)
+            if plan is None:
+                return (yield from self._planned_whole([None] * len(parts)))
+            outcome = Outcome(
+                token=secrets.token_bytes(_TOKEN_BYTES),
+                offers=offers,
+                layouts=[Layout(text=layout.text, paths=layout.paths) for layout in layouts[:_KEPT_LAYOUTS]],
+                manner=self._manner,
+                plan=plan,
+                job=_job(plan),
+            )
+            said = []
+            if any(offer.looks for offer in offers) and len(plan.compared.row):
+                said = yield [Asked(what="contents", groups=_groups(plan, rank)) for rank in range(len(parts))]
+        yield from self._compared(outcome.plan, said)
+        return self._finals(outcome, parts)
+
+    @property
+    def _manner(self) -> object:
+        assert isinstance(self._planner, DefaultSavePlanner)
+        return self._planner.flatten_state_dict, self._planner.dedup_save_to_lowest_rank
+
+    def _named_by_all(self, parts: list[Any]) -> Outcome | None:
+        """The planning that every rank names, unless its outcome would be another now."""
+        token = parts[0].token if isinstance(parts[0], Named) else b""
+        if not all(isinstance(part, Named) and part.token == token for part in parts):
+            return None
+        known = next((each for each in self._outcomes if each.token == token), None)
+        return known if known is not None and known.manner == self._manner else None
+
+    def _offers(self, parts: list[Any]) -> Generator[list[Asked | None], list[Any], list[Offer]]:
+        """The offers of all ranks: where a rank names a planning, the one that it made then."""
+        before = {outcome.token: outcome.offers for outcome in self._outcomes}
+        offers = [
+            part if isinstance(part, Offer) else before[part.token][rank] if part.token in before else None
+            for rank, part in enumerate(parts)
+        ]
+        if None in offers:
+            again = yield [Asked(what="offer") if offer is None else None for offer in offers]
+            offers = [offer or said_first(again[rank]) for rank, offer in enumerate(offers)]
+        return [offer for offer in offers if offer is not None]
+
+    def _described(self, offers: list[Offer]) -> Generator[list[Asked | None], list[Any], list[Layout]]:
+        """The distinct layouts, by the lowest rank that has them: where one is not known, that rank describes it."""
+        assert self._layout is not None
+        lowest: dict[bytes, int] = {}
+        for rank, offer in enumerate(offers):
+            lowest.setdefault(offer.fingerprint, rank)
+        before = (layout for outcome in self._outcomes for layout in outcome.layouts)
+        known = {layout.fingerprint: layout for layout in (self._layout, *before)}
+        asked: list[Asked | None] = [None] * len(offers)
+        for fingerprint, rank in lowest.items():
+            if fingerprint not in known:
+                asked[rank] = Asked(what="layout")
+        if any(asked):
+            for layout in (yield asked):
+                if layout is not None:
+                    known[layout.fingerprint] = layout
+        return [known[fingerprint] for fingerprint in lowest]
+
+    def _laid_out(self, offers: list[Offer], layouts: list[Layout]) -> LayoutPlan | None:
+        """The plan of all; None where the rows of a rank are not what its layout says, or only rows tell of ties."""
+        assert isinstance(self._planner, DefaultSavePlanner)
+        numbers = {layout.fingerprint: number for number, layout in enumerate(layouts)}
+        layout_of_rank = np.array([numbers[offer.fingerprint] for offer in offers])
+        plan = LayoutPlan(
+            classes_of(layouts, layout_of_rank),
+            list(dict.fromkeys(key for layout in layouts for key in layout.keys)),
+            np.array([offer.name for offer in offers], dtype=np.int64),
+            to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
+        )
+        said = np.array([offer.rows for offer in offers], dtype=np.uint64)
+        return plan if not plan.has_odd_ties and np.array_equal(plan.row_digests(), said) else None
+
+    def _compared(self, plan: LayoutPlan, said: list[bytes]) -> Generator[list[Asked | None], list[Any], None]:
+        """RankDisagreementError where ranks hold different contents; only then is asked which."""
+        differing = _differing(plan, said)
+        if not differing:
+            return
+        groups = [_groups(plan, rank) if rank in differing else None for rank in range(plan.ranks)]
+        details = yield [None if each is None else Asked(what="details", groups=each) for each in groups]
+        plans = []
+        for rank, (each, found) in enumerate(zip(groups, details, strict=True)):
+            if each is None:
+                plans.append(SavePlan([]))
+                continue
+            columns = plan.rows_of(rank)
+            fingerprint = np.zeros(len(columns), dtype=np.uint64)
+            fingerprint[each.rows] = found
+            # In the order of the state, so that the first key that differs there is the one to be named.
+            order = np.argsort([plan.numbers[columns.keys[which]] for which in columns.key.tolist()], kind="stable")
+            plans.append(SavePlan(LazyList(_reordered(columns, fingerprint, order))))
+        check_contents(plans)
+
+    def _finals(self, outcome: Outcome, parts: list[Any]) -> list[Any]:
+        """What every rank is told; ``planner`` and storage are told of the whole."""
+        plan, planner = outcome.plan, self._planner
+        assert isinstance(planner, DefaultSavePlanner)
+        others = [each for each in self._outcomes if each.token != outcome.token]
+        self._outcomes[:] = [*others[-KEPT_PLANNINGS + 1 :], outcome]
+        metadata = planner.with_paths(plan.metadata(), [members.layout.paths for members in plan.classes])
+        made = [
+            SavePlan(LazyList.later(partial(_columns_of, outcome, rank)), planner_data=metadata.planner_data)
+            for rank in range(plan.ranks)
+        ]
+        planner.global_plan, planner.metadata = made, metadata
+        prepared = self._writer.prepare_global_plan(made)
+        self.metadata, self.outcome = metadata, outcome
+        answers: list[Any] = []
+        for rank, final in enumerate(prepared):
+            if (
+                final.items is not made[rank].items
+                or not isinstance(final.items, LazyList)
+                or not final.items.is_unmade
+            ):
+                answers.append(final)  # storage has looked at it, and may have changed it
+                continue
+            part = parts[rank]
+            knows = isinstance(part, Named) and part.token == outcome.token
+            choice = None if knows else _choice(outcome, rank)
+            answers.append(Final(token=outcome.token, storage_data=final.storage_data, choice=choice))
+        return answers
+
+    def _planned_whole(self, parts: list[Any]) -> _Round:
+        """What the planner decides when it sees the plans of all ranks."""
+        if not all(isinstance(part, SavePlan) for part in parts):
+            again = yield [None if isinstance(part, SavePlan) else Asked(what="plan") for part in parts]
+            parts = [part if isinstance(part, SavePlan) else again[rank] for rank, part in enumerate(parts)]
+        plans, self.metadata = self._planner.create_global_plan(parts)
+        return list(self._writer.prepare_global_plan(plans))
+
+
+def _groups(plan: LayoutPlan, rank: int) -> Groups:
+    """What ``rank`` has in common with others."""
+    rows, _, sets = plan.compared.of(rank)
+    distinct, group = np.unique(sets, return_inverse=True)
+    return Groups(
+        rows=rows, group=group.astype(np.uint16 if len(distinct) <= 1 << 16 else np.uint32), count=len(distinct)
+    )
+
+
+def _differing(plan: LayoutPlan, said: list[bytes]) -> set[int]:
+    """The ranks of the sets of holders in which not all digests are the same; those that did not look do not count."""
+    if not any(said):
+        return set()
+    owners, sets = plan.group_sets
+    digests = np.concatenate([np.frombuffer(each, dtype="<u8") for each in said])
+    if len(digests) != len(sets):
+        raise InternalError("a rank sent digests of other contents than it holds; please report it")
+    looked = digests != 0
+    largest, smallest = (np.full(len(plan.sets), start, dtype=np.uint64) for start in (0, 2**64 - 1))
+    np.maximum.at(largest, sets[looked], digests[looked])
+    np.minimum.at(smallest, sets[looked], digests[looked])
+    wrong = (largest > smallest)[sets] & looked
+    return set(owners[wrong].tolist())
+
+
+def _job(plan: LayoutPlan) -> Job:
+    """What ranks need to make the metadata."""
+    keys = dict.fromkeys(key for members in plan.classes for key in members.layout.keys)
+    place = {key: number for number, key in enumerate(keys)}
+    return Job(
+        classes=None if len(plan.classes) == 1 else encode_message(list(plan.classes)),
+        order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
+        names=_narrow(plan.names),
+        to_lowest_rank=plan.to_lowest_rank,
+    )
+
+
+def _choice(outcome: Outcome, rank: int) -> Choice:
+    """What ``rank`` writes, and what it needs to know to remember it."""
+    plan = outcome.plan
+    rows, keys, numbers = plan.written.of(rank)
+    cut = np.flatnonzero(plan.is_cut[keys])
+    boxes = [
+        (plan.chunks[key].lo[chunk].tolist(), plan.chunks[key].length[chunk].tolist())
+        for key, chunk in zip(keys[cut].tolist(), numbers[cut].tolist(), strict=True)
+    ]
+    is_everything = len(rows) == plan.held_rows[rank] and bool((np.diff(rows) == 1).all())
+    return Choice(
+        rows=None if is_everything else _narrow(rows),
+        hint=_narrow(numbers),
+        cut=cut.astype(np.uint32),
+        lo=padded([low for low, _ in boxes], fill=0),
+        length=padded([size for _, size in boxes], fill=1),
+        heads=plan.changed_heads(rank),
+        groups=_groups(plan, rank),
+        job=outcome.job,
+    )
+
+
+def _columns_of(outcome: Outcome, rank: int) -> WriteColumns:
+    """What ``rank`` makes of what it is told; for planners and storage that look at the plans of all."""
+    return chosen_columns(outcome.plan.rows_of(rank), _choice(outcome, rank), outcome.token)
+
+
+def _reordered(columns: WriteColumns, fingerprint: np.ndarray, order: np.ndarray) -> WriteColumns:
+    return dataclasses.replace(
+        columns,
+        key=columns.key[order],
+        lo=columns.lo[order],
+        length=columns.length[order],
+        is_shard=columns.is_shard[order],
+        fingerprint=fingerprint[order],
+    )
+
+
+def _narrow(numbers: np.ndarray) -> np.ndarray:
+    largest = int(numbers.max(initial=0))
+    return numbers.astype(np.uint8 if largest < 1 << 8 else np.uint16 if largest < 1 << 16 else np.uint32)

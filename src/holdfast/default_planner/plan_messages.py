@@ -1,0 +1,142 @@
+"""What ranks say to each other while they plan a save: offers, questions, and what each of them writes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.metadata import Metadata
+from holdfast.planner import TensorHead, WriteColumns
+
+_OFFER = struct.Struct("<c16sQI?")
+_NAMED = struct.Struct("<c8s")
+
+
+class Offer(NamedTuple):
+    """What a rank says of its layout, and its number in meshes; whether it will look at contents."""
+
+    fingerprint: bytes
+    rows: int
+    name: int
+    looks: bool
+
+    def encoded(self) -> bytes:
+        """The offer as it is sent."""
+        return _OFFER.pack(b"o", *self)
+
+
+class Named(NamedTuple):
+    """The planning that had the same offer, and the digests of what this rank has in common with others now."""
+
+    token: bytes
+    digests: bytes
+
+    def encoded(self) -> bytes:
+        """The same as it is sent."""
+        return _NAMED.pack(b"n", self.token) + self.digests
+
+
+def said_first(part: Any) -> Any:
+    """What a rank sent first: an Offer, a Named, or its plan."""
+    if not isinstance(part, bytes):
+        return part
+    return Offer(*_OFFER.unpack(part)[1:]) if part[:1] == b"o" else Named(part[1 : _NAMED.size], part[_NAMED.size :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Asked:
+    """What the coordinator wants to know: "offer", "layout", "contents" of ``groups``, "details", "plan", "nothing"."""
+
+    what: str
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Groups:
+    """Rows that a rank has in common with others; rows of the same ``group`` with the same others."""
+
+    rows: np.ndarray
+    group: np.ndarray
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """What the metadata of the whole is made of: the classes of ranks, encoded, and the order of their keys.
+
+    Without ``classes`` all ranks have the receiver's layout.
+    """
+
+    classes: bytes | None
+    order: np.ndarray
+    names: np.ndarray
+    to_lowest_rank: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """What a rank writes of its rows, which are numbered by the names of their keys.
+
+    It writes ``rows`` (all of them where that is None), as chunk ``hint`` of their tensors, those at ``cut`` cut to the
+    boxes ``lo``, ``length``. ``heads`` are the keys that all ranks together say something else of than this one.
+    """
+
+    rows: np.ndarray | None
+    hint: np.ndarray
+    cut: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+    heads: dict[str, TensorHead | None]
+    groups: Groups
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Final:
+    """The end of planning ``token``; without ``choice``, the rank writes what it wrote after it the last time."""
+
+    token: bytes
+    storage_data: Any
+    choice: Choice | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sketch:
+    """The metadata of planning ``token`` in so few words that every rank can make it of what it knows."""
+
+    token: bytes
+    rest: Metadata
+
+
+def rows_by_name(columns: WriteColumns) -> np.ndarray:
+    """The rows in the order of their keys' names, which all ranks know."""
+    place = np.empty(len(columns.keys), dtype=np.int64)
+    place[sorted(range(len(columns.keys)), key=columns.keys.__getitem__)] = np.arange(len(columns.keys))
+    return np.argsort(place[columns.key], kind="stable")
+
+
+def chosen_columns(local: WriteColumns, choice: Choice, token: bytes) -> WriteColumns:
+    """The rows that are written, of all that a rank holds, in its own order."""
+    by_name = rows_by_name(local)
+    rows = by_name if choice.rows is None else by_name[choice.rows]
+    lo, length = local.lo[rows], local.length[rows]
+    width = choice.lo.shape[1]
+    lo[choice.cut, :width], length[choice.cut, :width] = choice.lo, choice.length
+    order = np.argsort(rows, kind="stable")
+    rows = rows[order]
+    used, key = np.unique(local.key[rows], return_inverse=True)
+    names = [local.keys[number] for number in used.tolist()]
+    return WriteColumns(
+        keys=names,
+        heads=[choice.heads.get(name, local.heads[number]) for name, number in zip(names, used.tolist(), strict=True)],
+        key=key.astype(np.int64),
+        lo=lo[order],
+        length=length[order],
+        hint=choice.hint[order].astype(np.int64),
+        is_shard=local.is_shard[rows],
+        planning=token,
+        planned=order,
+    )

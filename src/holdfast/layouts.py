@@ -1,0 +1,240 @@
+"""Layouts: all that defines what the ranks of a job hold, said once for all ranks of which it is true.
+
+A rank whose leaves are whole, or spread over meshes by a rule, has a layout: keys, what they are, the rule of each,
+paths. Its ``text`` is made in one way, so that ranks have the same layout exactly when the 128-bit fingerprints of
+their texts are the same. Nothing in it depends on the rank; what a rank holds follows from layout and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from holdfast._plan.layout import MemberBoxes, boxes_on_mesh
+from holdfast._state.paths import Path, TupleIndex, TypedKey
+from holdfast._state.pieces import Spread
+from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
+from holdfast._values.splits import Split
+from holdfast.local_plan import UNKNOWN, LocalLeaves, properties_of
+from holdfast.planner import TensorHead
+
+_Head = tuple[str, tuple[int, ...], bool, str | None, str | None]
+
+WHOLE = -1
+"""The rule of a key that every rank has whole."""
+
+
+class _Mesh(msgspec.Struct, frozen=True, array_like=True):
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class _Rule(msgspec.Struct, frozen=True, array_like=True):
+    mesh: int
+    splits: tuple[tuple[Split, ...], ...]
+
+
+class _Text(msgspec.Struct, frozen=True, array_like=True):
+    keys: list[str]
+    heads: list[_Head | None]
+    rules: list[int]
+    spreads: list[_Rule]
+    meshes: list[_Mesh]
+    steps: list[object]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Text).decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the ranks with one layout have: ``text`` says all of it, ``paths`` are the keys' places in the state."""
+
+    text: bytes
+    paths: dict[str, Path] | None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"text": self.text, "paths": self.paths}
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """What tells this layout from all others."""
+        return xxhash.xxh3_128_digest(self.text)
+
+    @cached_property
+    def said(self) -> _Text:
+        """What the text says."""
+        return _decode(self.text)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys, in the order in which the ranks have them."""
+        return self.said.keys
+
+    @cached_property
+    def heads(self) -> list[TensorHead | None]:
+        """What every key is."""
+        return [None if head is None else _head_of(head) for head in self.said.heads]
+
+    @property
+    def rules(self) -> list[int]:
+        """The number of each key's rule; WHOLE where there is none."""
+        return self.said.rules
+
+    def boxes(self, rule: int, size: tuple[int, ...], ranks: np.ndarray) -> MemberBoxes:
+        """What ``ranks``, which have this layout, hold of a tensor of ``size`` under that rule; by rank.
+
+        The member of a box is its rank's place in ``ranks``.
+        """
+        if rule == WHOLE:
+            lo, length = (np.empty((len(ranks), len(size)), dtype=np.int64) for _ in range(2))
+            lo[:], length[:] = 0, size
+            return MemberBoxes(member=np.arange(len(ranks)), lo=lo, length=length)
+        spread = self.said.spreads[rule]
+        mesh = self.said.meshes[spread.mesh]
+        found = boxes_on_mesh(size, mesh.shape, spread.splits)
+        names = np.array(mesh.ranks, dtype=np.int64)
+        place = np.full(max(int(names.max(initial=-1)), int(ranks.max(initial=-1))) + 1, -1, dtype=np.int64)
+        place[ranks] = np.arange(len(ranks))
+        member = place[names[found.member]]
+        order = np.argsort(member, kind="stable")
+        order = order[np.searchsorted(member[order], 0) :]
+        return MemberBoxes(member=member[order], lo=found.lo[order], length=found.length[order])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Members:
+    """Ranks, ascending, and the part of their layouts that all of them have and nobody else has like that."""
+
+    layout: Layout
+    ranks: np.ndarray
+
+
+def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Members]:
+    """The keys of all layouts by the ranks that have them, by lowest rank: so what many layouts share is there once."""
+    if len(layouts) == 1:
+        return [Members(layout=layouts[0], ranks=np.arange(len(layout_of_rank)))]
+    owners: dict[tuple[str, _Head | None, int], list[int]] = {}
+    spreads: dict[tuple[_Mesh, tuple[tuple[Split, ...], ...]], int] = {}
+    for number, layout in enumerate(layouts):
+        said = layout.said
+        known = [spreads.setdefault((said.meshes[rule.mesh], rule.splits), len(spreads)) for rule in said.spreads]
+        known.append(WHOLE)  # rule -1
+        for key, head, rule in zip(said.keys, said.heads, said.rules, strict=True):
+            owners.setdefault((key, head, known[rule]), []).append(number)
+    classes: dict[tuple[int, ...], list[tuple[str, _Head | None, int]]] = {}
+    for atom, having in owners.items():
+        classes.setdefault(tuple(having), []).append(atom)
+    rules = list(spreads)
+    found = []
+    for numbers, atoms in classes.items():
+        ranks = np.flatnonzero(np.isin(layout_of_rank, numbers))
+        found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths), ranks=ranks))
+    return sorted(found, key=lambda each: int(each.ranks[0]))
+
+
+def _made_of(
+    atoms: list[tuple[str, _Head | None, int]],
+    rules: list[tuple[_Mesh, tuple[tuple[Split, ...], ...]]],
+    paths: dict[str, Path] | None,
+) -> Layout:
+    """The layout of these keys; the rules that they have are numbered anew."""
+    meshes: dict[_Mesh, int] = {}
+    used: dict[int, int] = {}
+    for _, _, rule in atoms:
+        if rule != WHOLE:
+            used.setdefault(rule, len(used))
+    keys = [key for key, _, _ in atoms]
+    mine = None if paths is None else {key: paths[key] for key in keys if key in paths}
+    text = _Text(
+        keys=keys,
+        heads=[head for _, head, _ in atoms],
+        rules=[used.get(rule, WHOLE) for _, _, rule in atoms],
+        spreads=[_Rule(meshes.setdefault(rules[rule][0], len(meshes)), rules[rule][1]) for rule in used],
+        meshes=list(meshes),
+        steps=_steps(mine, keys),
+    )
+    return Layout(text=_encode(text), paths=mine)
+
+
+def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout | None:
+    """The layout of these leaves; None where a leaf's pieces follow no rule."""
+    if UNKNOWN in local.spreads:
+        return None
+    rules: dict[tuple[int, tuple[tuple[Split, ...], ...]], int] = {}
+    meshes: dict[_Mesh, int] = {}
+    known: dict[int, int] = {}  # the same by identity, which is looked up sooner
+    numbers = [WHOLE] * len(local.spreads)
+    for which, spread in enumerate(local.spreads):
+        if isinstance(spread, Spread):
+            mesh = known.get(id(spread.mesh))
+            if mesh is None:
+                mesh = known[id(spread.mesh)] = meshes.setdefault(_mesh_of(spread), len(meshes))
+            numbers[which] = rules.setdefault((mesh, spread.splits), len(rules))
+    return described(
+        local.columns.keys,
+        local.columns.heads,
+        numbers,
+        spreads=list(rules),
+        meshes=[(mesh.shape, mesh.ranks) for mesh in meshes],
+        paths=paths,
+    )
+
+
+def described(
+    keys: list[str],
+    heads: Sequence[TensorHead | None],
+    rules: list[int],
+    *,
+    spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]]] = (),
+    meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = (),
+    paths: dict[str, Path] | None = None,
+) -> Layout:
+    """The layout of these keys: each has a rule, which is WHOLE or the number of a spread (mesh number and splits).
+
+    A mesh is its shape and the ranks in it, row by row.
+    """
+    text = _Text(
+        keys=keys,
+        heads=[None if head is None else _head_text(head) for head in heads],
+        rules=rules,
+        spreads=[_Rule(mesh, splits) for mesh, splits in spreads],
+        meshes=[_Mesh(shape, ranks) for shape, ranks in meshes],
+        steps=_steps(paths, keys),
+    )
+    return Layout(text=_encode(text), paths=paths)
+
+
+def _mesh_of(spread: Spread) -> _Mesh:
+    ranks = spread.mesh.mesh
+    return _Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+
+
+def _head_text(head: TensorHead) -> _Head:
+    properties = head.properties
+    return DTYPE_NAMES[properties.dtype], head.size, properties.requires_grad, head.alias_of, head.kind
+
+
+def _head_of(said: _Head) -> TensorHead:
+    dtype, size, requires_grad, alias_of, kind = said
+    return TensorHead(properties_of(torch_dtype(dtype), requires_grad), torch.Size(size), alias_of, kind)
+
+
+def _steps(paths: Mapping[str, Path] | None, keys: list[str]) -> list[object]:
+    """The paths of the keys with the types of their steps: an int key equals its text, a tuple's place a list's."""
+    if paths is None:
+        return []
+    return [[step if type(step) is str else _step(step) for step in paths.get(key, ())] for key in keys]
+
+
+def _step(step: object) -> object:
+    if isinstance(step, TypedKey):
+        return ["key", type(step.value).__qualname__, repr(step.value)]
+    return ["tuple" if isinstance(step, TupleIndex) else "list", int(step)]  # type: ignore[call-overload]

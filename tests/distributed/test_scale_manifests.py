@@ -1,0 +1,210 @@
+"""Real processes write what played ranks write, byte for byte; later saves and odd leaves take the way they should.
+
+Played ranks take their turns in this process, each in a group where nobody else exists; so thousands of them are
+planned as real ones are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import holdfast
+from holdfast import NativeWriter
+from holdfast._coord.channel_ranks import ChannelRanks
+from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast.default_planner import WholeSavePlanner
+from holdfast.default_planner.plan_messages import Asked, Final
+from holdfast.default_planner.planning import SavePlanning
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+TIMEOUT_S = 90.0
+ATTEMPT = "fixed"
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def state_of(rank: int, world: int, *, columns: int = 5) -> dict[str, Any]:
+    """DTensors of many placements, over all ranks and over a few, beside plain tensors and values."""
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    state: dict[str, Any] = {
+        "step": 7,
+        "plain": numbered(3, 4),
+        "rows": _placed(numbered(13, columns), mesh, Shard(0)),
+        "columns": _placed(numbered(3, 2 * world + 1), mesh, Shard(1)),
+        "few rows": _placed(numbered(2, 3), mesh, Shard(0)),
+        "same": _placed(numbered(600, 50), mesh, Replicate()),
+        "nested": {"list": [numbered(2), {"deep": 1.5}], 3: None},
+        f"own.{rank}": rank,
+    }
+    state["tied"] = state["rows"]
+    if world % 2 == 0 and world > 2:
+        grid = DeviceMesh("cpu", torch.arange(world).view(-1, 2))
+        state["hybrid"] = _placed(numbered(9, 6), grid, Replicate(), Shard(1))
+        state["strided"] = _placed(numbered(24, 2), grid, _StridedShard(0, split_factor=2), Shard(0))
+        half = DeviceMesh("cpu", torch.arange(world // 2))
+        state["half"] = _placed(numbered(8, 3), half, Shard(0))
+    return state
+
+
+def _placed(truth: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return distribute_tensor(truth, mesh, placements, src_data_rank=None)
+
+
+# Real processes against played ones.
+
+
+def save_together(path: str) -> list[str]:
+    metadata = holdfast.save(
+        state_of(dist.get_rank(), dist.get_world_size()), storage_writer=NativeWriter(path, attempt=ATTEMPT)
+    )
+    return list(metadata.state_dict_metadata)
+
+
+@contextmanager
+def played(rank: int, world: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Alone:
+    """The ranks as SavePlanning sees them, when somebody else carries the messages."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.is_coordinator = rank, size, rank == 0
+        self.kept: dict[object, Any] = {}
+
+
+def play(path: str, world: int) -> None:
+    """Save as ``world`` ranks would, one after the other in each step."""
+    planners = [WholeSavePlanner() for _ in range(world)]
+    writers = [NativeWriter(path, attempt=ATTEMPT) for _ in range(world)]
+    plannings: list[SavePlanning] = []
+    parts: list[Any] = []
+    for rank in range(world):
+        with played(rank, world):
+            planners[rank].ranks = world
+            planners[rank].set_up_planner(state_of(rank, world))
+            writers[rank].set_up_storage_writer(rank == 0)
+            plannings.append(SavePlanning(planners[rank], writers[rank], Alone(rank, world), name=rank))  # type: ignore[arg-type]
+            parts.append(plannings[rank]._said_first())
+    answers = plannings[0]._merged([decode_message(encode_message(part)) for part in parts])
+    while isinstance(answers[0], Asked):
+        parts = [planning._reply(asked) for planning, asked in zip(plannings, answers, strict=True)]
+        answers = plannings[0]._merged([decode_message(encode_message(part)) for part in parts])
+    results = []
+    for rank, answer in enumerate(answers):
+        plan = (
+            plannings[rank]._finished(decode_message(encode_message(answer))) if isinstance(answer, Final) else answer
+        )
+        planner = planners[rank]
+        result = writers[rank].write_data(planner.finish_plan(plan), planner).wait()
+        results.append(decode_message(encode_message(result)))
+    writers[0].finish(plannings[0].planned, plannings[0].bound(results))
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_real_processes_write_what_played_ranks_write(pool: Pool, tmp_path: Path, world: int) -> None:
+    real, simulated = tmp_path / "real", tmp_path / "played"
+    keys = pool.run(world, save_together, str(real), timeout_s=TIMEOUT_S)
+    assert all(each == keys[0] for each in keys)
+    play(str(simulated), world)
+    names = sorted(path.name for path in real.iterdir())
+    assert names == sorted(path.name for path in simulated.iterdir())
+    assert len(names) == world + 2 or world > 2  # a rank may have nothing to write
+    for name in names:
+        assert (real / name).read_bytes() == (simulated / name).read_bytes(), name
+    found = holdfast.load(real)
+    assert torch.equal(found["rows"], numbered(13, 5))
+    assert found["tied"] is found["rows"]
+    if world == 8:
+        assert torch.equal(found["strided"], numbered(24, 2))
+        assert torch.equal(found["half"], numbered(8, 3))
+
+
+# Later saves.
+
+
+def save_and_count(path: str) -> list[list[int]]:
+    """The bytes of each part that this rank sent, save by save; the third save has another placement."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent: list[int] = []
+    saves: list[list[int]] = []
+
+    def note(ranks: ChannelRanks, phase: str, local: Any, merge: Any) -> Any:
+        def noted() -> Any:
+            part = local()
+            sent.append(len(encode_message(part)))
+            return part
+
+        return scatter(ranks, phase, noted, merge)
+
+    scatter = ChannelRanks.scatter
+    with mock.patch.object(ChannelRanks, "scatter", note):
+        for number in range(4):
+            sent.clear()
+            state = state_of(rank, world)
+            if number >= 2:
+                state["rows"] = state["rows"].redistribute(placements=[Shard(1)])
+                state["tied"] = state["rows"]
+            holdfast.save(state, f"{path}/{number}")
+            saves.append(list(sent))
+    return saves
+
+
+@pytest.mark.timeout(120)
+def test_later_saves_send_little_until_a_placement_changes(pool: Pool, tmp_path: Path) -> None:
+    for first, second, third, fourth in pool.run(4, save_and_count, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert len(first) >= 2
+        assert len(second) == len(fourth) == 1
+        assert second[0] <= 64
+        assert fourth[0] <= 64
+        assert len(third) >= 2
+    for number in range(4):
+        found = holdfast.load(tmp_path / str(number))
+        assert torch.equal(found["rows"], numbered(13, 5))
+        assert torch.equal(found["hybrid"], numbered(9, 6))
+        assert found["own.3"] == 3
+
+
+# Leaves that follow no rule, beside others that do.
+
+
+def save_sharded_tensor(path: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    local = numbered(2, 3) + rank
+    shard = LocalShard.from_tensor_and_offsets(local, [2 * rank, 0], rank)
+    sharded: ShardedTensor = init_from_local_shards([shard], 2 * world, 3)
+    for number in range(2):
+        holdfast.save({**state_of(rank, world), "sharded": sharded}, f"{path}/{number}")
+
+
+@pytest.mark.timeout(120)
+def test_a_sharded_tensor_is_saved_from_plans(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_sharded_tensor, str(tmp_path), timeout_s=TIMEOUT_S)
+    for number in range(2):
+        found = holdfast.load(tmp_path / str(number))
+        assert torch.equal(found["sharded"], torch.cat([numbered(2, 3), numbered(2, 3) + 1]))
+        assert torch.equal(found["rows"], numbered(13, 5))

@@ -1,0 +1,422 @@
+"""What several ranks of a host want is read from the disk once: byte counts, contents, failures, ways out.
+
+Tensors are of some MiB, so that there are blocks to share; states are of few hundred KiB where only errors matter.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import holdfast
+from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
+from holdfast._host import meeting
+from holdfast._io import sharing
+from holdfast._io.direct import InputFile
+from holdfast._native import shared_fetch
+
+if TYPE_CHECKING:
+    from pool import Pool
+
+TIMEOUT_S = 60.0
+MIB = 1 << 20
+# Several blocks, parts of blocks, less than a block, nothing.
+SHAPES = {"large": (1536, 1031), "wide": (7, 300_001), "small": (13, 5), "empty": (0, 4)}
+MANY = {f"many.{number}": (37, 3) for number in range(300)}
+
+
+def truth_of(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(key.encode()))
+    return torch.randint(-(1 << 30), 1 << 30, shape, dtype=torch.int32, generator=generator)
+
+
+def state_of(shapes: dict[str, tuple[int, ...]], placements: list[Placement], *, zeros: bool = False) -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    state: dict[str, Any] = {}
+    for key, shape in shapes.items():
+        truth = truth_of(key, shape)
+        state[key] = distribute_tensor(
+            torch.zeros_like(truth) if zeros else truth, mesh, placements, src_data_rank=None
+        )
+    return state
+
+
+def check(state: dict[str, Any], shapes: dict[str, tuple[int, ...]], placements: list[Placement]) -> None:
+    expected = state_of(shapes, placements)
+    for key in shapes:
+        assert torch.equal(state[key].to_local(), expected[key].to_local()), key
+
+
+def sizes(path: str, prefix: str) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.startswith(prefix))
+
+
+def stored_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+def load_counted(target: dict[str, Any], path: str, *, is_cached: bool = False, **options: Any) -> tuple[int, int]:
+    """The bytes of data, and of manifest and index, that this rank read; files are cold or cached, as is said."""
+    reader = NativeReader(path, **options)
+    with mock.patch.object(InputFile, "is_cached", return_value=is_cached):
+        report = holdfast.load(target, storage_reader=reader)
+    return report.bytes_read, reader.catalog_bytes_read
+
+
+def save_and_load(path: str, wanted: list[Placement], options: dict[str, Any]) -> tuple[int, int]:
+    shapes = {**SHAPES, **MANY}
+    holdfast.save({"state": state_of(shapes, [Shard(0)]), "step": 3}, path)
+    target = {"state": state_of(shapes, wanted, zeros=True), "step": 0}
+    counts = load_counted(target, path, **options)
+    check(target["state"], shapes, wanted)
+    assert target["step"] == 3
+    return counts
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_replicated_state_is_read_once_however_many_want_it(
+    pool: Pool, tmp_path: Path, world: int, verify: bool
+) -> None:
+    path = str(tmp_path / "step")
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"verify": verify}, timeout_s=TIMEOUT_S)
+    read = [data for data, _ in counts]
+    total = stored_bytes({**SHAPES, **MANY})
+    # Reads past the page cache begin and end on pages.
+    assert total <= sum(read) <= sizes(path, "data-") + 4096 * 20
+    assert max(read) - min(read) <= 2 * 2 * MIB + 4 * 8192, "nobody reads much more than others"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_into_columns_reads_every_block_once(pool: Pool, tmp_path: Path, world: int) -> None:
+    path = str(tmp_path / "step")
+    counts = pool.run(world, save_and_load, path, [Shard(1)], {}, timeout_s=TIMEOUT_S)
+    assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
+
+
+def test_the_same_layout_reads_only_what_is_its_own(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
+    assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
+
+
+@pytest.mark.parametrize(("world", "times"), [(2, 2), (5, 1)])
+def test_what_is_in_the_page_cache_is_shared_only_between_many(
+    pool: Pool, tmp_path: Path, world: int, times: int
+) -> None:
+    path = str(tmp_path / "step")
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True}, timeout_s=TIMEOUT_S)
+    total = stored_bytes({**SHAPES, **MANY})
+    assert times * total <= sum(data for data, _ in counts) <= times * (total + 4096 * 20)
+
+
+def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
+    metadata = sizes(path, "manifest") + sizes(path, "index-")
+    assert [catalog for _, catalog in counts] == [metadata, 0, 0]
+
+
+# Two hosts, and hosts that cannot share.
+
+
+def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+    dist.barrier()
+    host = hosts[dist.get_rank()]
+    with mock.patch.object(meeting.Visit.__init__, "__defaults__", (lambda: (host,),)):
+        target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
+        counts = load_counted(target, path)
+    assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
+    return counts
+
+
+def test_every_host_reads_once(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    hosts = ["a", "b", "a", "b", "c"]
+    counts = pool.run(5, load_on_hosts, path, hosts, timeout_s=TIMEOUT_S)
+    catalog = sizes(path, "manifest") + sizes(path, "index-")
+    assert [read for _, read in counts] == [catalog, catalog, 0, 0, catalog]
+    for host in "abc":
+        read = sum(data for (data, _), where in zip(counts, hosts, strict=True) if where == host)
+        total = 4 * torch.Size(SHAPES["large"]).numel()
+        assert total <= read <= total + 20 * 4096
+
+
+@contextmanager
+def broken(where: str) -> Iterator[None]:
+    """A system that refuses one step of sharing, on some of the ranks."""
+    refuse = mock.Mock(side_effect=OSError(38, "not here"))
+    if where == "doorstep of all" or (where == "doorstep of rank 1" and dist.get_rank() == 1):
+        patch = mock.patch.object(meeting, "Doorstep", refuse)
+    elif where == "memory" and dist.get_rank() == 0:
+        patch = mock.patch.object(sharing.SharedMemory, "create", refuse)
+    elif where == "handing over" and dist.get_rank() == 0:
+        patch = mock.patch.object(sharing, "leave_at", refuse)
+    elif where == "joining on rank 2" and dist.get_rank() == 2:
+        patch = mock.patch.object(sharing.SharedMemory, "__init__", refuse)
+    else:
+        yield
+        return
+    with patch:
+        yield
+    assert refuse.called, where
+
+
+def load_where_sharing_breaks(path: str, places: list[str]) -> dict[str, int]:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+    dist.barrier()
+    read = {}
+    for where in places:
+        target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
+        with broken(where):
+            read[where], _ = load_counted(target, path)
+        assert torch.equal(target["large"], truth_of("large", SHAPES["large"])), where
+    return read
+
+
+def test_ranks_that_cannot_share_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
+    places = ["doorstep of all", "doorstep of rank 1", "memory", "handing over", "joining on rank 2"]
+    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places, timeout_s=TIMEOUT_S)
+    total = 4 * torch.Size(SHAPES["large"]).numel()
+    for where in places:
+        read = [result[where] for result in results]
+        if where == "doorstep of rank 1":
+            assert read[1] >= total
+            assert total <= read[0] + read[2] < 1.5 * total, "the others still share"
+        else:
+            assert min(read) >= total, where
+
+
+def load_in_other_ways(path: str) -> dict[str, int]:
+    """Loads that do not share: with the option off, alone, in a subgroup of one."""
+    rank = dist.get_rank()
+    truth = truth_of("large", SHAPES["large"])
+    if rank == 0:
+        holdfast.save({"large": truth}, path, no_dist=True)
+    dist.barrier()
+    pair = dist.new_group([0, 2])
+    read = {}
+    for name in ("off", "alone", "pair"):
+        target = {"large": torch.zeros_like(truth)}
+        if name == "off":
+            report = holdfast.load(target, path, share="off")
+        elif name == "alone":
+            report = holdfast.load(target, path, no_dist=True)
+        elif rank == 1:
+            continue
+        else:
+            report = holdfast.load(target, path, process_group=pair)
+        assert torch.equal(target["large"], truth)
+        read[name] = report.bytes_read
+    with pytest.raises(ValueError, match="share is 'host' or 'off'"):
+        holdfast.load({}, path, share="job")  # type: ignore[call-overload]
+    return read
+
+
+def test_sharing_can_be_switched_off_and_works_in_a_subgroup(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, load_in_other_ways, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    total = 4 * torch.Size(SHAPES["large"]).numel()
+    assert all(result["off"] >= total and result["alone"] >= total for result in results)
+    assert results[0]["pair"] + results[2]["pair"] < 1.5 * total
+
+
+# What happens when something goes wrong in the middle.
+
+
+def damaged_block(path: str) -> dict[str, Any]:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+        (name,) = (entry.name for entry in os.scandir(path) if entry.name.startswith("data-"))
+        with open(f"{path}/{name}", "r+b") as file:
+            file.seek(-3 * MIB, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+    try:
+        holdfast.load({"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}, path)
+    except holdfast.CorruptError as error:
+        told = {"key": error.key, "message": str(error), "failures": sorted(error.failures)}
+    return told
+
+
+def test_a_damaged_block_is_named_on_every_rank_though_one_has_read_it(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, damaged_block, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    assert [result["key"] for result in results] == ["large"] * 3
+    assert all("is damaged in bytes" in result["message"] and "data-" in result["message"] for result in results)
+    assert all(len(result["failures"]) == 1 for result in results)
+
+
+class RaisingPlanner(DefaultLoadPlanner):
+    """Fails on one rank: when the plan is finished, or when the first tensor is asked for."""
+
+    def __init__(self, rank: int, where: str) -> None:
+        super().__init__()
+        self._fails = dist.get_rank() == rank
+        self._where = where
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self._visit("finish_plan")
+        return super().finish_plan(central_plan)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self._visit("resolve_tensor")
+        return super().resolve_tensor(read_item)
+
+    def _visit(self, where: str) -> None:
+        if self._fails and self._where == where:
+            raise ValueError(f"no {where} here")
+
+
+def fail_in_the_middle(path: str) -> list[tuple[str, list[int], float]]:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+    dist.barrier()
+    told = []
+    for rank in range(dist.get_world_size()):
+        for where in ("finish_plan", "resolve_tensor"):
+            target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
+            started = time.monotonic()
+            try:
+                holdfast.load(target, path, planner=RaisingPlanner(rank, where))
+            except CheckpointError as error:
+                told.append((str(error), sorted(error.failures), time.monotonic() - started))
+            # And the next load works, with nothing left of the one before.
+            holdfast.load(target, path)
+            assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
+    gc.collect()
+    shared = [name for name in map(_link_of, os.listdir("/proc/self/fd")) if "memfd:holdfast" in name]
+    assert shared == []
+    return told
+
+
+def _link_of(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def test_a_rank_that_raises_while_others_wait_for_it_fails_all_soon(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    for told in results:
+        assert len(told) == 6
+        for number, (message, failures, seconds) in enumerate(told):
+            assert failures == [number // 2]
+            assert f"no {('finish_plan', 'resolve_tensor')[number % 2]} here" in message
+            assert seconds < 4.0
+
+
+def count_reads_after_a_failure(path: str) -> tuple[int, int]:
+    """How many reads a slow rank had to do, and how many it did although the other had failed."""
+    shapes = {f"part.{number}": (2, MIB // 4) for number in range(24)}
+    holdfast.save(state_of(shapes, [Shard(0)]), path)
+    read, reads = InputFile._read_once, [0]
+
+    def read_slowly(self: InputFile, *arguments: Any) -> int:
+        reads[0] += 1
+        time.sleep(0.3)
+        return read(self, *arguments)
+
+    planner = RaisingPlanner(1, "resolve_tensor")
+    with (
+        mock.patch.object(InputFile, "_read_once", read_slowly),
+        mock.patch.object(shared_fetch, "_HOT_BYTES", MIB + 8192),
+        pytest.raises(CheckpointError, match="no resolve_tensor here"),
+    ):
+        holdfast.load(state_of(shapes, [Shard(0)], zeros=True), path, planner=planner)
+    return len(shapes), reads[0]
+
+
+def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Pool, tmp_path: Path) -> None:
+    (wanted, done), (_, none) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    assert 0 < done < wanted
+    assert none == 0
+
+
+@contextmanager
+def reading_stops(action: Any) -> Iterator[None]:
+    """``action`` happens before this process's first read of a data file."""
+    read = InputFile._read_once
+
+    def stop(self: InputFile, *arguments: Any) -> int:
+        action()
+        return read(self, *arguments)
+
+    with mock.patch.object(InputFile, "_read_once", stop):
+        yield
+
+
+def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, float] | None:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+    dist.barrier()
+    target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
+    actions = {
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stuck": threading.Event().wait,
+    }
+    started = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            with reading_stops(actions[how]):
+                holdfast.load(target, path, deadline_s=3.0)
+        else:
+            holdfast.load(target, path, deadline_s=3.0 if how == "stuck" else 60.0)
+    except CheckpointError as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize(("how", "limit_s"), [("killed", 15.0), ("stuck", 10.0)])
+def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(
+    pool: Pool, tmp_path: Path, how: str, limit_s: float
+) -> None:
+    results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, timeout_s=TIMEOUT_S, dies={1})
+    for rank in (0, 2):
+        kind, message, lost, seconds = results[rank]
+        assert kind == "RankLostError", message
+        assert lost == 1, message
+        assert "rank 1 " in message
+        assert seconds < limit_s
+
+
+# Memory.
+
+
+def load_and_measure(path: str) -> int:
+    """How many bytes the resident memory of this process grew by at most beyond the target."""
+    shapes = {f"part.{number}": (16, MIB) for number in range(3)}  # 3 x 64 MiB
+    if dist.get_rank() == 0:
+        holdfast.save({key: torch.ones(shape, dtype=torch.int32) for key, shape in shapes.items()}, path, no_dist=True)
+    dist.barrier()
+    target = {key: torch.zeros(shape, dtype=torch.int32) for key, shape in shapes.items()}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1])
+    holdfast.load(target, path)
+    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert all(bool((tensor == 1).all()) for tensor in target.values())
+    return int(peak.split()[1]) * 1024 - before
+
+
+def test_memory_beyond_the_target_is_bounded(pool: Pool, tmp_path: Path) -> None:
+    grown = pool.run(4, load_and_measure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    assert max(grown) <= 256 * MIB
