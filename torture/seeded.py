@@ -202,7 +202,7 @@ BY_HAND = (
     Bug(
         name="a loaded index is not checked",
         file="_native/catalog.py",
-        text="    check_index(index, files=manifest.files, tensors=manifest.tensors, path=path)\n",
+        text="    check_index(index, files=manifest.files, tensors=manifest.tensors, path=index_path)\n",
         replacement="",
         tests=("tests/unit/native/test_catalog.py", *_DAMAGE),
     ),

@@ -154,7 +154,7 @@ class Disk:
             fates = {number: [self._random_fate(number, at, randomness) for at in range(len(known))]
                      for number, known in all_kept.items()}  # fmt: skip
             # What happens to a file shows only where it has a name.
-            yield masks[-1] if randomness.random() < 0.5 else randomness.choice(masks), fates
+            yield masks[-1] if randomness.random() < 0.8 else randomness.choice(masks), fates
 
     def _simple_fates(self, number: int, at: int) -> list[Fate]:
         change = self.files[number].pending[at]

@@ -17,8 +17,9 @@ from torture.weak_disk import Disk, Files, materialise
 
 NAME = "crash-states"
 _SHAPES = ("small", "blob", "values")
-_CHOICES = 12_000  # at each call
-_STATES = 2500  # of which distinct
+_CHOICES = 20_000  # at each call
+_STATES = 8000  # of which distinct
+_IN_VAIN = 1500  # choices that give nothing new: then there is hardly anything left
 _CHECKPOINT = "run/checkpoint"
 
 
@@ -85,15 +86,17 @@ def judge_point(*, folder: str, mode: str, shape: str, point: int, choices: int,
     known: dict[str, bytes | None] = {}
     seen: set[bytes] = set()
     problems: list[str] = []
-    chosen = 0
+    chosen = in_vain = 0
     for state in disk.states(random.Random(f"{seed} {mode} {shape} {point}"), choices):
-        if len(seen) == most:
+        if len(seen) == most or in_vain == _IN_VAIN:
             break
         chosen += 1
+        in_vain += 1
         key = _digest(state)
         if key in seen:
             continue
         seen.add(key)
+        in_vain = 0
         materialise(state, scratch, known)
         problem = _problem(scratch / _CHECKPOINT, mode, shape, acknowledged=point == len(records))
         if problem is not None and len(problems) < 3:
