@@ -77,5 +77,13 @@ def _pytest(source: Path, tests: list[str], log: Path) -> int:
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", f"--basetemp={source.parent}/pytest"]
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "--timeout=60",
+        f"--basetemp={source.parent}/pytest",
+    ]
     return int(pytest.main([*options, *tests]))

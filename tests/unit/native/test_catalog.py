@@ -224,3 +224,13 @@ def test_a_refusal_of_the_system_is_not_taken_for_a_missing_file(
     with pytest.raises(holdfast.StorageError) as caught:
         holdfast.load(path)
     assert caught.value.errno == errno.EMFILE
+
+
+def test_something_else_in_place_of_a_data_file_is_no_data_file(tmp_path: Path) -> None:
+    catalog = read_catalog(save(tmp_path / "checkpoint", {"weight": torch.arange(6.0)}))
+    catalog.check_files()
+    path = Path(catalog.file_path(0))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(holdfast.CorruptError, match="is not a regular file"):
+        catalog.check_files()
