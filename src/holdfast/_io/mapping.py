@@ -6,6 +6,8 @@ Direct transfers to small pages are three times slower. Knows no torch, so that 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import mmap
 import os
 
@@ -18,11 +20,27 @@ def map_private(size: int) -> mmap.mmap:
     return _in_huge_pages(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def map_shared(size: int) -> tuple[mmap.mmap, int]:
-    """Memory that another process can attach to by the descriptor, which the caller closes."""
-    descriptor = os.memfd_create("holdfast-snapshot", os.MFD_CLOEXEC)
+def new_shared(size: int) -> int:
+    """The descriptor of new memory, which nobody can shrink, for every process that gets it; the caller closes it.
+
+    Not charged to /dev/shm, which is small in many containers.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memory without a name")
+    descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_shared(size: int) -> tuple[mmap.mmap, int]:
+    """New shared memory and its descriptor, which the caller closes."""
+    descriptor = new_shared(size)
+    try:
         return attach(descriptor, size), descriptor
     except BaseException:
         os.close(descriptor)
@@ -30,7 +48,7 @@ def map_shared(size: int) -> tuple[mmap.mmap, int]:
 
 
 def attach(descriptor: int, size: int) -> mmap.mmap:
-    """The memory behind a descriptor of ``map_shared``."""
+    """The memory behind a descriptor of ``new_shared``."""
     return _in_huge_pages(mmap.mmap(descriptor, size))
 
 

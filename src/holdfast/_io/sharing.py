@@ -10,8 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import fcntl
-import mmap
 import os
 import secrets
 import select
@@ -20,6 +18,7 @@ import struct
 
 import torch
 
+from holdfast._io import mapping
 from holdfast._io.buffers import Slab
 
 MOST_HANDED_OVER = 250  # descriptors that the kernel lets pass in one message
@@ -34,28 +33,14 @@ class SharedMemory:
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
-        self._memory = mmap.mmap(descriptor, size)
-        advice = getattr(mmap, "MADV_HUGEPAGE", None)
-        if advice is not None:
-            # Most systems give shared memory no huge pages; then it is slower, nothing else.
-            with contextlib.suppress(OSError):
-                self._memory.madvise(advice)
+        self._memory = mapping.attach(descriptor, size)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.view = memoryview(self._memory)
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """New memory, which nobody can shrink; not charged to /dev/shm, which is small in many containers."""
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memory without a name")
-        descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return cls(descriptor, size)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        """New memory, which nobody can shrink."""
+        return cls.attach(mapping.new_shared(size), size)
 
     @classmethod
     def attach(cls, descriptor: int, size: int) -> SharedMemory:

@@ -16,13 +16,13 @@ from typing import Protocol
 
 import torch
 
+from holdfast._io import pinning
 from holdfast._native.image import Copy
 from holdfast._state.raw import ScatteredSource, Source
 from holdfast.errors import StorageError
 
 _ROOM_LEFT = 256 << 20
 """Bytes of device memory that a clone leaves free for the training."""
-
 
 _NON_BLOCKING = 1  # does not wait for the stream that every program has
 
@@ -84,16 +84,16 @@ class Cuda:
     def pin(self, address: int, nbytes: int) -> None:
         """Register the memory with CUDA, for all devices."""
         torch.cuda.init()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # 1: portable
-        if code != 0:
+        reason = pinning.pin(address, nbytes)
+        if reason:
             raise StorageError(
-                f"CUDA refused to pin {nbytes} bytes of host memory (error {code}); raise the limit of locked memory "
+                f"CUDA refused to pin {nbytes} bytes of host memory (error {reason}); raise the limit of locked memory "
                 "(ulimit -l), or bound the snapshot with max_host_bytes"
             )
 
     def unpin(self, address: int) -> None:
-        """Unregister the memory; it was pinned, so a refusal means only that CUDA is gone already."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        """Unregister the memory."""
+        pinning.unpin(address)
 
     def transfer(self, copies: Sequence[Copy], target: torch.Tensor) -> CudaTransfer:
         """The copies into ``target``, ordered after all that the current streams have queued by now."""
