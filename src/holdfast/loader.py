@@ -21,7 +21,6 @@ from holdfast._adapt import (
     set_up_reader,
 )
 from holdfast._coord.ranks import Ranks, SoloRanks
-from holdfast._host.exchange import Exchange
 from holdfast._native.reader import NativeReader
 from holdfast._native.together import open_together
 from holdfast._state.collector import collector_paused
@@ -237,7 +236,11 @@ def _load(
         while True:
             try:
                 with make_ranks() as ranks, ExitStack() as stack:
-                    return _load_once(make_target, reader, planner, ranks, stack, started=started, share=share)
+                    loading = _Loading(reader, planner, ranks)
+                    loading.open(stack, share=share)
+                    loading.make_plan(make_target)
+                    loading.read()
+                    return loading.target, _report(loading, planner, reader.bytes_read, time.monotonic() - started)
             except CorruptError as error:
                 with make_ranks() as ranks:
                     if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):
@@ -253,78 +256,81 @@ def _was_replaced(reader: StorageReader) -> bool:
     return isinstance(reader, NativeReader) and reader.was_replaced()
 
 
-def _load_once(
-    make_target: Callable[[Metadata], dict[Any, Any]],
-    reader: StorageReader,
-    planner: LoadPlanner,
-    ranks: Ranks,
-    stack: ExitStack,
-    *,
-    started: float,
-    share: Sharing,
-) -> tuple[dict[Any, Any], LoadReport]:
-    metadata: Metadata | None = None
-    exchange: Exchange | None = None
-    is_apart = False
-    target: dict[Any, Any] = {}
-    plan = LoadPlan([])
+class _Loading:
+    """One try at a load, in the steps that all ranks take together; what goes wrong in one is raised on every rank."""
 
-    def read_metadata() -> tuple[bool, str | None]:
-        nonlocal metadata, is_apart
-        metadata, is_apart = _metadata(reader, ranks.rank)
-        if is_apart or metadata.storage_meta is None:
-            return is_apart, None
-        return is_apart, metadata.storage_meta.save_id
+    def __init__(self, reader: StorageReader, planner: LoadPlanner, ranks: Ranks) -> None:
+        self._reader = reader
+        self._planner = planner
+        self._ranks = ranks
+        self._metadata: Metadata | None = None
+        self._is_apart = False
+        self.target: dict[Any, Any] = {}
+        self.plan = LoadPlan([])
 
-    def plan_locally() -> LoadPlan:
-        nonlocal target
-        assert metadata is not None
-        target = make_target(metadata)
-        leads = ranks.is_coordinator
-        planner.set_up_planner(target, metadata, leads)
-        set_up_reader(reader, metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=not is_apart)
-        return reader.prepare_local_plan(planner.create_local_plan())
+    @property
+    def metadata(self) -> Metadata:
+        """What the checkpoint says of itself, once it is open."""
+        assert self._metadata is not None
+        return self._metadata
 
-    def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
-        return reader.prepare_global_plan(planner.create_global_plan(plans))
-
-    def plan_alone() -> None:
-        nonlocal plan
-        (plan,) = plan_globally([plan_locally()])
-        _check_filled(planner, plan)
-
-    def read() -> None:
-        nonlocal plan
-        plan = planner.finish_plan(plan)
-        with torch.no_grad():
-            reader.read_data(plan, planner).wait()
-
-    def plan_for_oneself() -> None:
-        nonlocal plan
-        plan = plan_locally()
-
-    # While a rank waits for what another one reads, it is not the one that is stuck.
-    reader.watch(ranks.check)
-    stack.callback(reader.watch, lambda: None)
-    ranks.follow(lambda: reader.bytes_read + (0 if exchange is None else exchange.waits))
-    if share == "host" and ranks.size > 1 and type(reader) is NativeReader:
-        metadata, exchange = open_together(reader, ranks)
+    def open(self, stack: ExitStack, *, share: Sharing) -> None:
+        """Read the metadata, once for all ranks of a host where they can share what they read; ``stack`` closes it."""
+        reader, ranks = self._reader, self._ranks
+        reader.watch(ranks.check)
+        stack.callback(reader.watch, lambda: None)
+        ranks.follow(lambda: reader.bytes_read)
+        if share == "off" or ranks.size == 1 or type(reader) is not NativeReader:
+            ranks.share("reading the metadata", self._read_metadata, _one_attempt)
+            return
+        self._metadata, exchange = open_together(reader, ranks)
         if exchange is not None:
             stack.callback(exchange.close)
             stack.callback(reader.use_exchange, None)
             reader.use_exchange(exchange)
-    else:
-        ranks.share("reading the metadata", read_metadata, _one_attempt)
-    if is_apart:
-        ranks.share("planning the load", plan_alone, lambda done: None)
-    elif type(reader) is NativeReader and type(planner) is WholeLoadPlanner:
-        # Both leave all plans as they are, and nobody's own code is to see them: they need not travel.
-        ranks.share("planning the load", plan_for_oneself, lambda done: None)
-    else:
-        plan = ranks.scatter("planning the load", plan_locally, plan_globally)
-    ranks.share("reading the checkpoint", read, lambda done: None)
-    assert metadata is not None
-    return target, _report(metadata, plan, planner, bytes_read=reader.bytes_read, seconds=time.monotonic() - started)
+            # While a rank waits for what another one reads, it is not the one that is stuck.
+            ranks.follow(lambda: reader.bytes_read + exchange.waits)
+
+    def make_plan(self, make_target: Callable[[Metadata], dict[Any, Any]]) -> None:
+        """Decide what this rank reads; plans travel only where somebody may want to see them all."""
+        plan_locally = partial(self._plan_locally, make_target)
+        # These two leave all plans as they are, and so does a rank that has only metadata of its own.
+        is_plain = type(self._reader) is NativeReader and type(self._planner) is WholeLoadPlanner
+        if not is_plain and not self._is_apart:
+            self.plan = self._ranks.scatter("planning the load", plan_locally, self._plan_globally)
+            return
+
+        def plan_alone() -> None:
+            (self.plan,) = self._plan_globally([plan_locally()])
+            if self._is_apart:
+                _check_filled(self._planner, self.plan)
+
+        self._ranks.share("planning the load", plan_alone, lambda done: None)
+
+    def read(self) -> None:
+        """Read all that this rank wants."""
+        self._ranks.share("reading the checkpoint", self._read, lambda done: None)
+
+    def _read_metadata(self) -> tuple[bool, str | None]:
+        self._metadata, self._is_apart = _metadata(self._reader, self._ranks.rank)
+        meta = None if self._is_apart else self._metadata.storage_meta
+        return self._is_apart, None if meta is None else meta.save_id
+
+    def _plan_locally(self, make_target: Callable[[Metadata], dict[Any, Any]]) -> LoadPlan:
+        reader, planner, ranks = self._reader, self._planner, self._ranks
+        self.target = make_target(self.metadata)
+        leads, together = ranks.is_coordinator, not self._is_apart
+        planner.set_up_planner(self.target, self.metadata, leads)
+        set_up_reader(reader, self.metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=together)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    def _plan_globally(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+
+    def _read(self) -> None:
+        self.plan = self._planner.finish_plan(self.plan)
+        with torch.no_grad():
+            self._reader.read_data(self.plan, self._planner).wait()
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
@@ -373,12 +379,12 @@ def _one_attempt(attempts: list[tuple[bool, str | None]]) -> None:
         raise CorruptError("the checkpoint was replaced by another one while it was opened")
 
 
-def _report(metadata: Metadata, plan: LoadPlan, planner: LoadPlanner, *, bytes_read: int, seconds: float) -> LoadReport:
-    columns = read_columns(plan.items)
+def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: float) -> LoadReport:
+    columns = read_columns(loading.plan.items)
     loaded = set(columns.storage_keys)
     return LoadReport(
         loaded=tuple(dict.fromkeys(columns.keys)),
-        unexpected=tuple(key for key in metadata.state_dict_metadata if key not in loaded),
+        unexpected=tuple(key for key in loading.metadata.state_dict_metadata if key not in loaded),
         differences=tuple(planner.differences) if isinstance(planner, DefaultLoadPlanner) else (),
         casts=tuple(planner.casts) if isinstance(planner, DefaultLoadPlanner) else (),
         bytes_read=bytes_read,
