@@ -6,25 +6,18 @@ rank is noticed after a second.
 
 from __future__ import annotations
 
-import importlib
 import random
 import shutil
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 import holdfast
-from holdfast._coord import rendezvous
-from holdfast._coord.channel import Channel
-from holdfast._coord.channel_ranks import ChannelRanks
-from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.deadline import Patience
 from torture import saves
 from torture.crew import Case, Child
+from torture.meeting import meet
 from torture.part import Options, PartResult
 from torture.shim import Action, Fault, armed, counts
 
@@ -109,12 +102,9 @@ def _start(path: Path, mode: str, faults: dict[int, Fault]) -> list[Child]:
 def _save(path: Path, mode: str, rank: int, fault: Fault) -> Any:
     """What a rank does: meet the others, save, and tell how that ended."""
     try:
-        channel = _meet(path.parent / "address", rank)
+        meet(path.parent / "address", rank=rank, world=saves.RANKS, patience=_PATIENCE)
     except holdfast.RankLostError as raised:  # on a machine that is too busy
         return {"error": type(raised).__name__, "calls": 0}
-    saver = importlib.import_module("holdfast.saver")
-    ranks = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message, patience=_PATIENCE)
-    setattr(saver, "participants", lambda *args, **kwargs: ranks())  # noqa: B010 - the name is the saver's own
     error = None
     with armed(path, fault):
         try:
@@ -123,20 +113,3 @@ def _save(path: Path, mode: str, rank: int, fault: Fault) -> Any:
         except Exception as raised:
             error = type(raised).__name__
     return {"error": error, "calls": counts().calls}
-
-
-def _meet(place: Path, rank: int) -> Channel:
-    """The channel to the others; the first rank runs the store and leaves its address at ``place``."""
-    server = None
-    if rank == 0:
-        server, address = rendezvous._serve(0)
-        draft = place.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(address))
-        draft.rename(place)
-    else:
-        while not place.exists():
-            time.sleep(0.005)
-        address = msgspec.json.decode(place.read_bytes(), type=rendezvous.Address)
-    host, clients = rendezvous.reach(address, 0, 30.0)
-    dial = partial(rendezvous.dial, host, address.port)
-    return Channel(rank=rank, names=range(saves.RANKS), dial=dial, clients=clients, server=server)
