@@ -1,7 +1,8 @@
 """The slabs that bytes pass through between tensors and files: few, large, page-aligned, used again and again.
 
-Invariant: a ring never holds more than ``count`` slabs and makes none before it is needed, so that a small save costs
-one; a slab is with at most one borrower. It never copies, and never hands a slab's memory back while someone holds it.
+Invariant: a ring never holds more than ``count`` slabs nor makes more than it was asked for, so that a small save costs
+one, and lends them in turn; a slab is with at most one borrower. It never copies, and never hands a slab's memory back
+while someone holds it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -43,7 +45,7 @@ class SlabRing:
         self._count = count
         self._pinned = pinned
         self._change = threading.Condition()
-        self._free: list[Slab] = []
+        self._free: deque[Slab] = deque()
         self._allocated = 0
         self._arena: torch.Tensor | None = None
         self._closed = False
@@ -60,9 +62,9 @@ class SlabRing:
                 self._change.wait()
             if self._closed:
                 raise InternalError("a slab was asked of a closed ring; please report it")
-            if self._free:
-                # The one used last is the one still warm in the processor's caches.
-                return self._free.pop()
+            if self._allocated == self._count:
+                # The one used longest ago has left the processor's caches, from where a disk would have to take it.
+                return self._free.popleft()
             number = self._allocated
             self._allocated += 1
         try:

@@ -12,8 +12,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Generic, NoReturn, TypeVar
 
 Result = TypeVar("Result")
 
@@ -52,24 +53,82 @@ def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int 
             del failure
 
 
-def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int) -> Generator[Result, None, None]:
-    """The results of ``tasks`` in their order, with up to ``workers`` of them under way ahead of the caller.
+def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int, ahead: int) -> Generator[Result, None, None]:
+    """The results of ``tasks`` in their order, with up to ``ahead`` of them begun, or done, before the caller asks.
 
     The caller's own work between results runs beside them; where that work is Python's, it then has the interpreter to
     itself. Close the iterator to give up: what is under way is waited for.
     """
-    with ThreadPoolExecutor(workers, thread_name_prefix="holdfast-io") as pool:
-        under_way: deque[Future[Result]] = deque()
+    todo: SimpleQueue[tuple[int, Callable[[], Result]] | None] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Callable[[], Result]]] = SimpleQueue()
+    threads: list[threading.Thread] = []
+    results = _InOrder(done)
+    given = 0
+    try:
+        for task in tasks:
+            todo.put((given, task))
+            if given < workers:
+                threads.append(_start_thread(partial(_work_ahead, todo, done), given))
+            given += 1
+            if given - results.taken == ahead:
+                yield results.take()
+        while results.taken < given:
+            yield results.take()
+    finally:
+        with contextlib.suppress(Empty):
+            while True:
+                todo.get_nowait()
+        for _ in threads:
+            todo.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _work_ahead(
+    todo: SimpleQueue[tuple[int, Callable[[], Result]] | None], done: SimpleQueue[tuple[int, Callable[[], Result]]]
+) -> None:
+    """Puts what comes of each task into ``done``, as something that returns it or raises."""
+    while (entry := todo.get()) is not None:
+        number, task = entry
+        outcome: Callable[[], Result]
         try:
-            for task in tasks:
-                under_way.append(pool.submit(task))
-                if len(under_way) == workers:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+            outcome = partial(_same, task())
+        except BaseException as error:
+            outcome = partial(_raise, error)
+        done.put((number, outcome))
+        # Whatever the task and its result hold goes with them, not with the next.
+        del entry, task, outcome
+
+
+def _same(result: Result) -> Result:
+    return result
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+class _InOrder(Generic[Result]):
+    """What comes from ``done`` in any order, in the order of its numbers."""
+
+    def __init__(self, done: SimpleQueue[tuple[int, Callable[[], Result]]]) -> None:
+        self._done = done
+        self._early: dict[int, Callable[[], Result]] = {}
+        self.taken = 0
+
+    def take(self) -> Result:
+        """The next one, waited for."""
+        while self.taken not in self._early:
+            number, outcome = self._done.get()
+            self._early[number] = outcome
+        self.taken += 1
+        return self._early.pop(self.taken - 1)()
+
+
+def _start_thread(work: Callable[[], None], number: int) -> threading.Thread:
+    thread = threading.Thread(target=work, name=f"holdfast-io-{number}", daemon=True)
+    thread.start()
+    return thread
 
 
 def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]], *, least: int) -> None:
@@ -113,9 +172,7 @@ class _Crew:
             wanted = min(self._workers, self._unfinished) - len(self._threads)
         try:
             for _ in range(wanted):
-                thread = threading.Thread(target=self._work, name=f"holdfast-io-{len(self._threads)}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(_start_thread(self._work, len(self._threads)))
         except RuntimeError:
             # An interpreter that shuts down starts no threads, and a save at exit still has to work.
             if not self._threads:

@@ -27,8 +27,9 @@ from holdfast.errors import InternalError, StorageError
 
 HEADER_FRAME_BYTES = 16  # the length in front, the braces
 
-# Jobs of more blocks than this consist of small chunks.
-_FEW_BLOCKS = 64
+# Slabs that are full and wait, beside those being written: a write then finds its bytes in memory, not in the caches of
+# the processor that filled them, from where they come slower.
+_WAITING_SLABS = 4
 
 
 class Chunk(NamedTuple):
@@ -123,9 +124,10 @@ class Placed(NamedTuple):
 class Packer:
     """Writes chunks, in the order they come, to as many files as their headers need.
 
-    Until ``close``, the files stay open and locked, which tells others that their writer lives. With ``slabs`` the
-    calling thread fills that many ahead of those who write, and ``on_filled`` is called once it has filled the last:
-    nothing is asked of the chunks' sources any more. ``check`` is called before each job and raises to give up.
+    Until ``close``, the files stay open and locked, which tells others that their writer lives. The calling thread
+    fills ``slabs`` ahead of those who write (threads that all copy, hash and need the interpreter get in each other's
+    way), and ``on_filled`` is called once it has filled the last: nothing is asked of the chunks' sources any more.
+    ``check`` is called before each job and raises to give up.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Packer:
         """
         workers = default_workers()
         # One job is held back until there is a second.
-        slabs = workers if self._slabs is None else max(2, self._slabs)
+        slabs = workers + _WAITING_SLABS if self._slabs is None else max(2, self._slabs)
         ring = SlabRing(slabs, pinned=self._pinned)
         try:
             run_bounded(self._runners(chunks, open_file, ring), workers=workers, ahead=max(2, slabs - workers))
@@ -225,17 +227,8 @@ class Packer:
     ) -> Iterator[Callable[[], None]]:
         for job in self._jobs(chunks, open_file):
             self._check()
-            yield self._runner(job, ring)
+            yield partial(write_pages, job, self._filled(job, ring), ring)
         self._on_filled()
-
-    def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
-        """What a thread does for ``job``: all of it, or just the writing where filling is mostly work for Python.
-
-        Threads that all need the interpreter only get in each other's way.
-        """
-        if len(job.blocks) > _FEW_BLOCKS or self._slabs is not None:
-            return partial(write_pages, job, self._filled(job, ring), ring)
-        return lambda: write_pages(job, self._filled(job, ring), ring)
 
     def _filled(self, job: _Job, ring: SlabRing) -> Slab:
         """A slab with the blocks of ``job`` in it, hashed."""

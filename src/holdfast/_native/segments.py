@@ -1,8 +1,9 @@
 """Segments of files into their targets: the read engine.
 
-Segments in file order are coalesced into jobs of at most 4 MiB, or one slab for a GPU. Where the file is in the page
-cache and the bytes go to one place as they are, they are read straight into it; else through a slab. What a segment
-must be to pass, and where files come from, is for the format that subclasses ``SegmentFetch`` to say.
+Segments in file order are coalesced into jobs of at most 4 MiB, or one slab for a GPU. Threads read ahead into slabs,
+and the calling one verifies and delivers. Where the files are in the page cache, each thread does all of a job, and
+what goes to one place as it is comes there without a slab. What a segment must be to pass, and where files come from,
+is for the format that subclasses ``SegmentFetch`` to say.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from holdfast._plan.ranges import coalesce
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast.errors import CorruptError
 
-# A read of so many bytes stays in the last-level cache until it is hashed and copied: on a fast disk, a fifth of the
-# speed. For a GPU the number of copies matters more.
+# A read of so many bytes stays in the processor's caches from its digest to its copy. For a GPU the number of copies
+# matters more.
 HOT_BYTES = 4 << 20
+
+# Slabs of so many bytes together have left the caches of the processor that emptied them when the disk fills them
+# again. Where they had not, reads were up to three times slower, depending on which processor did the disk's work.
+COLD_BYTES = 64 << 20
 
 # Reads of more segments than this consist of small ones.
 FEW_SEGMENTS = 32
@@ -139,15 +144,17 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _transfer(self) -> None:
         spans = self._spans(len(self._segments.box))
-        workers = self._workers()
-        ring = SlabRing(workers, pinned=uses_cuda())
-        try:
-            if len(self._segments.box) > FEW_SEGMENTS * len(spans):
-                self._run_beside(spans, ring, workers)
-            else:
-                run_bounded((self._job(span, ring) for span in spans), workers=workers)
-        finally:
-            ring.close()
+        if len(self._segments.box) <= FEW_SEGMENTS * len(spans) and self._is_cached(spans):
+            self._run_in_threads(spans)
+        else:
+            self._run_ahead(spans)
+
+    def _is_cached(self, spans: list[slice]) -> bool:
+        """Whether there is no disk to wait for, judged by the first file."""
+        if not spans:
+            return True
+        with self.file(self.extent(spans[0])[0]) as (_, is_cached):
+            return is_cached
 
     def _workers(self) -> int:
         """How many threads read."""
@@ -169,16 +176,35 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         )
         return [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
 
-    def _run_beside(self, spans: list[slice], ring: SlabRing, workers: int) -> None:
-        """Deliver in this thread while others read ahead: small segments are mostly work for one interpreter."""
+    def _run_in_threads(self, spans: list[slice]) -> None:
+        """Read, verify and deliver in as many threads as there are."""
+        workers = self._workers()
+        ring = SlabRing(workers, pinned=uses_cuda())
+        try:
+            run_bounded((self._job(span, ring) for span in spans), workers=workers)
+        finally:
+            ring.close()
+
+    def _run_ahead(self, spans: list[slice]) -> None:
+        """Deliver in this thread while others read.
+
+        Small segments are mostly work for one interpreter, and copies of large ones in several threads only compete
+        with the disk for memory.
+        """
+        workers = self._workers()
+        slabs = workers if uses_cuda() else max(workers, COLD_BYTES // self._most_bytes())
+        ring = SlabRing(slabs, pinned=uses_cuda())
         jobs = [SegmentJob(self, span, ring) for span in spans]
-        # One slab stays with the delivery, so that no read ever waits for one.
-        with closing(run_ahead((job.read for job in jobs), workers=workers - 1)) as slabs:
-            for job, (slab, base) in zip(jobs, slabs, strict=True):
-                self._check()
-                job.open()
-                job.deliver(slab, base)
-                ring.release(slab)
+        try:
+            # One slab stays with the delivery, so that no read ever waits for one.
+            with closing(run_ahead((job.read for job in jobs), workers=workers, ahead=slabs - 1)) as filled:
+                for job, (slab, base) in zip(jobs, filled, strict=True):
+                    self._check()
+                    job.open()
+                    job.deliver(slab, base)
+                    ring.release(slab)
+        finally:
+            ring.close()
 
     def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
         self._check()

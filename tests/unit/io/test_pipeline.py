@@ -383,7 +383,7 @@ def test_results_of_run_ahead_come_in_order_while_others_are_under_way() -> None
         assert gates[number].wait(10)
         return number * 10
 
-    results = run_ahead((partial(task, number) for number in range(6)), workers=3)
+    results = run_ahead((partial(task, number) for number in range(6)), workers=3, ahead=3)
     for number in (2, 1, 0):  # finished in another order than begun
         gates[number].set()
     assert next(results) == 0
@@ -398,7 +398,7 @@ def test_run_ahead_raises_the_error_of_a_task_and_leaves_no_thread() -> None:
         raise ValueError("no")
 
     before = threading.active_count()
-    results = run_ahead([lambda: 1, fail, lambda: 3], workers=2)
+    results = run_ahead([lambda: 1, fail, lambda: 3], workers=2, ahead=2)
     assert next(results) == 1
     with pytest.raises(ValueError, match="no"):
         list(results)
@@ -414,8 +414,24 @@ def test_a_run_ahead_that_is_given_up_waits_for_what_is_under_way() -> None:
         ended.set()
         return 2
 
-    results = run_ahead([lambda: 1, slow, lambda: 3], workers=2)
+    results = run_ahead([lambda: 1, slow, lambda: 3], workers=2, ahead=2)
     assert next(results) == 1
     assert begun.wait(10)
     results.close()
     assert ended.is_set()
+
+
+def test_run_ahead_has_more_done_than_it_has_threads() -> None:
+    done: list[int] = []
+    enough = threading.Event()
+
+    def task(number: int) -> int:
+        done.append(number)
+        if len(done) == 4:
+            enough.set()
+        return number
+
+    results = run_ahead((partial(task, number) for number in range(9)), workers=1, ahead=4)
+    assert next(results) == 0
+    assert enough.wait(10)
+    assert list(results) == list(range(1, 9))
