@@ -42,7 +42,7 @@ class SlabRing:
     def __init__(self, count: int, *, pinned: bool = False) -> None:
         if count < 1:
             raise InternalError(f"a ring needs at least one slab, not {count}; please report it")
-        self._count = count
+        self.count = count
         self._pinned = pinned
         self._change = threading.Condition()
         self._free: deque[Slab] = deque()
@@ -58,11 +58,11 @@ class SlabRing:
     def acquire(self) -> Slab:
         """A slab of one's own; waits for one to come back when all are lent."""
         with self._change:
-            while not self._free and self._allocated == self._count and not self._closed:
+            while not self._free and self._allocated == self.count and not self._closed:
                 self._change.wait()
             if self._closed:
                 raise InternalError("a slab was asked of a closed ring; please report it")
-            if self._allocated == self._count:
+            if self._allocated == self.count:
                 # The one used longest ago has left the processor's caches, from where a disk would have to take it.
                 return self._free.popleft()
             number = self._allocated
@@ -106,7 +106,7 @@ class SlabRing:
     def _mapped_slab(self, number: int) -> Slab:
         with self._change:
             if self._arena is None:
-                self._arena = _huge_pages(self._count * SLAB_BYTES)
+                self._arena = _huge_pages(self.count * SLAB_BYTES)
             tensor = self._arena[number * SLAB_BYTES : (number + 1) * SLAB_BYTES]
         return Slab(tensor.numpy().data, tensor)
 

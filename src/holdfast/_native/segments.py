@@ -164,6 +164,12 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         """How many bytes are read at once."""
         return SLAB_BYTES if uses_cuda() else HOT_BYTES
 
+    def _ring(self, workers: int, most: int) -> SlabRing:
+        """Slabs for ``workers`` threads that read at most ``most`` bytes at once."""
+        if uses_cuda():
+            return SlabRing(workers, pinned=True)
+        return SlabRing(max(workers + 1, COLD_BYTES // most))
+
     def _spans(self, count: int) -> list[slice]:
         """The first ``count`` segments in groups, each to be read at once."""
         segments = self._segments
@@ -179,7 +185,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     def _run_in_threads(self, spans: list[slice]) -> None:
         """Read, verify and deliver in as many threads as there are."""
         workers = self._workers()
-        ring = SlabRing(workers, pinned=uses_cuda())
+        ring = self._ring(workers, self._most_bytes())
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
@@ -192,12 +198,11 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         with the disk for memory.
         """
         workers = self._workers()
-        slabs = workers if uses_cuda() else max(workers, COLD_BYTES // self._most_bytes())
-        ring = SlabRing(slabs, pinned=uses_cuda())
+        ring = self._ring(workers, self._most_bytes())
         jobs = [SegmentJob(self, span, ring) for span in spans]
         try:
             # One slab stays with the delivery, so that no read ever waits for one.
-            with closing(run_ahead((job.read for job in jobs), workers=workers, ahead=slabs - 1)) as filled:
+            with closing(run_ahead((job.read for job in jobs), workers=workers, ahead=ring.count - 1)) as filled:
                 for job, (slab, base) in zip(jobs, filled, strict=True):
                     self._check()
                     job.open()

@@ -25,8 +25,9 @@ from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locat
 from holdfast._state.raw import Target, move
 from holdfast._values.digest import BLOCK_BYTES
 
-# What all ranks read and pass around at a time is to stay in the last-level cache: two blocks, wherever they begin.
-_HOT_BYTES = (2 << 20) + 2 * ALIGNMENT
+# What a rank reads and passes on at a time: eight blocks, wherever they begin. Less costs more messages than the caches
+# give back.
+_SLOT_BYTES = (8 << 20) + 2 * ALIGNMENT
 
 # What is in the page cache costs few ranks less to copy each from there than to pass on.
 _FEW_RANKS = 4
@@ -37,7 +38,7 @@ _MOST_CUDA_WORKERS = 6
 
 def slot_bytes() -> int:
     """How many bytes of shared memory a common read is to take: for a GPU the number of copies matters more."""
-    return SLAB_BYTES if uses_cuda() else _HOT_BYTES
+    return SLAB_BYTES if uses_cuda() else _SLOT_BYTES
 
 
 class SharedFetch(Fetch):
@@ -58,7 +59,7 @@ class SharedFetch(Fetch):
         workers = default_workers(self._exchange.size, least=2)
         if uses_cuda():
             workers = min(workers, _MOST_CUDA_WORKERS)
-        ring = SlabRing(workers, pinned=uses_cuda())
+        ring = self._ring(workers, self._exchange.slot_bytes)
         with ExitStack() as stack:
             stack.callback(ring.close)
             if uses_cuda():
@@ -70,10 +71,6 @@ class SharedFetch(Fetch):
     def _workers(self) -> int:
         """How many threads read, beside those of the other ranks."""
         return default_workers(self._exchange.size, least=3)
-
-    def _most_bytes(self) -> int:
-        """How many bytes are read at once, while the other ranks read as many."""
-        return slot_bytes()
 
     def _blocks_of_segments(self) -> np.ndarray:
         """The number of the block in which each segment lies."""
