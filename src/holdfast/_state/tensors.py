@@ -93,10 +93,10 @@ def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
 
 
 def plain_address(tensor: torch.Tensor) -> int:
-    """Where the elements are of what nearly all tensors are: dense, contiguous, on the CPU; 0 for any other."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    """Where the elements are of what nearly all tensors are: dense, contiguous, on CPU or GPU; 0 for any other."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return 0
-    return tensor.data_ptr() if tensor.is_cpu and not tensor.is_nested and tensor.is_contiguous() else 0
+    return 0 if tensor.is_nested or not tensor.is_contiguous() else tensor.data_ptr()
 
 
 def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

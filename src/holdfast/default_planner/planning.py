@@ -113,8 +113,10 @@ class SavePlanning:
 
     def _said_first(self) -> Any:
         """The plan; or, where a layout says as much, an offer of it; or the name of the planning that had the same."""
-        surveyed = self._planner.survey() if isinstance(self._planner, DefaultSavePlanner) else None
-        if surveyed is None or self._ranks.size == 1:
+        surveyed = None
+        if self._ranks.size > 1 and isinstance(self._planner, DefaultSavePlanner):
+            surveyed = self._planner.survey()
+        if surveyed is None:
             return self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._local, plan = surveyed
         columns = self._local.columns
