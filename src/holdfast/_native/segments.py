@@ -1,9 +1,9 @@
 """Segments of files into their targets: the read engine.
 
 Segments in file order are coalesced into jobs of at most 4 MiB, or one slab for a GPU. Threads read ahead into slabs,
-and the calling one verifies and delivers. Where the files are in the page cache, each thread does all of a job, and
-what goes to one place as it is comes there without a slab. What a segment must be to pass, and where files come from,
-is for the format that subclasses ``SegmentFetch`` to say.
+and the calling one verifies and delivers. For a GPU, and where the files are in the page cache, each thread does all of
+a job; from there, what goes to one place as it is comes without a slab. What a segment must be to pass, and where files
+come from, is for the format that subclasses ``SegmentFetch`` to say.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _transfer(self) -> None:
         spans = self._spans(len(self._segments.box))
-        if len(self._segments.box) <= FEW_SEGMENTS * len(spans) and self._is_cached(spans):
+        if len(self._segments.box) <= FEW_SEGMENTS * len(spans) and (uses_cuda() or self._is_cached(spans)):
             self._run_in_threads(spans)
         else:
             self._run_ahead(spans)
