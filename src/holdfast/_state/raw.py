@@ -83,28 +83,33 @@ class ScatteredSource:
     Unless it ``is_ordered`` by whoever copies, other threads copy after what the caller's stream has queued by now.
     """
 
-    __slots__ = ("_dtype", "_ready", "_tensor", "nbytes")
+    __slots__ = ("_ready", "_tensor", "nbytes")
 
     def __init__(self, tensor: torch.Tensor, *, is_ordered: bool = False) -> None:
         # Threads have streams of their own: what the caller's has queued for the tensor is to be done first.
         is_marked = tensor.is_cuda and not is_ordered
         self._ready = torch.cuda.current_stream(tensor.device).record_event() if is_marked else None
-        self._tensor = tensor if _is_lazy(tensor) else _as_words(tensor)
-        self._dtype = self._tensor.dtype
+        self._tensor = tensor
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         if self._ready is not None:
             torch.cuda.current_stream(self._tensor.device).wait_event(self._ready)
-        for box, begin, end in _boxes(self._tensor.shape, start, stop, self._dtype.itemsize):
-            piece = self._tensor[box.slices()]
+        words = self._words()
+        itemsize = words.dtype.itemsize
+        for box, begin, end in _boxes(words.shape, start, stop, itemsize):
+            piece = words[box.slices()]
             place = at + begin - start
-            if place % self._dtype.itemsize == 0:
-                _typed(buffer, place, place + end - begin, self._dtype, box).copy_(piece)
+            if place % itemsize == 0:
+                _typed(buffer, place, place + end - begin, words.dtype, box).copy_(piece)
             else:
-                aligned = torch.empty(box.lengths, dtype=self._dtype).copy_(piece)
+                aligned = torch.empty(box.lengths, dtype=words.dtype).copy_(piece)
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
+
+    def _words(self) -> torch.Tensor:
+        """The bits as they are, unless they are not those of the values."""
+        return self._tensor if _is_lazy(self._tensor) else _as_words(self._tensor)
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +122,7 @@ class ScatteredSource:
         Nothing larger than a few MiB is allocated for it. The target has them when the stream is that far.
         """
         if self._tensor.is_contiguous() and not _is_lazy(self._tensor):
-            target[at : at + self.nbytes].copy_(_flat_bytes(self._tensor), non_blocking=True)
+            target[at : at + self.nbytes].copy_(_flat_bytes(self._words()), non_blocking=True)
             return
         for piece in self.pieces(_ISSUED_BYTES):
             target[at : at + piece.numel()].copy_(piece, non_blocking=True)
@@ -129,7 +134,7 @@ class ScatteredSource:
             stop = min(start + limit, self.nbytes)
             parts = [
                 _flat_bytes(_as_words(self._tensor[box.slices()].resolve_conj().resolve_neg().contiguous()))
-                for box, _, _ in _boxes(self._tensor.shape, start, stop, self._dtype.itemsize)
+                for box, _, _ in _boxes(self._tensor.shape, start, stop, self._tensor.dtype.itemsize)
             ]
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
