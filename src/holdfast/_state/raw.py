@@ -237,7 +237,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, itemsize: int) -> Iter
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
     """Whether the memory holds the conjugate or the negative of the values."""
-    return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
+    return (tensor.dtype.is_complex and tensor.is_conj()) or tensor.is_neg()
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
