@@ -1,9 +1,9 @@
 """Segments of files into their targets: the read engine.
 
-Segments in file order are coalesced into jobs of at most 4 MiB, or one slab for a GPU. Threads read ahead into slabs,
-and the calling one verifies and delivers. For a GPU, and where the files are in the page cache, each thread does all of
-a job; from there, what goes to one place as it is comes without a slab. What a segment must be to pass, and where files
-come from, is for the format that subclasses ``SegmentFetch`` to say.
+Segments in file order are coalesced into jobs of at most 4 MiB. Threads read ahead into slabs, and the calling one
+verifies and delivers. For a GPU, and where the files are in the page cache, jobs are as large as a slab and each thread
+does all of one; from the page cache, what goes to one place as it is comes without a slab. What a segment must be to
+pass, and where files come from, is for the format that subclasses ``SegmentFetch`` to say.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HOT_BYTES = 4 << 20
 # again. Where they had not, reads were up to three times slower, depending on which processor did the disk's work.
 COLD_BYTES = 64 << 20
 
-# Reads of more segments than this consist of small ones.
-FEW_SEGMENTS = 32
+# Segments that are smaller than this, on average, are mostly work for the interpreter.
+_SMALL_BYTES = 128 << 10
 
 
 def uses_cuda() -> bool:
@@ -143,63 +143,65 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             self._close_target(number, self._targets.pop(number))
 
     def _transfer(self) -> None:
-        spans = self._spans(len(self._segments.box))
-        if len(self._segments.box) <= FEW_SEGMENTS * len(spans) and (uses_cuda() or self._is_cached(spans)):
-            self._run_in_threads(spans)
+        if not self._are_small(slice(None)) and (uses_cuda() or self._is_cached()):
+            self._run_in_threads()
         else:
-            self._run_ahead(spans)
+            self._run_ahead()
 
-    def _is_cached(self, spans: list[slice]) -> bool:
+    def _are_small(self, span: slice) -> bool:
+        """Whether the segments ``span`` are best left to one thread, because there is so little to each."""
+        nbytes = self._segments.nbytes[span]
+        return bool(nbytes.sum() < _SMALL_BYTES * len(nbytes))
+
+    def _is_cached(self) -> bool:
         """Whether there is no disk to wait for, judged by the first file."""
-        if not spans:
+        if not len(self._segments.file):
             return True
-        with self.file(self.extent(spans[0])[0]) as (_, is_cached):
+        with self.file(int(self._segments.file[0])) as (_, is_cached):
             return is_cached
 
     def _workers(self) -> int:
         """How many threads read."""
         return default_workers()
 
-    def _most_bytes(self) -> int:
-        """How many bytes are read at once."""
-        return SLAB_BYTES if uses_cuda() else HOT_BYTES
-
     def _ring(self, workers: int, most: int) -> SlabRing:
-        """Slabs for ``workers`` threads that read at most ``most`` bytes at once."""
+        """Slabs for ``workers`` threads that read ``most`` bytes at once."""
         if uses_cuda():
             return SlabRing(workers, pinned=True)
         return SlabRing(max(workers + 1, COLD_BYTES // most))
 
-    def _spans(self, count: int) -> list[slice]:
-        """The first ``count`` segments in groups, each to be read at once."""
+    def _spans(self, count: int, *, most: int) -> list[slice]:
+        """The first ``count`` segments in groups of at most ``most`` bytes, each to be read at once."""
         segments = self._segments
         groups = coalesce(
             segments.file[:count],
             segments.offset[:count],
             segments.nbytes[:count] + self.max_gap,
-            most=self._most_bytes(),
+            most=most,
             alignment=ALIGNMENT,
         )
         return [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
 
-    def _run_in_threads(self, spans: list[slice]) -> None:
+    def _run_in_threads(self) -> None:
         """Read, verify and deliver in as many threads as there are."""
         workers = self._workers()
-        ring = self._ring(workers, self._most_bytes())
+        spans = self._spans(len(self._segments.box), most=SLAB_BYTES)
+        ring = self._ring(workers, SLAB_BYTES)
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
             ring.close()
 
-    def _run_ahead(self, spans: list[slice]) -> None:
+    def _run_ahead(self) -> None:
         """Deliver in this thread while others read.
 
         Small segments are mostly work for one interpreter, and copies of large ones in several threads only compete
         with the disk for memory.
         """
         workers = self._workers()
-        ring = self._ring(workers, self._most_bytes())
-        jobs = [SegmentJob(self, span, ring) for span in spans]
+        most = SLAB_BYTES if uses_cuda() else HOT_BYTES
+        ring = self._ring(workers, most)
+        jobs = [SegmentJob(self, span, ring) for span in self._spans(len(self._segments.box), most=most)]
         try:
             # One slab stays with the delivery, so that no read ever waits for one.
             with closing(run_ahead((job.read for job in jobs), workers=workers, ahead=ring.count - 1)) as filled:

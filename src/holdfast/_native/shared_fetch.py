@@ -20,7 +20,7 @@ from holdfast._io.direct import ALIGNMENT
 from holdfast._io.pinning import pinned
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.fetch import Fetch
-from holdfast._native.segments import FEW_SEGMENTS, SegmentJob, Segments, uses_cuda
+from holdfast._native.segments import HOT_BYTES, SegmentJob, Segments, uses_cuda
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
 from holdfast._state.raw import Target, move
 from holdfast._values.digest import BLOCK_BYTES
@@ -64,7 +64,8 @@ class SharedFetch(Fetch):
             stack.callback(ring.close)
             if uses_cuda():
                 stack.enter_context(pinned(self._exchange.slots))
-            common = _Common(reads, slices, ring)
+            is_small = self._are_small(slice(slices[0].start, slices[-1].stop))
+            common = _Common(reads, slices, ring, is_small=is_small)
             self._exchange.begin(reads, takes_own=common.is_small)
             run_bounded(self._jobs(alone, common), workers=workers, at_once=True)
 
@@ -123,7 +124,7 @@ class SharedFetch(Fetch):
         self._segments = _reordered(self._segments, order, count)
         bounds = count + np.searchsorted(place[order[count:]], reads.bounds)
         slices = [slice(first, stop) for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
-        return self._spans(count), slices
+        return self._spans(count, most=SLAB_BYTES if uses_cuda() else HOT_BYTES), slices
 
     def _jobs(self, alone: list[slice], common: _Common) -> Iterator[Callable[[], None]]:
         """What there is to do, as it becomes possible: first what makes room for others, then what they wait for."""
@@ -187,11 +188,11 @@ class SharedFetch(Fetch):
 class _Common:
     """The common reads, which of this rank's segments each brings, and the slabs to read with."""
 
-    def __init__(self, reads: CommonReads, slices: list[slice], ring: SlabRing) -> None:
+    def __init__(self, reads: CommonReads, slices: list[slice], ring: SlabRing, *, is_small: bool) -> None:
         self.reads = reads
         self.slices = slices
         self.ring = ring
-        self.is_small = slices[-1].stop - slices[0].start > FEW_SEGMENTS * len(slices)
+        self.is_small = is_small
 
     def span(self, read: int) -> slice:
         """The blocks of a read."""
