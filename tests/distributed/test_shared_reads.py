@@ -28,7 +28,7 @@ from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
 from holdfast._host import meeting
 from holdfast._io import sharing
 from holdfast._io.direct import InputFile
-from holdfast._native import shared_fetch
+from holdfast._native import segments
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60.0
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing.
-SHAPES = {"large": (1536, 1031), "wide": (7, 300_001), "small": (13, 5), "empty": (0, 4)}
+SHAPES = {"large": (6144, 1031), "wide": (7, 300_001), "small": (13, 5), "empty": (0, 4)}
 MANY = {f"many.{number}": (37, 3) for number in range(300)}
 
 
@@ -99,7 +99,7 @@ def test_a_replicated_state_is_read_once_however_many_want_it(
     total = stored_bytes({**SHAPES, **MANY})
     # Reads past the page cache begin and end on pages.
     assert total <= sum(read) <= sizes(path, "data-") + 4096 * 20
-    assert max(read) - min(read) <= 2 * 2 * MIB + 4 * 8192, "nobody reads much more than others"
+    assert max(read) - min(read) <= 2 * 4 * MIB + 4 * 8192, "nobody reads much more than others"
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -339,7 +339,7 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
     planner = RaisingPlanner(1, "resolve_tensor")
     with (
         mock.patch.object(InputFile, "_read_once", read_slowly),
-        mock.patch.object(shared_fetch, "_HOT_BYTES", MIB + 8192),
+        mock.patch.object(segments, "HOT_BYTES", MIB + 8192),
         pytest.raises(CheckpointError, match="no resolve_tensor here"),
     ):
         holdfast.load(state_of(shapes, [Shard(0)], zeros=True), path, planner=planner)
@@ -347,9 +347,9 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
 
 
 def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Pool, tmp_path: Path) -> None:
-    (wanted, done), (_, none) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    (wanted, done), (_, begun) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
     assert 0 < done < wanted
-    assert none == 0
+    assert begun < wanted  # it reads ahead of what it asks its planner for
 
 
 @contextmanager

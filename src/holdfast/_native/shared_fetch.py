@@ -25,9 +25,9 @@ from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locat
 from holdfast._state.raw import Target, move
 from holdfast._values.digest import BLOCK_BYTES
 
-# What a rank reads and passes on at a time: eight blocks, wherever they begin. Less costs more messages than the caches
-# give back.
-_SLOT_BYTES = (8 << 20) + 2 * ALIGNMENT
+# What a rank reads and passes on at a time: four blocks, wherever they begin. Less costs more in messages than it gains
+# in the caches.
+_SLOT_BYTES = (4 << 20) + 2 * ALIGNMENT
 
 # What is in the page cache costs few ranks less to copy each from there than to pass on.
 _FEW_RANKS = 4
