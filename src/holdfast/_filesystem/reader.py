@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 from torch.futures import Future
@@ -110,9 +110,10 @@ class FileSystemReader(StorageReader):
         try:
             metadata = self._decode(name)
         except NotFoundError:
-            if rank is not None or not self._exists(rank_metadata_name(0)):
+            names = self.metadata_names()
+            if rank is not None or not names:
                 raise
-            metadata = merge_metadata(self._decode_each_rank())
+            metadata = merge_metadata(map(self._decode, names))
             check_tiling(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -120,11 +121,11 @@ class FileSystemReader(StorageReader):
         self._layouts = {}
         return speak_torch(metadata)
 
-    def _decode_each_rank(self) -> Iterator[Metadata]:
-        rank = 0
-        while self._exists(rank_metadata_name(rank)):
-            yield self._decode(rank_metadata_name(rank))
-            rank += 1
+    def metadata_names(self) -> list[str]:
+        """The files that describe the checkpoint: that of all ranks, or those that each wrote for itself."""
+        if self._exists(METADATA_NAME):
+            return [METADATA_NAME]
+        return list(itertools.takewhile(self._exists, map(rank_metadata_name, itertools.count())))
 
     def _exists(self, name: str) -> bool:
         return self.fs.exists(self.fs.concat_path(self.path, name))

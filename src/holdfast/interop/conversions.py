@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from holdfast._filesystem.remote import is_remote
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._filesystem.writer import _FileSystemWriter
 from holdfast._io import posix
@@ -81,6 +82,9 @@ def convert(
     started = time.monotonic()
     if to not in ("native", "torch", "pt"):
         raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
+    for place in (source, target):
+        if is_remote(place):
+            raise ValueError(f"files are converted, and {os.fspath(place)!r} is a URL; copy from or to it")
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     progress = _Progress(on_progress)
