@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as TorchWriter
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type as torch_split
 from torch.distributed.checkpoint.filesystem import _StorageInfo as TorchInfo
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -284,6 +285,21 @@ def test_items_are_split_as_torch_splits_them() -> None:
     assert names == [["v0", "v2", "t2"], ["v1", "t1", "t3"]]
     with pytest.raises(InvalidStateError, match="'v0' is a value"):
         _item_size(items[0])
+
+
+@pytest.mark.parametrize("bins", [1, 2, 3, 5, 40])
+def test_a_long_plan_is_split_as_torch_splits_it(bins: int) -> None:
+    sizes = [37 * number % 23 + 1 for number in range(30)]
+    state = {f"t{number}": numbered(size) for number, size in enumerate(sizes)}
+    plans = (
+        library.default_planner.create_default_local_save_plan({**state, "v0": 0, "v1": 1, "v2": 2}, True)
+        for library in (holdfast, dcp)
+    )
+    ours, theirs = (
+        [[each.index.fqn for each in bucket] for bucket in split(bins, list(plan.items))]
+        for split, plan in zip((_split_by_size_and_type, torch_split), plans, strict=True)
+    )
+    assert ours == theirs
 
 
 def test_an_id_and_a_path_for_each_save(path: str, tmp_path: Path) -> None:
