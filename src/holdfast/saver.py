@@ -183,6 +183,7 @@ class Saving:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
+            planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
         exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)

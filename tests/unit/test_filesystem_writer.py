@@ -33,6 +33,7 @@ from holdfast.filesystem import (
     _item_size,
     _split_by_size_and_type,
 )
+from holdfast.interop import convert
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from holdfast.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -110,6 +111,30 @@ def test_torch_reads_nested_states_with_values_and_tied_weights(path: str) -> No
     assert np.array_equal(target["array"], state["array"])
     assert target["array"].dtype == np.int16
     assert target["scalar"].item() == 2.5
+
+
+WAYS: dict[str, Callable[[dict[str, Any], str], Any]] = {
+    "our writer": lambda state, path: holdfast.save(state, storage_writer=FileSystemWriter(path)),
+    "torch's writer": lambda state, path: holdfast.save(state, storage_writer=TorchWriter(path)),  # type: ignore[arg-type]
+    "from native": lambda state, path: (holdfast.save(state, path + "-"), convert(path + "-", path, to="torch")),
+    "torch": lambda state, path: dcp.save(state, checkpoint_id=path),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_dict_does_not_keep_torch_from_the_rest(path: str, way: str) -> None:
+    """torch has no such keys: it would take the checkpoint for one of an old version, and look for other keys."""
+
+    def state(value: float) -> dict[str, Any]:
+        return {"a": {"w": torch.full((2,), value), "state": {}}, "c": {"n": value}}
+
+    WAYS[way](state(3.0), path)
+    assert sorted(read_metadata(path).state_dict_metadata) == ["a.w", "c.n"]
+    for load in (torch_loads, holdfast.load):
+        found = state(0.0)
+        load(found, path)  # type: ignore[operator]
+        assert found["a"]["w"].tolist() == [3, 3]
+        assert (found["a"]["state"], found["c"]) == ({}, {"n": 3.0})
 
 
 def test_torch_reads_without_a_template(path: str) -> None:

@@ -27,7 +27,7 @@ from holdfast._io import posix
 from holdfast._io.pages import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import Path, restorable_paths, unflatten
+from holdfast._state.paths import Path, empty_dicts, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
@@ -38,7 +38,7 @@ from holdfast.default_planner import DefaultSavePlanner
 from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.interop.pt_files import read_pt, write_pt
-from holdfast.metadata import STATE_DICT_TYPE, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
 from holdfast.saver import save
 from holdfast.storage import StorageWriter
@@ -344,7 +344,12 @@ class _CopyPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf."""
-        entries = self._leaves.metadata.state_dict_metadata
+        entries = dict(self._leaves.metadata.state_dict_metadata)
+        if not self.keeps_empty_dicts:
+            values = (key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+            for key in empty_dicts({key: self._leaves.value(key) for key in values}):
+                del entries[key]
+                self.mappings.pop(key, None)
         heads = [
             TensorHead(entry.properties, entry.size, entry.alias_of, entry.kind)
             if isinstance(entry, TensorStorageMetadata)
