@@ -21,6 +21,7 @@ from holdfast._adapt import (
     set_up_reader,
 )
 from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast._native.reader import NativeReader
 from holdfast._native.together import open_together
 from holdfast._state.collector import collector_paused
@@ -334,6 +335,8 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     """What the checkpoint says of itself; True beside it where ranks saved apart and this is what ``rank`` says."""
     if isinstance(reader, NativeReader):
         return reader.read_metadata(), False  # whose index has been checked to tile every tensor
+    if isinstance(reader, FileSystemReader):
+        reader.own_rank = rank
     try:
         metadata = reader.read_metadata()
     except Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,6 +240,8 @@ class CannotPlan(holdfast.DefaultSavePlanner):
 
 
 def save_apart(path: str) -> list[str]:
+    # torch's writer takes the metadata of a faster rank 0 for an old checkpoint.
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     rank, weight = dist.get_rank(), sharded(1.0, rows=7)
     writers: dict[str, Any] = {
         "ours": holdfast.FileSystemWriter(f"{path}/ours"),

@@ -9,6 +9,7 @@ import os
 import uuid
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_load_plan
@@ -64,6 +65,7 @@ class FileSystemReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[Any, Any] = {}
         self.rank: int | None = None
+        self.own_rank: int | None = None
         self.use_collectives = True
         self._registry = _extension_registry
         self._layouts: Layouts = {}
@@ -103,7 +105,8 @@ class FileSystemReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint says of itself; with ``rank``, what that rank wrote for itself alone.
 
-        Where there is no common metadata, that of all ranks is put together.
+        Where there is no common metadata, that of all ranks is put together; of what several of them have, each rank
+        gets its own.
         """
         rank = kwargs.get("rank")
         name = METADATA_NAME if rank is None else rank_metadata_name(rank)
@@ -113,7 +116,8 @@ class FileSystemReader(StorageReader):
             names = self.metadata_names()
             if rank is not None or not names:
                 raise
-            metadata = merge_metadata(map(self._decode, names))
+            own = own_rank() if self.own_rank is None else self.own_rank
+            metadata = merge_metadata(list(map(self._decode, names)), own=own)
             check_tiling(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -225,6 +229,13 @@ class FileSystemReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": None, "_streams": None, "_layouts": {}}
+
+
+def own_rank() -> int:
+    """The rank of this process in its job; 0 without one."""
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
 
 
 def has_torch_metadata(path: str | os.PathLike[str]) -> bool:
