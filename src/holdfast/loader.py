@@ -21,13 +21,13 @@ from holdfast._adapt import (
     set_up_reader,
 )
 from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast._native.reader import NativeReader
 from holdfast._native.together import open_together
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose, hand_back
 from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
-from holdfast._torchformat.remote import is_remote, remote_reader
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state
 from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
@@ -112,8 +112,8 @@ def load(
     Args:
         state_dict: the target, of the same shape as what was saved. Tensors, on any device, are filled; other values
             are set in it; Stateful objects get load_state_dict. Meta tensors are replaced by CPU ones.
-        checkpoint_id: the directory of the checkpoint, or the URL of one that torch's fsspec storage reads, which
-            needs ``allow_pickle``. A storage here is torch's old form.
+        checkpoint_id: the directory of the checkpoint, or the URL of one in torch's format, which needs fsspec.
+            A storage here is torch's old form.
         storage_reader: where to read from instead of ``checkpoint_id``; ours or torch's.
         planner: what to read instead of everything in the target; ours or torch's.
         process_group: the ranks that take part, instead of all.
@@ -171,8 +171,6 @@ def reader_at(
     """The storage that is meant by an id alone."""
     if checkpoint_id is None:
         raise ValueError("load needs a checkpoint_id or a storage_reader")
-    if is_remote(checkpoint_id):
-        return as_reader(remote_reader(checkpoint_id, allow_pickle=allow_pickle))
     return reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
@@ -337,6 +335,8 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     """What the checkpoint says of itself; True beside it where ranks saved apart and this is what ``rank`` says."""
     if isinstance(reader, NativeReader):
         return reader.read_metadata(), False  # whose index has been checked to tile every tensor
+    if isinstance(reader, FileSystemReader):
+        reader.own_rank = rank
     try:
         metadata = reader.read_metadata()
     except Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from holdfast.metadata import (
     chunk_columns,
 )
 from holdfast.planner import (
+    LoadItemType,
     ReadColumns,
     ReadItem,
     SavePlan,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["create_read_items_for_chunk_list"]
 
 _Sizes = tuple[int, ...]
+Piece = TypeVar("Piece", ChunkStorageMetadata, WriteItem)
 
 
 def tiling_faults(metadata: Metadata) -> list[tuple[str, str]]:
@@ -261,6 +263,40 @@ def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
 
 
+def _create_chunk_from_dtensor(tensor: DTensor) -> ChunkStorageMetadata:
+    """What this rank holds of ``tensor``; InvalidStateError where that is not one box."""
+    return _only_piece("the tensor", _create_chunk_list(tensor))
+
+
+def _only_piece(key: str, pieces: list[Piece]) -> Piece:
+    if len(pieces) != 1:
+        raise InvalidStateError(
+            f"this rank holds {len(pieces)} separate pieces of {key!r}; use the function that gives a list of them",
+            key=key,
+        )
+    return pieces[0]
+
+
+def _create_read_item_for_tensor(
+    dest_index: MetadataIndex,
+    dest_offsets: Sequence[int],
+    storage_index: MetadataIndex,
+    storage_offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> ReadItem:
+    """The item that reads a box of a stored chunk into a box of the same lengths of a target's piece."""
+    offsets = torch.Size(dest_offsets), torch.Size(storage_offsets)
+    return ReadItem(LoadItemType.TENSOR, dest_index, offsets[0], storage_index, offsets[1], torch.Size(lengths))
+
+
+def _create_read_item_for_byteio(
+    dest_index: MetadataIndex, dest_offset: int, storage_index: MetadataIndex, storage_offset: int, length: int
+) -> ReadItem:
+    """The item that reads a value."""
+    offsets = torch.Size([dest_offset]), torch.Size([storage_offset])
+    return ReadItem(LoadItemType.BYTE_IO, dest_index, offsets[0], storage_index, offsets[1], torch.Size([length]))
+
+
 def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:
     """What this rank has to write of ``object``: a piece, several of them, none, or a value."""
     columns = LocalLeaves({fqn: object}).columns
@@ -285,13 +321,7 @@ def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:
 
 def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> WriteItem:
     """The item that writes what this rank holds of ``tensor``; InvalidStateError where that is not one box."""
-    items = _create_write_items(fqn, tensor)
-    if len(items) != 1:
-        raise InvalidStateError(
-            f"this rank holds {len(items)} separate pieces of {fqn!r}; use _create_write_items, which gives them all",
-            key=fqn,
-        )
-    return items[0]
+    return _only_piece(fqn, _create_write_items(fqn, tensor))
 
 
 def _init_state_dict(state_dict: STATE_DICT_TYPE) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._filesystem.remote import FsspecWriter, is_remote
 from holdfast._native.writer import NativeWriter
 from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
-from holdfast._torchformat.remote import is_remote, remote_writer
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.default_planner.plan_messages import Sketch
 from holdfast.default_planner.planning import SavePlanning
@@ -51,8 +51,8 @@ def save(
     Args:
         state_dict: nested dicts, lists and tuples of tensors, numpy arrays and plain values. Stateful objects (modules,
             optimizers) stand for their state_dict. Nothing is copied but what is written.
-        checkpoint_id: the directory of the checkpoint, made when it does not exist; or a URL, which is written by
-            torch's fsspec storage, in torch's format and with its guarantees. A storage here is torch's old form.
+        checkpoint_id: the directory of the checkpoint, made when it does not exist; or a URL, which is written in
+            torch's format by the file system that fsspec has for it. A storage here is torch's old form.
         storage_writer: where to write instead of native files at ``checkpoint_id``; ours or torch's.
         planner: what to write instead of the whole state; ours or torch's.
         process_group: the ranks that take part, instead of all.
@@ -109,7 +109,7 @@ def writer_for(
         return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:
         raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")
-    return as_writer(remote_writer(checkpoint_id, overwrite=overwrite))
+    return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
 
 
 def save_with(
@@ -183,6 +183,7 @@ class Saving:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
+            planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
         exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)

@@ -7,6 +7,7 @@ for code that brings a stager of its own, or that asks for torch's.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -183,7 +184,9 @@ class _Copied:
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         local = _plain(tensor)
         if local is None:
-            return tensor.detach().cpu().clone()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's, at every touch of a ShardedTensor
+                return tensor.detach().cpu().clone()
         _, at = self._places[_memory(local)]
         nbytes = local.numel() * local.dtype.itemsize
         if nbytes:

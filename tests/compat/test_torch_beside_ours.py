@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -107,6 +108,70 @@ def test_a_partial_load_makes_values_none_in_torch_and_leaves_them_here(tmp_path
     assert target["dtype"] is torch.float16
     assert report.missing == ("dtype",)
     assert target["a"].tolist() == [1]
+
+
+class Array:
+    """What an array saved by torch's format, where it is an object, does to targets: torch's way and ours."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        dcp.save({"a": np.arange(3.0), "n": [np.arange(2)]}, checkpoint_id=path)
+
+    def by_torch(self, target: Any) -> Any:
+        dcp.load(target, checkpoint_id=self.path)
+        return target
+
+    def by_us(self, target: Any, **options: Any) -> Any:
+        holdfast.load(target, self.path, allow_pickle=True, **options)
+        return target
+
+
+def test_an_array_saved_as_an_object_replaces_the_array_of_the_target_in_both(tmp_path: Path) -> None:
+    saved = Array(tmp_path / "x")
+    for load in (saved.by_torch, saved.by_us):
+        array = np.zeros(3)
+        target = load({"a": array, "n": [np.zeros(5, dtype=np.int8)]})
+        assert target["a"].tolist() == [0, 1, 2]
+        assert array.tolist() == [0, 0, 0], "replaced, not filled"
+        assert (target["n"][0].dtype, target["n"][0].tolist()) == (np.int64, [0, 1]), "whatever its shape and dtype"
+    with pytest.raises(holdfast.UnsafeError, match="allow_pickle"):
+        holdfast.load({"a": np.zeros(3)}, tmp_path / "x")
+
+
+def test_an_array_saved_as_an_object_replaces_a_tensor_in_torch_and_is_a_mismatch_here(tmp_path: Path) -> None:
+    saved = Array(tmp_path / "x")
+    assert isinstance(saved.by_torch({"a": torch.zeros(3)})["a"], np.ndarray)
+    with pytest.raises(holdfast.MismatchError, match="'a' has kind a value"):
+        saved.by_us({"a": torch.zeros(3)})
+
+
+def test_a_tensor_does_not_go_into_an_array_in_torch_and_does_here(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path / "x")
+    with pytest.raises(dcp.CheckpointException, match="expected BytesStorageMetadata"):
+        dcp.load({"a": np.zeros(3, dtype=np.float32)}, checkpoint_id=tmp_path / "x")
+    target = {"a": np.zeros(3, dtype=np.float32)}
+    array = target["a"]
+    holdfast.load(target, tmp_path / "x")
+    assert target["a"] is array
+    assert array.tolist() == [0, 1, 2]
+    with pytest.raises(holdfast.MismatchError, match="dtype"):
+        holdfast.load({"a": np.zeros(3)}, tmp_path / "x")
+
+
+def test_a_plain_value_replaces_an_array_in_torch_and_is_a_mismatch_here(tmp_path: Path) -> None:
+    dcp.save({"a": 5}, checkpoint_id=tmp_path / "torch")
+    target: dict[str, Any] = {"a": np.zeros(3)}
+    dcp.load(target, checkpoint_id=tmp_path / "torch")
+    assert target == {"a": 5}
+
+    holdfast.save({"a": 5}, tmp_path / "ours")
+    for name in ("torch", "ours"):
+        target = {"a": np.zeros(3)}
+        with pytest.raises(holdfast.MismatchError, match="'a' has kind a"):
+            holdfast.load(target, tmp_path / name)
+        report = holdfast.load(target, tmp_path / name, strict=False)
+        assert [difference.key for difference in report.differences] == ["a"]
+        assert target["a"].tolist() == [0, 0, 0]
 
 
 def test_flipped_bits_are_loaded_by_torch_and_found_here(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -183,28 +187,94 @@ def test_a_busy_rank_makes_all_refuse(pool: Pool, tmp_path: Path) -> None:
     assert holdfast.load(tmp_path / "first")["a"].unique().tolist() == [1.0]
 
 
+def sharded_tensor() -> tuple[torch.Tensor, Any]:
+    """Three rows of each rank, and the ShardedTensor that they are in."""
+    rank = dist.get_rank()
+    local = torch.zeros(3, 5)
+    shard = LocalShard.from_tensor_and_offsets(local, [3 * rank, 0], rank)
+    return local, init_from_local_shards([shard], 3 * dist.get_world_size(), 5)
+
+
 def save_with_stagers(path: str) -> None:
-    stagers = [
+    stagers: list[Any] = [
+        None,
         BlockingAsyncStager(),
         BlockingAsyncStager(cache_staged_state_dict=True),
         DefaultStager(),
         DefaultStager(StagingOptions(False, False, False, False)),
     ]
-    weight = sharded(0.0)
+    weight, (shard, old) = sharded(0.0), sharded_tensor()
     for number, stager in enumerate(stagers):
         for turn in range(2):
             weight.to_local().fill_(number)
-            handle = async_save({"weight": weight, "step": turn}, f"{path}/{number}", async_stager=stager)
+            shard.fill_(number)
+            state = {"weight": weight, "old": [old], "step": turn}
+            handle = async_save(state, f"{path}/{number}", async_stager=stager)
             handle.wait_staged(TIMEOUT_S)
             weight.to_local().fill_(-1)
+            shard.fill_(-1)
             if turn:
                 handle.result(TIMEOUT_S)
-        stager.close()
+        if stager is not None:
+            stager.close()
 
 
 def test_stagers_copy_what_each_rank_has(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_with_stagers, str(tmp_path), timeout_s=TIMEOUT_S)
-    for number in range(4):
+    for number in range(5):
         found = holdfast.load(tmp_path / str(number))
         assert found["weight"].unique().tolist() == [number]
+        assert found["old"][0].shape == (6, 5)
+        assert found["old"][0].unique().tolist() == [number]
         assert found["step"] == 1
+
+
+# Ranks apart from each other.
+
+
+class CannotPlan(holdfast.DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("rank 1 has no plan")
+        return super().create_local_plan()
+
+
+def save_apart(path: str) -> list[str]:
+    # torch's writer takes the metadata of a faster rank 0 for an old checkpoint.
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+    rank, weight = dist.get_rank(), sharded(1.0, rows=7)
+    writers: dict[str, Any] = {
+        "ours": holdfast.FileSystemWriter(f"{path}/ours"),
+        "unstaged": holdfast.filesystem._FileSystemWriter(f"{path}/unstaged"),
+        "torchs": dcp.FileSystemWriter(f"{path}/torchs"),
+    }
+    for name, writer in writers.items():
+        weight.to_local().fill_(rank)
+        handle = async_save({"weight": weight, "step": rank}, storage_writer=writer, use_collectives=False)
+        handle.wait_staged(TIMEOUT_S)
+        weight.to_local().fill_(-1)
+        metadata = handle.result(TIMEOUT_S)
+        assert set(metadata.state_dict_metadata) == {"weight", "step"}
+        target = {"weight": sharded(5.0, rows=7), "step": None}
+        reader: Any = dcp.FileSystemReader(f"{path}/{name}")
+        holdfast.load(target, storage_reader=reader)
+        assert target["weight"].to_local().unique().tolist() == [rank]
+        assert target["step"] == rank
+    told = []
+    for place in ("native", "fails"):
+        planner = CannotPlan() if place == "fails" else None
+        writer = holdfast.FileSystemWriter(f"{path}/fails") if place == "fails" else holdfast.NativeWriter(path)
+        with pytest.raises(holdfast.CheckpointError) as caught:
+            async_save({"step": rank}, storage_writer=writer, planner=planner, use_collectives=False).result(TIMEOUT_S)
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_save_apart_from_each_other(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, save_apart, str(tmp_path), timeout_s=TIMEOUT_S)
+    for name in ("ours", "unstaged", "torchs"):
+        names = sorted(each.name for each in (tmp_path / name).iterdir())
+        assert names == ["__0.metadata", "__0_0.distcp", "__1.metadata", "__1_0.distcp"]
+    assert first == second
+    assert "use_collectives" in first[0]
+    assert "rank 1 has no plan" in first[1]

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -36,6 +38,18 @@ def spread(truth: torch.Tensor, *placements: Any) -> DTensor:
     return distribute_tensor(truth, mesh, list(placements), src_data_rank=None)
 
 
+def shards(truth: torch.Tensor) -> Any:
+    """A ShardedTensor of two shards on each rank."""
+    # torch's planners ask a ShardedTensor for what it warns of.
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
+    rank, rows = dist.get_rank(), len(truth) // dist.get_world_size() // 2
+    starts = [(2 * rank + number) * rows for number in range(2)]
+    local = [
+        LocalShard.from_tensor_and_offsets(truth[start : start + rows].clone(), [start, 0], rank) for start in starts
+    ]
+    return init_from_local_shards(local, *truth.shape)
+
+
 def state_of(*, filled: bool) -> dict[str, Any]:
     """Every kind of leaf; empty-handed when it is to be a target."""
     factor = 1 if filled else 0
@@ -45,6 +59,7 @@ def state_of(*, filled: bool) -> dict[str, Any]:
         "columns": {"weight": spread(numbered(5, 11).bfloat16() * factor, Shard(1))},
         "replicated": spread(numbered(9) * factor, Replicate()),
         "strided": spread((numbered(8, 12) * factor).t(), Shard(0)),
+        "shards": shards(numbered(24, 2) * factor),
         "plain": numbered(4, 4) * factor,
         "scalar": torch.tensor(4.5) * factor,
         "empty": torch.empty(0, 3),
@@ -57,6 +72,8 @@ def state_of(*, filled: bool) -> dict[str, Any]:
 
 
 def whole(leaf: Any) -> Any:
+    if hasattr(leaf, "local_shards"):
+        return torch.cat([shard.tensor for shard in leaf.local_shards()])
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
@@ -121,6 +138,25 @@ def load_ours(path: str) -> list[str]:
     expected = state_of(filled=True)
     del expected["array"]
     return different(target, expected)
+
+
+def save_at(url: str) -> None:
+    holdfast.save(state_of(filled=True), url)
+
+
+def load_from(url: str) -> list[str]:
+    target, expected = state_of(filled=False), state_of(filled=True)
+    del target["array"], expected["array"]
+    holdfast.load(target, url)
+    return different(target, expected)
+
+
+def test_a_url_is_written_and_read_by_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/checkpoint"
+    pool.run(2, save_at, url, timeout_s=TIMEOUT_S)
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert pool.run(3, load_from, url, timeout_s=TIMEOUT_S) == [[]] * 3
+    assert pool.run(1, torch_loads_all, str(tmp_path / "checkpoint"), timeout_s=TIMEOUT_S) == [[]]
 
 
 def test_holdfast_reads_it_on_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:

@@ -342,15 +342,10 @@ def test_metadata_for_torchs_files_holds_nothing_of_ours() -> None:
 def test_ids_and_storages_of_torch_itself(tmp_path: Path, scheme: str, same: Callable[..., None]) -> None:
     url = f"memory://{tmp_path.name}/checkpoint"
     if scheme == "memory":
-        holdfast.save(state(), url)
+        holdfast.save(state(), storage_writer=FsspecWriter(url))  # type: ignore[arg-type]
         loaded = target()
         dcp.load(loaded, storage_reader=FsspecReader(url))
         same(loaded, state())
-        assert holdfast.load(url, allow_pickle=True)["step"] == 7
-        with pytest.raises(holdfast.UnsafeError, match="unpickles"):
-            holdfast.load(target(), url)
-        with pytest.raises(ValueError, match="user_metadata"):
-            holdfast.save(state(), url, user_metadata={"a": 1})
     else:
         url = str(tmp_path / "checkpoint")
         holdfast.save(state(), storage_writer=dcp.FileSystemWriter(url, thread_count=2))  # type: ignore[arg-type]
@@ -361,13 +356,6 @@ def test_ids_and_storages_of_torch_itself(tmp_path: Path, scheme: str, same: Cal
     reader: Any = FsspecReader(url) if scheme == "memory" else dcp.FileSystemReader(url)
     holdfast.load(loaded, storage_reader=reader)
     same(loaded, state())
-
-
-def test_schemes_that_nobody_knows_are_refused() -> None:
-    with pytest.raises(ValueError, match="nosuchscheme"):
-        holdfast.save({"a": 1}, "nosuchscheme://x")
-    with pytest.raises(ValueError, match="nosuchscheme"):
-        holdfast.load({"a": 1}, "nosuchscheme://x", allow_pickle=True)
 
 
 def test_hugging_face_storage(path: str) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import holdfast
 from holdfast._filesystem import loaders
 from holdfast._filesystem.loaders import tensor_loader
-from holdfast.filesystem import _OverlappingCpuLoader, _SerialCpuLoader
+from holdfast.filesystem import FileSystemReader, FileSystemWriter, _OverlappingCpuLoader, _SerialCpuLoader
 
 
 class PretendStream:
@@ -26,6 +27,16 @@ class PretendStream:
 
     def synchronize(self) -> None:
         self.synchronized += 1
+
+
+class Identity:
+    """A transform that changes nothing, so that items go through streams."""
+
+    def transform_to(self, output: Any) -> Any:
+        return output
+
+    def get_descriptor(self) -> str:
+        return "identity/1"
 
 
 @pytest.fixture
@@ -115,6 +126,30 @@ def test_the_overlapping_one_is_chosen_only_where_it_helps(pretend: SimpleNamesp
     assert type(tensor_loader(resolve, thread_count=1, copy_ahead=5)) is _OverlappingCpuLoader
     assert type(tensor_loader(resolve, thread_count=2, copy_ahead=5)) is _SerialCpuLoader
     assert type(tensor_loader(resolve, thread_count=1, copy_ahead=0)) is _SerialCpuLoader
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({}, ["v", "c", "b", "a"]),
+        ({"per_thread_copy_ahead": 0}, ["v", "a", "c", "b"]),
+        ({"stage": True}, ["v", "a", "c", "b"]),
+    ],
+    ids=["ahead", "not ahead", "staged"],
+)
+def test_a_writer_of_streams_copies_ahead(
+    pretend: SimpleNamespace, path: str, options: dict[str, Any], order: list[str]
+) -> None:
+    """Small tensors come first when they are copied ahead; a staged state is on the CPU already."""
+    state: dict[str, Any] = {"a": torch.zeros(30), "c": torch.zeros(1), "v": 1, "b": torch.zeros(20)}
+    is_staged = options.pop("stage", False)
+    writer = FileSystemWriter(path, _extensions=[Identity()], **options)
+    if is_staged:
+        state = writer.stage(state)
+    holdfast.save(state, storage_writer=writer)
+    places = FileSystemReader(path).read_metadata().storage_data
+    assert [index.fqn for index in sorted(places, key=lambda index: places[index].offset)] == order
+    assert bool(pretend.entered) is (order[1] == "c")
 
 
 def test_without_an_accelerator_there_is_only_the_serial_one(monkeypatch: pytest.MonkeyPatch) -> None:

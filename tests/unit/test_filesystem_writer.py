@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as TorchWriter
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type as torch_split
 from torch.distributed.checkpoint.filesystem import _StorageInfo as TorchInfo
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -32,6 +33,7 @@ from holdfast.filesystem import (
     _item_size,
     _split_by_size_and_type,
 )
+from holdfast.interop import convert
 from holdfast.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from holdfast.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -109,6 +111,30 @@ def test_torch_reads_nested_states_with_values_and_tied_weights(path: str) -> No
     assert np.array_equal(target["array"], state["array"])
     assert target["array"].dtype == np.int16
     assert target["scalar"].item() == 2.5
+
+
+WAYS: dict[str, Callable[[dict[str, Any], str], Any]] = {
+    "our writer": lambda state, path: holdfast.save(state, storage_writer=FileSystemWriter(path)),
+    "torch's writer": lambda state, path: holdfast.save(state, storage_writer=TorchWriter(path)),  # type: ignore[arg-type]
+    "from native": lambda state, path: (holdfast.save(state, path + "-"), convert(path + "-", path, to="torch")),
+    "torch": lambda state, path: dcp.save(state, checkpoint_id=path),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_dict_does_not_keep_torch_from_the_rest(path: str, way: str) -> None:
+    """torch has no such keys: it would take the checkpoint for one of an old version, and look for other keys."""
+
+    def state(value: float) -> dict[str, Any]:
+        return {"a": {"w": torch.full((2,), value), "state": {}}, "c": {"n": value}}
+
+    WAYS[way](state(3.0), path)
+    assert sorted(read_metadata(path).state_dict_metadata) == ["a.w", "c.n"]
+    for load in (torch_loads, holdfast.load):
+        found = state(0.0)
+        load(found, path)  # type: ignore[operator]
+        assert found["a"]["w"].tolist() == [3, 3]
+        assert (found["a"]["state"], found["c"]) == ({}, {"n": 3.0})
 
 
 def test_torch_reads_without_a_template(path: str) -> None:
@@ -284,6 +310,21 @@ def test_items_are_split_as_torch_splits_them() -> None:
     assert names == [["v0", "v2", "t2"], ["v1", "t1", "t3"]]
     with pytest.raises(InvalidStateError, match="'v0' is a value"):
         _item_size(items[0])
+
+
+@pytest.mark.parametrize("bins", [1, 2, 3, 5, 40])
+def test_a_long_plan_is_split_as_torch_splits_it(bins: int) -> None:
+    sizes = [37 * number % 23 + 1 for number in range(30)]
+    state = {f"t{number}": numbered(size) for number, size in enumerate(sizes)}
+    plans = (
+        library.default_planner.create_default_local_save_plan({**state, "v0": 0, "v1": 1, "v2": 2}, True)
+        for library in (holdfast, dcp)
+    )
+    ours, theirs = (
+        [[each.index.fqn for each in bucket] for bucket in split(bins, list(plan.items))]
+        for split, plan in zip((_split_by_size_and_type, torch_split), plans, strict=True)
+    )
+    assert ours == theirs
 
 
 def test_an_id_and_a_path_for_each_save(path: str, tmp_path: Path) -> None:

@@ -277,9 +277,25 @@ def test_items_and_chunks_of_a_distributed_tensor_are_torchs(group: DeviceMesh) 
     for leaf in (tensor, torch.ones(2, 2)):
         mine, torchs = (each._create_chunk_list(leaf) for each in (planner_helpers, torch_helpers))
         assert [(chunk.offsets, chunk.sizes) for chunk in mine] == [(chunk.offsets, chunk.sizes) for chunk in torchs]
+    mine, torchs = (each._create_chunk_from_dtensor(tensor) for each in (planner_helpers, torch_helpers))
+    assert (mine.offsets, mine.sizes) == (torchs.offsets, torchs.sizes)
     for library in (planner_helpers, torch_helpers):
         with pytest.raises(ValueError, match="str"):
             library._create_chunk_list("text")  # type: ignore[arg-type]
+
+
+def test_single_read_items_are_torchs() -> None:
+    ours, theirs = (
+        (
+            library._create_read_item_for_tensor(index("w", (2, 0)), [1, 0], index("old", (0, 0)), [3, 0], [1, 4]),
+            library._create_read_item_for_byteio(index("step"), 0, index("step"), 0, 0),
+        )
+        for library, index in (
+            (planner_helpers, holdfast.MetadataIndex),
+            (torch_helpers, torch_metadata.MetadataIndex),
+        )
+    )
+    assert list(map(item_parts, ours)) == list(map(item_parts, theirs))
 
 
 def test_meta_tensors_are_replaced_at_any_depth() -> None:

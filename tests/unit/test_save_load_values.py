@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -56,6 +57,14 @@ VALUES: dict[str, Any] = {
 def test_every_value_comes_back_alone(name: str, path: str, same: Same) -> None:
     holdfast.save({"value": VALUES[name]}, path)
     same(holdfast.load(path), {"value": VALUES[name]})
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_every_value_replaces_one_of_its_kind_in_a_target(name: str, path: str, same: Same) -> None:
+    holdfast.save({"value": VALUES[name], "inner": [{}, VALUES[name]]}, path)
+    target = {"value": copy.deepcopy(VALUES[name]), "inner": [{}, copy.deepcopy(VALUES[name])]}
+    holdfast.load(target, path)
+    same(target, {"value": VALUES[name], "inner": [{}, VALUES[name]]})
 
 
 def test_all_values_come_back_together_with_tensors_between(path: str, same: Same) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_load_plan
@@ -64,6 +65,7 @@ class FileSystemReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[Any, Any] = {}
         self.rank: int | None = None
+        self.own_rank: int | None = None
         self.use_collectives = True
         self._registry = _extension_registry
         self._layouts: Layouts = {}
@@ -103,16 +105,19 @@ class FileSystemReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint says of itself; with ``rank``, what that rank wrote for itself alone.
 
-        Where there is no common metadata, that of all ranks is put together.
+        Where there is no common metadata, that of all ranks is put together; of what several of them have, each rank
+        gets its own.
         """
         rank = kwargs.get("rank")
         name = METADATA_NAME if rank is None else rank_metadata_name(rank)
         try:
             metadata = self._decode(name)
         except NotFoundError:
-            if rank is not None or not self._exists(rank_metadata_name(0)):
+            names = self.metadata_names()
+            if rank is not None or not names:
                 raise
-            metadata = merge_metadata(self._decode_each_rank())
+            own = own_rank() if self.own_rank is None else self.own_rank
+            metadata = merge_metadata(list(map(self._decode, names)), own=own)
             check_tiling(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -120,11 +125,11 @@ class FileSystemReader(StorageReader):
         self._layouts = {}
         return speak_torch(metadata)
 
-    def _decode_each_rank(self) -> Iterator[Metadata]:
-        rank = 0
-        while self._exists(rank_metadata_name(rank)):
-            yield self._decode(rank_metadata_name(rank))
-            rank += 1
+    def metadata_names(self) -> list[str]:
+        """The files that describe the checkpoint: that of all ranks, or those that each wrote for itself."""
+        if self._exists(METADATA_NAME):
+            return [METADATA_NAME]
+        return list(itertools.takewhile(self._exists, map(rank_metadata_name, itertools.count())))
 
     def _exists(self, name: str) -> bool:
         return self.fs.exists(self.fs.concat_path(self.path, name))
@@ -224,6 +229,13 @@ class FileSystemReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": None, "_streams": None, "_layouts": {}}
+
+
+def own_rank() -> int:
+    """The rank of this process in its job; 0 without one."""
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
 
 
 def has_torch_metadata(path: str | os.PathLike[str]) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from holdfast._filesystem.delivery import Item
@@ -46,11 +46,15 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
         StorageError: the file system refused; this tells nothing about the bytes.
     """
     begin = time.perf_counter()
-    metadata = FileSystemReader(path).read_metadata()
-    verification = _Verification(path, metadata, on_progress)
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    names = reader.metadata_names()
+    # Ranks that saved apart may have other things under the same key: each of them is somebody's.
+    parts = [metadata] if names == [METADATA_NAME] else [reader.read_metadata(rank=rank) for rank in range(len(names))]
+    verification = _Verification(path, metadata, parts, on_progress)
     damage = verification.run()
     return VerifyReport(
-        files=len(verification.names) + 1,
+        files=len(verification.names) + len(names),
         bytes=verification.total_bytes,
         keys=len(metadata.state_dict_metadata),
         seconds=time.perf_counter() - begin,
@@ -60,14 +64,20 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
 
 
 class _Verification:
-    def __init__(self, path: str | os.PathLike[str], metadata: Metadata, on_progress: _Progress | None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Metadata,
+        parts: Sequence[Metadata],
+        on_progress: _Progress | None,
+    ) -> None:
         self._metadata = metadata
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._damage: list[tuple[int, int, Damage]] = []
         self._unchecked: Counter[str] = Counter()
         self._done = 0
-        self._items = list(self._places())
+        self._items = [item for part in parts for item in self._places(part)]
         ends: dict[str, int] = {}
         for item, _ in self._items:
             place = item.place
@@ -78,10 +88,10 @@ class _Verification:
         self._sizes = {name: self._size(local_path(path, name)) for name in self.names}
         self.total_bytes = sum(item.place.length for item, _ in self._items)
 
-    def _places(self) -> Iterator[tuple[Item, ChunkStorageMetadata | None]]:
-        """Every item with its chunk; None for a value. Those without a place are damage."""
-        storage_data = self._metadata.storage_data if isinstance(self._metadata.storage_data, dict) else {}
-        for key, stored in self._metadata.state_dict_metadata.items():
+    def _places(self, metadata: Metadata) -> Iterator[tuple[Item, ChunkStorageMetadata | None]]:
+        """Every item of ``metadata`` with its chunk; None for a value. Those without a place are damage."""
+        storage_data = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+        for key, stored in metadata.state_dict_metadata.items():
             chunks = list(stored.chunks) if isinstance(stored, TensorStorageMetadata) else [None]
             for chunk in chunks:
                 place = storage_data.get(MetadataIndex(key, None if chunk is None else chunk.offsets))

@@ -16,6 +16,7 @@ import torch
 from holdfast._native.image import Copy
 from holdfast._native.report import WriteReport
 from holdfast._staging.memory import Region
+from holdfast._state.pieces import pieces_of
 from holdfast._state.raw import MemorySource, ScatteredSource, Source
 from holdfast._values.digest import combine
 from holdfast.errors import InvalidStateError
@@ -153,6 +154,8 @@ def _tails(key: str, names: Collection[str]) -> Iterable[str]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the part of the tensor that this rank has is; 0 for one without memory."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return int(local.data_ptr()) if isinstance(local, torch.Tensor) and local.numel() else 0
+    """Where the first part of the tensor that this rank has is; 0 for one without memory of its own."""
+    try:
+        return next((piece.tensor.data_ptr() for piece in pieces_of("", tensor).pieces if piece.tensor.numel()), 0)
+    except InvalidStateError:
+        return 0  # an optimizer may have tensors that could not be saved, and nobody does

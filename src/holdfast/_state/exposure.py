@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -68,7 +69,10 @@ def _handed_back(original: Any, loaded: Any) -> Any:
         return original
     if isinstance(original, tuple) and isinstance(loaded, tuple) and len(original) == len(loaded):
         entries = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
-        return type(original)(*entries) if hasattr(original, "_fields") else tuple(entries)
+        if hasattr(original, "_fields"):
+            return type(original)(*entries)
+        # What holds nothing to hand back is the value itself, such as a torch.Size.
+        return loaded if all(map(operator.is_, entries, loaded)) else tuple(entries)
     if is_stateful(original):
         _load_into(original, loaded)
         return original

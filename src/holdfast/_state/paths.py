@@ -111,6 +111,14 @@ def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     return leaves, paths
 
 
+def empty_dicts(leaves: Mapping[str, Any]) -> set[str]:
+    """The keys of empty dicts, which torch's format has not.
+
+    torch takes a checkpoint that has one for an old one, and then looks for other keys in it.
+    """
+    return {key for key, leaf in leaves.items() if type(leaf) is dict and not leaf}
+
+
 def _collect(found: list[tuple[str, Path, Any]], key: str, path: Path, value: Any) -> None:
     """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
     if len(path) > MAX_PATH_DEPTH:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -308,15 +308,17 @@ def _check_paths(planner_data: dict[Any, Any], entries: Mapping[str, STORAGE_TYP
         raise _Refused("its paths are positions in lists that are longer than any")
 
 
-def merge_metadata(parts: Iterable[Metadata]) -> Metadata:
-    """What several ranks wrote down each for itself, as one: every distinct chunk once, the first rank's where several
-    have it. Whether the chunks of a tensor make it up is for the caller to check.
+def merge_metadata(parts: Sequence[Metadata], *, own: int = 0) -> Metadata:
+    """What several ranks wrote down each for itself, as one: every distinct chunk and value once.
+
+    Of what several have it is that of the rank ``own``, or else of the first. Whether the chunks of a tensor make it up
+    is for the caller to check.
     """
-    merged = Metadata({}, planner_data={}, storage_data={})
+    merged = Metadata(
+        {}, planner_data={}, storage_data={}, storage_meta=parts[0].storage_meta, version=parts[0].version
+    )
     chunks: dict[str, dict[torch.Size, Any]] = {}
-    for part in parts:
-        merged.storage_meta = merged.storage_meta or part.storage_meta
-        merged.version = merged.version or part.version
+    for part in [*parts[own : own + 1], *parts]:
         if isinstance(part.planner_data, dict):
             merged.planner_data = {**part.planner_data, **merged.planner_data}
         if isinstance(part.storage_data, dict):

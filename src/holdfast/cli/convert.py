@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,10 +32,10 @@ class TargetFormat(str, Enum):
 
 def convert_command(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="The directory of a checkpoint, or a .pt file.", show_default=False)
+        str, typer.Argument(metavar="SRC", help="The directory of a checkpoint, or a .pt file.", show_default=False)
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="DST", help="Where the result goes; it must not exist.", show_default=False)
+        str, typer.Argument(metavar="DST", help="Where the result goes; it must not exist.", show_default=False)
     ],
     to: Annotated[
         TargetFormat,
@@ -80,10 +79,10 @@ def convert_command(
         raise typer.BadParameter(str(error)) from None
     if as_json:
         found = {"tensors": done.tensors, "values": done.values, "bytes": done.bytes, "seconds": done.seconds}
-        typer.echo(json.dumps({"source": str(source), "target": str(target), "to": to.value, **found}))
+        typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **found}))
         return
     speed = done.bytes / max(done.seconds, 1e-9) / 1e9
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.values, 'value')}"
     effort = f"{shown_bytes(done.bytes)} in {done.seconds:.2f} s, {speed:.2f} GB/s"
-    line = Text.assemble(("converted", "bold green"), f": {held}, {effort} -> ", (shown_name(str(target)), "bold"))
+    line = Text.assemble(("converted", "bold green"), f": {held}, {effort} -> ", (shown_name(target), "bold"))
     output_console().print(line, soft_wrap=True)

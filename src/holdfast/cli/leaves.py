@@ -8,11 +8,12 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from holdfast._filesystem.reader import FileSystemReader
+from holdfast._filesystem.remote import RemoteFileSystem
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.manifest import TensorEntry, ValueEntry
@@ -21,7 +22,7 @@ from holdfast._native.tree import decode_path
 from holdfast._state.paths import Path, restorable_paths
 from holdfast._torchformat.places import StorageInfo
 from holdfast._values.dtypes import DTYPES
-from holdfast.detect import is_torch_format
+from holdfast.detect import reader_for
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling
 
@@ -101,8 +102,9 @@ class Contents:
 
 def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Contents:
     """What the checkpoint at ``path`` holds; with a ``pattern``, the leaves whose key it matches."""
-    if is_torch_format(path):
-        return _torch_contents(path, pattern)
+    reader = reader_for(path)
+    if isinstance(reader, FileSystemReader):
+        return _torch_contents(reader, pattern)
     catalog = read_catalog(path)
     return Contents(
         leaves=leaves_of(catalog, pattern),
@@ -186,15 +188,15 @@ def totals_of(catalog: Catalog) -> Totals:
 # --- torch's own format ---------------------------------------------------------------------------------------------
 
 
-def _torch_contents(path: str | os.PathLike[str], pattern: str | None) -> Contents:
-    metadata = FileSystemReader(path).read_metadata()
+def _torch_contents(reader: FileSystemReader, pattern: str | None) -> Contents:
+    metadata = reader.read_metadata()
     check_tiling(metadata)
     places: dict[MetadataIndex, StorageInfo] = {
         index: place for index, place in (metadata.storage_data or {}).items() if isinstance(place, StorageInfo)
     }
     return Contents(
         leaves=list(_torch_leaves(metadata, places, pattern)),
-        totals=_torch_totals(path, metadata, places),
+        totals=_torch_totals(reader, metadata, places),
         chunks_of=partial(_torch_chunks, metadata, places),
     )
 
@@ -239,22 +241,24 @@ def _torch_chunks(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], 
     ]
 
 
-def _torch_totals(path: str | os.PathLike[str], metadata: Metadata, places: dict[MetadataIndex, StorageInfo]) -> Totals:
-    names = {place.relative_path for place in places.values()} | set(_metadata_names(path))
-    sizes = (posix.file_status(os.path.join(path, name)) for name in names)
+def _torch_totals(reader: FileSystemReader, metadata: Metadata, places: dict[MetadataIndex, StorageInfo]) -> Totals:
+    names = {place.relative_path for place in places.values()} | set(reader.metadata_names())
     tensors = sum(isinstance(stored, TensorStorageMetadata) for stored in metadata.state_dict_metadata.values())
     meta = metadata.storage_meta
     return Totals(
         tensors=tensors,
         tied=0,
         values=len(metadata.state_dict_metadata) - tensors,
-        bytes=sum(status.st_size for status in sizes if status is not None),
+        bytes=sum(_size(reader, name) for name in names),
         files=len(names),
         format_version=f"torch {metadata.version or 'unknown'}",
         attempt=None if meta is None else meta.save_id,
     )
 
 
-def _metadata_names(path: str | os.PathLike[str]) -> Iterable[str]:
-    names = posix.list_names(path)
-    return [".metadata"] if ".metadata" in names else [name for name in names if name.endswith(".metadata")]
+def _size(reader: FileSystemReader, name: str) -> int:
+    path = reader.fs.concat_path(reader.path, name)
+    if isinstance(reader.fs, RemoteFileSystem):
+        return reader.fs.size(path) if reader.fs.exists(path) else 0
+    status = posix.file_status(path)
+    return 0 if status is None else status.st_size

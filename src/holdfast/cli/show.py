@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,7 +39,9 @@ _TIED = Style(color="yellow")
 
 
 def show_command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="The directory of the checkpoint, or its URL.", show_default=False)
+    ],
     pattern: Annotated[
         str | None,
         typer.Argument(
@@ -57,12 +58,15 @@ def show_command(
     A tree of its keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others read
     "= key". Only the manifest and the index are read; of a checkpoint in torch's own format, its metadata.
     """
-    contents = contents_of(path, pattern)
+    try:
+        contents = contents_of(path, pattern)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if as_json:
         typer.echo(json.dumps(_as_json(path, contents, with_chunks=chunks)))
         return
     console = output_console()
-    console.print(Text(shown_name(str(path)), "bold"), soft_wrap=True)
+    console.print(Text(shown_name(path), "bold"), soft_wrap=True)
     _print_tree(console, contents, with_chunks=chunks)
     _print_totals(console, contents, pattern)
 
@@ -70,10 +74,10 @@ def show_command(
 # --- for programs ---------------------------------------------------------------------------------------------------
 
 
-def _as_json(path: Path, contents: Contents, *, with_chunks: bool) -> dict[str, object]:
+def _as_json(path: str, contents: Contents, *, with_chunks: bool) -> dict[str, object]:
     totals = dataclasses.asdict(contents.totals)
     fields: dict[str, object] = {
-        "path": str(path),
+        "path": path,
         "keys": {leaf.key: _leaf_as_json(contents, leaf, with_chunks=with_chunks) for leaf in contents.leaves},
         "totals": {name: value for name, value in totals.items() if value is not None},
     }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from holdfast._filesystem.remote import is_remote
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._native.verify import VerifyReport, verify_checkpoint
 from holdfast.cli.terminal import counted, output_console, progress_bar, shown_bytes, shown_name
@@ -34,7 +34,7 @@ class Depth(str, enum.Enum):
 
 
 def verify_command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
     level: Annotated[
         Depth,
         typer.Option(
@@ -58,6 +58,8 @@ def verify_command(
     part = _part(sample)
     if part < 1 and level is not Depth.DIGESTS:
         raise typer.BadParameter("a sample is of the digests; leave out --level", param_hint="--sample")
+    if is_remote(path):
+        raise typer.BadParameter("only files can be checked; copy the checkpoint from its URL to a directory first")
     is_torch = is_torch_format(path)
     if is_torch and (part < 1 or level is not Depth.DIGESTS):
         raise typer.BadParameter("torch's own format is checked as a whole; leave out --level and --sample")
@@ -85,10 +87,10 @@ def _part(text: str) -> float:
     return part
 
 
-def _as_json(path: Path, report: VerifyReport) -> dict[str, object]:
+def _as_json(path: str, report: VerifyReport) -> dict[str, object]:
     unchecked = {"unchecked": list(report.unchecked)} if report.unchecked else {}
     return {
-        "path": str(path),
+        "path": path,
         "ok": report.ok,
         "files": report.files,
         "bytes": report.bytes,

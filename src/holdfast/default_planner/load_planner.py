@@ -186,9 +186,15 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
             check_fillable(key, leaf)
             return self._tensor_difference(key, torch.from_numpy(leaf), stored)
+        if isinstance(leaf, np.ndarray) and self._may_be_array(key):
+            return None
         if isinstance(leaf, (torch.Tensor, np.ndarray)) or isinstance(stored, TensorStorageMetadata):
             return Difference(key=key, kind="kind", stored=_kind_of(stored), wanted=_kind_of(leaf))
         return None
+
+    def _may_be_array(self, key: str) -> bool:
+        """Whether the value stored as ``key`` can turn out to be an array: not in native storage, which has paths."""
+        return self.metadata is not None and key not in self.metadata.paths
 
     def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
         if is_sharded(leaf):
@@ -219,7 +225,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Set the value in the target; the context of a tensor subclass is compared instead."""
+        """Set the value in the target, an array only where one was; the context of a subclass is compared instead."""
         key = read_item.dest_index.fqn
         if isinstance(value, ValueBuffer):
             loaded = value.value
@@ -232,6 +238,12 @@ class DefaultLoadPlanner(LoadPlanner):
                     [Difference(key=key, kind="context", stored=repr(loaded), wanted=repr(leaf.context))],
                     advice="Make the target's tensor subclass as it was when it was saved.",
                 )
+            return
+        if isinstance(leaf, np.ndarray) and not isinstance(loaded, np.ndarray):
+            difference = Difference(key=key, kind="kind", stored=_kind_of(loaded), wanted=_kind_of(leaf))
+            if self.strict:
+                raise MismatchError.of([difference], advice="Fix the target, or pass strict=False to load what fits.")
+            self.differences.append(difference)
             return
         self.state_dict[key] = loaded
         self._set_in_target(key, loaded)

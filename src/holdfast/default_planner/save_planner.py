@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 
-from holdfast._state.paths import Path, flatten, path_mapping
+from holdfast._state.paths import Path, empty_dicts, flatten, path_mapping
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.subclasses import ComposedTensor
 from holdfast._state.tensors import as_tensor
@@ -64,6 +64,7 @@ class DefaultSavePlanner(SavePlanner):
         self.replica_check = replica_check
         self.ranks = 1
         self.is_apart = False
+        self.keeps_empty_dicts = True
         self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -76,6 +77,9 @@ class DefaultSavePlanner(SavePlanner):
         """Take the state, flattened."""
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
+            if not self.keeps_empty_dicts:
+                for key in empty_dicts(state_dict):
+                    del state_dict[key], self.mappings[key]
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 

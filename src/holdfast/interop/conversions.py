@@ -20,13 +20,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from holdfast._filesystem.remote import is_remote
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._filesystem.writer import _FileSystemWriter
 from holdfast._io import posix
 from holdfast._io.pages import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import Path, restorable_paths, unflatten
+from holdfast._state.paths import Path, empty_dicts, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
@@ -37,7 +38,7 @@ from holdfast.default_planner import DefaultSavePlanner
 from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.interop.pt_files import read_pt, write_pt
-from holdfast.metadata import STATE_DICT_TYPE, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
 from holdfast.saver import save
 from holdfast.storage import StorageWriter
@@ -81,6 +82,9 @@ def convert(
     started = time.monotonic()
     if to not in ("native", "torch", "pt"):
         raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
+    for place in (source, target):
+        if is_remote(place):
+            raise ValueError(f"files are converted, and {os.fspath(place)!r} is a URL; copy from or to it")
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     progress = _Progress(on_progress)
@@ -340,7 +344,12 @@ class _CopyPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf."""
-        entries = self._leaves.metadata.state_dict_metadata
+        entries = dict(self._leaves.metadata.state_dict_metadata)
+        if not self.keeps_empty_dicts:
+            values = (key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+            for key in empty_dicts({key: self._leaves.value(key) for key in values}):
+                del entries[key]
+                self.mappings.pop(key, None)
         heads = [
             TensorHead(entry.properties, entry.size, entry.alias_of, entry.kind)
             if isinstance(entry, TensorStorageMetadata)

@@ -192,6 +192,26 @@ def test_a_missing_file_damages_all_keys_in_it(path: Path) -> None:
     assert {each["problem"] for each in found["damage"]} == {"the file is missing"}
 
 
+def test_what_each_rank_saved_apart_is_checked(tmp_path: Path) -> None:
+    """All have it under one key, and rank 0's is not what rank 1 loads."""
+    path = tmp_path / "checkpoint"
+    for rank in range(2):
+        writer, planner = holdfast.FileSystemWriter(path), holdfast.DefaultSavePlanner()
+        planner.set_up_planner({"own": torch.full((1000,), float(rank))}, writer.storage_meta(), True)
+        writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
+        (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+    assert sorted(os.listdir(path)) == ["__0.metadata", "__0_0.distcp", "__1.metadata", "__1_0.distcp"]
+    result = run("verify", "--json", path)
+    assert result.exit_code == 0, result.output
+    assert (found := json.loads(result.stdout))["files"] == 4
+    assert found["bytes"] > 2 * 4000
+    overwrite(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2, b"!!!!")
+    result = run("verify", "--json", path)
+    assert result.exit_code == 1, result.output
+    assert json.loads(result.stdout)["damaged_files"] == ["__1_0.distcp"]
+
+
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
