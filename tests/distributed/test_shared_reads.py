@@ -28,7 +28,7 @@ from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
 from holdfast._host import meeting
 from holdfast._io import sharing
 from holdfast._io.direct import InputFile
-from holdfast._native import shared_fetch
+from holdfast._native import segments
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -226,8 +226,8 @@ def load_in_other_ways(path: str) -> dict[str, int]:
             report = holdfast.load(target, path, process_group=pair)
         assert torch.equal(target["large"], truth)
         read[name] = report.bytes_read
-    with pytest.raises(ValueError, match="share is 'host' or 'off'"):
-        holdfast.load({}, path, share="job")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="share is 'host', 'job' or 'off'"):
+        holdfast.load({}, path, share="all")  # type: ignore[call-overload]
     return read
 
 
@@ -339,7 +339,7 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
     planner = RaisingPlanner(1, "resolve_tensor")
     with (
         mock.patch.object(InputFile, "_read_once", read_slowly),
-        mock.patch.object(shared_fetch, "_HOT_BYTES", MIB + 8192),
+        mock.patch.object(segments, "HOT_BYTES", MIB + 8192),
         pytest.raises(CheckpointError, match="no resolve_tensor here"),
     ):
         holdfast.load(state_of(shapes, [Shard(0)], zeros=True), path, planner=planner)
