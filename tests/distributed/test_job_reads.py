@@ -365,3 +365,27 @@ def test_a_rank_that_raises_fails_all_hosts_soon(pool: Pool, tmp_path: Path) -> 
         assert "no reading here" in result["message"]
         assert result["failures"] == [1]
         assert result["seconds"] < 5
+
+
+# Memory.
+
+
+def load_and_measure(path: str) -> int:
+    """How many bytes the resident memory of this process grew by at most beyond the target."""
+    shapes = {f"part.{number}": (16, MIB) for number in range(5)}  # 5 x 64 MiB
+    if dist.get_rank() == 0:
+        holdfast.save({key: torch.ones(shape, dtype=torch.int32) for key, shape in shapes.items()}, path, no_dist=True)
+    dist.barrier()
+    target = {key: torch.full(shape, 2, dtype=torch.int32) for key, shape in shapes.items()}
+    Path("/proc/self/clear_refs").write_text("5")
+    before = os.sysconf("SC_PAGESIZE") * int(Path("/proc/self/statm").read_text().split()[1])
+    with hosts_of(1, least=2):
+        holdfast.load(target, path, share="job")
+    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert all(bool((tensor == 1).all()) for tensor in target.values())
+    return int(peak.split()[1]) * 1024 - before
+
+
+def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Pool, tmp_path: Path) -> None:
+    grown = pool.run(2, load_and_measure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    assert max(grown) <= 192 * MIB, "less than what came from the other host or was read for it"

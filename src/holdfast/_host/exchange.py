@@ -41,8 +41,8 @@ _LEAST_SLOT_BYTES = 2 << 20
 _MESSAGE = struct.Struct("<iiii")
 assert _MESSAGE.size == MESSAGE_BYTES
 _SLICE_S = 0.25
-# Who waits for a carrier, which waits for other hosts, waits so many times as long: whoever is stuck is named first.
-_CARRIER_PATIENCE = 3
+# Whoever is waited for may wait for other hosts, once these share: the carriers, who know, are the first to name one.
+_HOSTS_PATIENCE = 3
 
 
 class _Kind(enum.IntEnum):
@@ -140,9 +140,10 @@ class Exchange:
 
     def gather_hosts(self, blocks: int) -> np.ndarray:
         """Which of ``blocks`` each host wants, as booleans [hosts, blocks], once the leader has told."""
-        deadline = self._deadline({self.size})
+        self._deadline_s *= _HOSTS_PATIENCE
+        deadline = self._deadline()
         while not self._hosts_heard:
-            deadline = self._wait(deadline, {self.size})
+            deadline = self._wait(deadline, {0})
         return np.unpackbits(self._wishes(blocks)[self.size :], axis=1, count=blocks).view(bool)
 
     def _wishes(self, blocks: int) -> np.ndarray:
@@ -227,8 +228,7 @@ class Exchange:
 
     def wait(self) -> None:
         """Return when a message has changed something; raise what another rank has failed with."""
-        awaited = self._readers() or self._takers()
-        deadline = self._deadline(awaited)
+        deadline, awaited = self._deadline(), self._readers() or self._takers()
         while True:
             before = self.waits
             deadline = self._wait(deadline, awaited)
@@ -273,9 +273,8 @@ class Exchange:
     def _takers(self) -> set[int]:
         return set().union(*(takers for _, takers in self._in_use.values()))
 
-    def _deadline(self, awaited: set[int] | None = None) -> Deadline:
-        is_through_carrier = awaited == {self.size}
-        return Deadline(self._deadline_s * (_CARRIER_PATIENCE if is_through_carrier else 1), self._clock)
+    def _deadline(self) -> Deadline:
+        return Deadline(self._deadline_s, self._clock)
 
     def _wait(self, deadline: Deadline, awaited: set[int]) -> Deadline:
         """Take messages, waiting a little for the first; the deadline, anew when one came."""
@@ -283,7 +282,7 @@ class Exchange:
         if messages:
             for message in messages:
                 self._take(message)
-            return self._deadline(awaited)
+            return self._deadline()
         self.rest()
         if deadline.passed:
             name = self._names[min(awaited)]
