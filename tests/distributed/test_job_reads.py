@@ -39,7 +39,7 @@ TIMEOUT_S = 90.0
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing; and many small ones.
 SHAPES = {"large": (1536, 1031), "wide": (8, 300_001), "small": (13, 5), "empty": (0, 4)}
-SHAPES.update({f"many.{number}": (37, 3) for number in range(100)})
+SHAPES.update({f"many.{number}": (37, 3) for number in range(40)})
 STORED = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
 # Reads past the page cache begin and end on pages.
 PAGES = 200 * 4096
