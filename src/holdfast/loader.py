@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadReport", "load"]
 
-Sharing = Literal["host", "off"]
+Sharing = Literal["host", "job", "off"]
 """Whether what several ranks want is read once, and by whom."""
 
 
@@ -125,8 +125,9 @@ def load(
         verify: check every byte that is read against its digest.
         allow_pickle: unpickle values that were saved with allow_pickle; it runs code from the checkpoint.
         deadline_s: seconds without progress after which a rank that others wait for is given up.
-        share: "host" reads what several ranks of one host want once and passes it on in their memory; with "off" every
-            rank reads all it wants itself.
+        share: "host" reads what several ranks of one host want once and passes it on in their memory; "job" also reads
+            what four or more hosts want once, and sends it from host to host; with "off" every rank reads all it wants
+            itself.
 
     Returns:
         A LoadReport; or, for ``load(path)``, the state, nested as it was saved.
@@ -155,8 +156,8 @@ def load(
             raise ValueError("verify is an option of the storage; give it to it")
         elif checkpoint_id is not None:
             storage_reader.reset(checkpoint_id)
-        if share not in ("host", "off"):
-            raise ValueError(f"share is 'host' or 'off', not {share!r}")
+        if share not in ("host", "job", "off"):
+            raise ValueError(f"share is 'host', 'job' or 'off', not {share!r}")
         if planner is None:
             planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
         elif not strict:
@@ -281,13 +282,13 @@ class _Loading:
         if share == "off" or ranks.size == 1 or type(reader) is not NativeReader:
             ranks.share("reading the metadata", self._read_metadata, _one_attempt)
             return
-        self._metadata, exchange = open_together(reader, ranks)
+        self._metadata, exchange = open_together(reader, ranks, between_hosts=share == "job")
         if exchange is not None:
             stack.callback(exchange.close)
             stack.callback(reader.use_exchange, None)
             reader.use_exchange(exchange)
             # While a rank waits for what another one reads, it is not the one that is stuck.
-            ranks.follow(lambda: reader.bytes_read + exchange.waits)
+            ranks.follow(lambda: reader.bytes_read + exchange.progress)
 
     def make_plan(self, make_target: Callable[[Metadata], dict[Any, Any]]) -> None:
         """Decide what this rank reads; plans travel only where somebody may want to see them all."""

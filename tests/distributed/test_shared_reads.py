@@ -226,8 +226,8 @@ def load_in_other_ways(path: str) -> dict[str, int]:
             report = holdfast.load(target, path, process_group=pair)
         assert torch.equal(target["large"], truth)
         read[name] = report.bytes_read
-    with pytest.raises(ValueError, match="share is 'host' or 'off'"):
-        holdfast.load({}, path, share="job")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="share is 'host', 'job' or 'off'"):
+        holdfast.load({}, path, share="all")  # type: ignore[call-overload]
     return read
 
 

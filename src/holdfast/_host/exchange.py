@@ -1,7 +1,9 @@
 """Blocks that several ranks of a host want, passed on through shared memory by the one that read them.
 
 Every rank has slots of its own there. It fills one with what it has read and verified, tells those who want some of it,
-and fills it again when all of them are done.
+and fills it again when all of them are done. Where hosts pass blocks on to each other, the leader also runs a carrier
+with slots of its own: to the ranks it is one more of them, which fills slots with what comes from other hosts and takes
+what they want.
 
 Invariant: only the thread that feeds the work waits, and it waits only when there is nothing left to do without the
 others; taking what has been filled needs nobody's help. So whoever waits, waits for someone who works. Each wait looks
@@ -14,18 +16,23 @@ import enum
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from holdfast._host.meeting import MESSAGE_BYTES, Layout, Link
 from holdfast._io.buffers import Slab
+from holdfast._io.sharing import Inbox
 from holdfast._plan.host_reads import CommonReads
 from holdfast._values.deadline import Clock, Deadline
 from holdfast.errors import InternalError, RankLostError
 
+if TYPE_CHECKING:
+    from holdfast._host.carrier import Job
+
 WISHES = 2
-"""The section of the shared memory where every rank says which blocks it wants, a bit for each."""
+"""The section of the shared memory where every rank, then every host, says which blocks it wants, a bit for each."""
 
 _MOST_READERS = 16
 _MOST_SLOTS_EACH = 4
@@ -34,12 +41,15 @@ _LEAST_SLOT_BYTES = 2 << 20
 _MESSAGE = struct.Struct("<iiii")
 assert _MESSAGE.size == MESSAGE_BYTES
 _SLICE_S = 0.25
+# Whoever is waited for may wait for other hosts, once these share: the carriers, who know, are the first to name one.
+_HOSTS_PATIENCE = 3
 
 
 class _Kind(enum.IntEnum):
     WISHES = 1
     FILLED = 2
     TAKEN = 3
+    HOSTS = 4
 
 
 def most_readers(size: int) -> int:
@@ -47,13 +57,17 @@ def most_readers(size: int) -> int:
     return min(size, _MOST_READERS)
 
 
-def layout_for(sections: tuple[int, int], wishes: int, size: int, slot_bytes: int) -> Layout:
-    """Room for two ``sections``, the wishes of ``size`` ranks of ``wishes`` bytes each, and two slots each or more."""
-    readers = most_readers(size)
+def layout_for(sections: tuple[int, int], wishes: int, size: int, slot_bytes: int, hosts: int = 0) -> Layout:
+    """Room for two ``sections``, for wishes of ``wishes`` bytes each, and two slots or more for each that reads.
+
+    Wishes are those of ``size`` ranks and of ``hosts`` hosts; with hosts there is also a carrier.
+    """
+    readers = most_readers(size) + bool(hosts)
     while slot_bytes > _LEAST_SLOT_BYTES and 2 * readers * slot_bytes > _RING_BYTES:
         slot_bytes //= 2
     each = max(2, min(_MOST_SLOTS_EACH, _RING_BYTES // (readers * slot_bytes)))
-    return Layout(sections=(*sections, size * wishes), slots=readers * each, slot_bytes=slot_bytes)
+    rows = size + hosts
+    return Layout(sections=(*sections, rows * wishes), slots=readers * each, slot_bytes=slot_bytes, hosts=hosts)
 
 
 class Exchange:
@@ -64,6 +78,8 @@ class Exchange:
         names: the number in the whole job of each, for errors.
         check: raises what another rank has failed with.
         deadline_s: seconds without a message after which a rank that is waited for is given up.
+        carries: be the carrier of this host rather than one of its ranks.
+        job: what there is to know of other hosts, where blocks are passed on between them.
     """
 
     def __init__(
@@ -73,20 +89,26 @@ class Exchange:
         names: tuple[int, ...],
         check: Callable[[], None],
         deadline_s: float,
+        carries: bool = False,
+        job: Job | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._link = link
-        self._names = names
+        self.job = job
+        self._names = (*names, names[0])  # the carrier is the leader
         self._check = check
         self._deadline_s = deadline_s
         self._clock = clock
-        self.place = link.seat.place
         self.size = len(link.seat.members)
+        self.place = self.size if carries else link.seat.place
+        self._carries = carries
+        self._inbox = link.carrier_inbox if carries and link.carrier_inbox is not None else link.inbox
         self.slot_bytes = link.layout.slot_bytes
         self.most_readers = most_readers(self.size)
-        self._slots_each = link.layout.slots // self.most_readers
+        self._slots_each = link.layout.slots // (self.most_readers + bool(link.layout.hosts))
         self.waits = 0
         self._heard: set[int] = set()
+        self._hosts_heard = False
         self._reads: CommonReads | None = None
         self._takes_own = False
         self._to_fill: deque[int] = deque()
@@ -97,11 +119,8 @@ class Exchange:
 
     def gather_wishes(self, wanted: np.ndarray) -> np.ndarray:
         """The blocks that each rank of the host wants, as booleans [ranks, blocks], given those of this one."""
-        room = np.frombuffer(self._link.section(WISHES), dtype=np.uint8).reshape(self.size, -1)
-        bits = np.packbits(wanted)
-        if len(bits) > room.shape[1]:
-            raise InternalError("the wishes of a rank do not fit where they belong; please report it")
-        room[self.place, : len(bits)] = bits
+        room, bits = self._wishes(len(wanted)), np.packbits(wanted)
+        room[self.place] = bits
         self._heard.add(self.place)
         for place in range(self.size):
             if place != self.place:
@@ -109,7 +128,31 @@ class Exchange:
         deadline = self._deadline()
         while len(self._heard) < self.size:
             deadline = self._wait(deadline, set(range(self.size)) - self._heard)
-        return np.unpackbits(room[:, : len(bits)], axis=1, count=len(wanted)).view(bool)
+        return np.unpackbits(room[: self.size], axis=1, count=len(wanted)).view(bool)
+
+    def tell_hosts(self, wishes: Sequence[bytes], blocks: int) -> None:
+        """The leader: let the ranks of the host know which of ``blocks`` each host wants."""
+        room = self._wishes(blocks)
+        for host, bits in enumerate(wishes):
+            room[self.size + host] = np.frombuffer(bits, dtype=np.uint8)
+        for place in range(self.size):
+            self._post(place, _Kind.HOSTS)
+
+    def gather_hosts(self, blocks: int) -> np.ndarray:
+        """Which of ``blocks`` each host wants, as booleans [hosts, blocks], once the leader has told."""
+        self._deadline_s *= _HOSTS_PATIENCE
+        deadline = self._deadline()
+        while not self._hosts_heard:
+            deadline = self._wait(deadline, {0})
+        return np.unpackbits(self._wishes(blocks)[self.size :], axis=1, count=blocks).view(bool)
+
+    def _wishes(self, blocks: int) -> np.ndarray:
+        """The bytes that say who wants which of ``blocks``, [ranks and hosts, bytes]."""
+        layout, nbytes = self._link.layout, -(-blocks // 8)
+        room = np.frombuffer(self._link.section(WISHES), dtype=np.uint8).reshape(self.size + layout.hosts, -1)
+        if nbytes > room.shape[1]:
+            raise InternalError("the wishes of a rank do not fit where they belong; please report it")
+        return room[:, :nbytes]
 
     def begin(self, reads: CommonReads, *, takes_own: bool = False) -> None:
         """Take up the reads that all ranks of the host have agreed on.
@@ -119,7 +162,8 @@ class Exchange:
         self._reads = reads
         self._takes_own = takes_own
         mine = np.flatnonzero(reads.reader == self.place)
-        self._to_fill.extend(mine.tolist())
+        if not self._carries:
+            self._to_fill.extend(mine.tolist())
         wants = reads.takers[:, self.place] & (takes_own | (reads.reader != self.place))
         self._untaken.update(np.flatnonzero(wants).tolist())
         self._untaken.difference_update(read for read, _ in self._filled)  # by ranks that began before this one
@@ -140,13 +184,21 @@ class Exchange:
         """A read that is this rank's to do, and the slot for it; None while all its slots are in use."""
         if not self._to_fill or not self._free:
             return None
+        read = self._to_fill.popleft()
+        return read, self._claim(read)
+
+    def claim_slot(self, read: int) -> int | None:
+        """The carrier's slot for a read that comes from another host; None while all its slots are in use."""
+        return self._claim(read) if self._free else None
+
+    def _claim(self, read: int) -> int:
         assert self._reads is not None
-        read, slot = self._to_fill.popleft(), self._free.pop()
+        slot = self._free.pop()
         takers = set(np.flatnonzero(self._reads.takers[read]).tolist())
         if not self._takes_own:
             takers.discard(self.place)
         self._in_use[slot] = read, takers
-        return read, slot
+        return slot
 
     def slot(self, number: int) -> Slab:
         """The memory of a slot."""
@@ -171,39 +223,67 @@ class Exchange:
     def collect(self) -> None:
         """Take what messages there are, without waiting; raise what another rank has failed with."""
         self._check()
-        for message in self._link.inbox.collect():
+        for message in self._inbox.collect():
             self._take(message)
 
     def wait(self) -> None:
         """Return when a message has changed something; raise what another rank has failed with."""
-        assert self._reads is not None
-        deadline = self._deadline()
-        if self._untaken:
-            awaited = {int(self._reads.reader[min(self._untaken)])}
-        else:
-            awaited = set().union(*(takers for _, takers in self._in_use.values()))
+        deadline, awaited = self._deadline(), self._readers() or self._takers()
         while True:
             before = self.waits
             deadline = self._wait(deadline, awaited)
             if self.waits == before:
                 return
 
+    def rest(self) -> None:
+        """Show the others that this rank only waits, and raise what another one has failed with."""
+        self.waits += 1
+        self._check()
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while this rank passes on or waits, and so is not the one that is stuck."""
+        carrier = None if self.job is None else self.job.carrier
+        return self.waits + (0 if carrier is None else carrier.progress)
+
     def close(self) -> None:
         """Leave the others; what they still want is in their memory too."""
+        if self.job is not None and self.job.carrier is not None:
+            self.job.carrier.close()
         self._link.close()
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where messages come in, to wait for them among other things."""
+        return self._inbox
+
+    @property
+    def awaited_reader(self) -> int | None:
+        """The number in the whole job of the rank that is to fill a slot for this one next, if any is."""
+        return next((self._names[place] for place in self._readers()), None)
+
+    @property
+    def awaited_taker(self) -> int | None:
+        """The number in the whole job of a rank that uses one of this one's slots, if any does."""
+        return next((self._names[place] for place in sorted(self._takers())), None)
+
+    def _readers(self) -> set[int]:
+        return set() if self._reads is None or not self._untaken else {int(self._reads.reader[min(self._untaken)])}
+
+    def _takers(self) -> set[int]:
+        return set().union(*(takers for _, takers in self._in_use.values()))
 
     def _deadline(self) -> Deadline:
         return Deadline(self._deadline_s, self._clock)
 
     def _wait(self, deadline: Deadline, awaited: set[int]) -> Deadline:
         """Take messages, waiting a little for the first; the deadline, anew when one came."""
-        messages = self._link.inbox.collect(_SLICE_S)
+        messages = self._inbox.collect(_SLICE_S)
         if messages:
             for message in messages:
                 self._take(message)
             return self._deadline()
-        self.waits += 1  # others see that this rank is not the one that is stuck
-        self._check()
+        self.rest()
         if deadline.passed:
             name = self._names[min(awaited)]
             phase = "passing on what was read"
@@ -222,6 +302,8 @@ class Exchange:
         elif kind == _Kind.FILLED:
             self._untaken.discard(read)
             self._filled.append((read, slot))
+        elif kind == _Kind.HOSTS:
+            self._hosts_heard = True
         elif kind == _Kind.TAKEN:
             takers = self._in_use[slot][1]
             takers.discard(sender)

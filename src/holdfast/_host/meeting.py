@@ -4,11 +4,14 @@ Everyone tells the coordinator where it is; each learns who is with it. The firs
 is to be shared and leaves it on the others' doorsteps without waiting for anybody; whether that worked is known to all
 of them before anyone looks there. So no rank ever waits for something that will not come, and where sharing is
 impossible everyone knows it.
+
+Hosts of which there are enough are told of each other too: their leaders then pass blocks on between them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +19,13 @@ import msgspec
 
 from holdfast._io import sharing
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory
+from holdfast._plan import job_reads
 
 MESSAGE_BYTES = 16
 # With more, the messages that can be under way to one of them might not fit into the smallest pipe there is.
 MOST_MEMBERS = 32
+# Each of so many hosts is connected with every other; more of them are split.
+MOST_HOSTS = 64
 _HANDOVER_S = 10.0
 _PAGE = 4096
 
@@ -34,11 +40,17 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The ranks of one host that may share, by number in the group, and this one's ``place`` among them."""
+    """The ranks of one host that may share, by number in the group, and this one's ``place`` among them.
+
+    ``hosts`` has the leaders of all hosts that pass blocks on to each other, this one's at ``host``; none where each
+    host reads for itself.
+    """
 
     members: tuple[int, ...]
     addresses: tuple[str, ...]
     place: int
+    hosts: tuple[int, ...] = ()
+    host: int = 0
 
     @property
     def leads(self) -> bool:
@@ -46,28 +58,50 @@ class Seat:
         return self.place == 0
 
 
-def seats(greetings: Sequence[Greeting]) -> list[Seat | None]:
-    """For each rank, with whom it may share; None for one that is alone. Large hosts are split."""
+def seats(greetings: Sequence[Greeting], *, between_hosts: bool = False) -> list[Seat | None]:
+    """For each rank, with whom it may share; None for one that is alone. Large hosts are split.
+
+    With ``between_hosts`` the hosts share too, if there are enough of them; then none of their ranks is alone.
+    """
     hosts: dict[tuple[str, ...], list[int]] = {}
     for rank, greeting in enumerate(greetings):
         if greeting.address is not None:
             hosts.setdefault(greeting.host, []).append(rank)
+    groups = [
+        tuple(ranks[start : start + MOST_MEMBERS])
+        for ranks in hosts.values()
+        for start in range(0, len(ranks), MOST_MEMBERS)
+    ]
     found: list[Seat | None] = [None] * len(greetings)
-    for ranks in hosts.values():
-        for start in range(0, len(ranks), MOST_MEMBERS):
-            members = tuple(ranks[start : start + MOST_MEMBERS])
-            addresses = tuple(greetings[rank].address or "" for rank in members)
-            for place, rank in enumerate(members if len(members) > 1 else ()):
-                found[rank] = Seat(members=members, addresses=addresses, place=place)
+    for members, (leaders, host) in zip(groups, _neighbours(groups, between_hosts=between_hosts), strict=True):
+        addresses = tuple(greetings[rank].address or "" for rank in members)
+        for place, rank in enumerate(members if leaders or len(members) > 1 else ()):
+            found[rank] = Seat(members=members, addresses=addresses, place=place, hosts=leaders, host=host)
     return found
 
 
+def _neighbours(groups: list[tuple[int, ...]], *, between_hosts: bool) -> list[tuple[tuple[int, ...], int]]:
+    """For each host the leaders of those it shares with, itself among them, and its place there."""
+    if not between_hosts or len(groups) < job_reads.LEAST_HOSTS:
+        return [((), 0)] * len(groups)
+    parts = -(-len(groups) // MOST_HOSTS)
+    bounds = [part * len(groups) // parts for part in range(parts + 1)]
+    leaders = [members[0] for members in groups]
+    return [
+        (tuple(leaders[start:stop]), host) for start, stop in itertools.pairwise(bounds) for host in range(stop - start)
+    ]
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies where in the shared memory: sections of these sizes, each starting on a page, then the slots."""
+    """What lies where in the shared memory: sections of these sizes, each starting on a page, then the slots.
+
+    Where blocks are passed on to other ``hosts``, there is a pipe more than ranks: that of the carrier.
+    """
 
     sections: tuple[int, ...]
     slots: int
     slot_bytes: int
+    hosts: int = 0
 
     def section(self, number: int) -> tuple[int, int]:
         """Start and end of a section."""
@@ -87,13 +121,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Link:
-    """One rank's end of what the ranks of a host share."""
+    """One rank's end of what the ranks of a host share; the leader also has the carrier's inbox, where there is one."""
 
     seat: Seat
     layout: Layout
     memory: SharedMemory
     inbox: Inbox
     outboxes: tuple[Outbox, ...]
+    carrier_inbox: Inbox | None = None
 
     def section(self, number: int) -> memoryview:
         """The memory of a section."""
@@ -104,6 +139,8 @@ class Link:
         """Give back what the system counts; the others keep theirs."""
         self.memory.close()
         self.inbox.close()
+        if self.carrier_inbox is not None:
+            self.carrier_inbox.close()
         for outbox in self.outboxes:
             outbox.close()
 
@@ -148,7 +185,7 @@ def _invite(seat: Seat, layout: Layout, fill: Callable[[SharedMemory], None]) ->
     pipes: list[tuple[int, int]] = []
     try:
         fill(memory)
-        pipes = sharing.make_pipes(len(seat.members))
+        pipes = sharing.make_pipes(len(seat.members) + bool(layout.hosts))
         message = msgspec.json.encode(layout)
         writers = [writer for _, writer in pipes]
         for place, address in enumerate(seat.addresses):
@@ -158,27 +195,31 @@ def _invite(seat: Seat, layout: Layout, fill: Callable[[SharedMemory], None]) ->
         memory.close()
         sharing.close_all([end for pipe in pipes for end in pipe])
         raise
-    sharing.close_all([reader for place, (reader, _) in enumerate(pipes) if place != seat.place])
-    return _link(seat, layout, memory, pipes[seat.place][0], writers)
+    own = {seat.place, len(seat.members)}  # the pipe after the ranks' is the carrier's
+    inboxes = [reader for place, (reader, _) in enumerate(pipes) if place in own]
+    sharing.close_all([reader for place, (reader, _) in enumerate(pipes) if place not in own])
+    return _link(seat, layout, memory, inboxes, writers)
 
 
 def _join(seat: Seat, message: bytes, descriptors: list[int]) -> Link:
     try:
         layout = msgspec.json.decode(message, type=Layout)
-        if len(descriptors) != 2 + len(seat.members):
+        if len(descriptors) != 2 + len(seat.members) + bool(layout.hosts):
             raise OSError("what was left is not what the ranks of a host share")
         memory = SharedMemory.attach(descriptors.pop(0), layout.size)
     except BaseException:
         sharing.close_all(descriptors)
         raise
-    return _link(seat, layout, memory, descriptors[0], descriptors[1:])
+    return _link(seat, layout, memory, descriptors[:1], descriptors[1:])
 
 
-def _link(seat: Seat, layout: Layout, memory: SharedMemory, inbox: int, outboxes: list[int]) -> Link:
+def _link(seat: Seat, layout: Layout, memory: SharedMemory, inboxes: list[int], outboxes: list[int]) -> Link:
+    inbox, *carriers = (Inbox(descriptor, MESSAGE_BYTES) for descriptor in inboxes)
     return Link(
         seat=seat,
         layout=layout,
         memory=memory,
-        inbox=Inbox(inbox, MESSAGE_BYTES),
+        inbox=inbox,
         outboxes=tuple(Outbox(descriptor) for descriptor in outboxes),
+        carrier_inbox=carriers[0] if carriers else None,
     )

@@ -75,6 +75,10 @@ class Inbox:
         self._poll.register(descriptor, select.POLLIN)
         os.set_blocking(descriptor, False)
 
+    def fileno(self) -> int:
+        """Its descriptor, to wait for it among others."""
+        return self._descriptor
+
     def collect(self, timeout_s: float = 0.0) -> list[bytes]:
         """The messages that are there; the first one is waited for up to ``timeout_s``."""
         if not self._poll.poll(timeout_s * 1000):

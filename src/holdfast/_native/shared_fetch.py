@@ -3,6 +3,9 @@
 Each rank says which blocks it wants and computes from all wishes who reads what. What nobody else wants is read as
 ever. A common read goes into a private slab, because only private memory has the huge pages that direct transfers are
 fast with, is verified there, and copied to a slot of the memory that the ranks share; the others take it from there.
+
+Between hosts it is the same once more: what enough of them want is read by one of them, and the carriers of the others
+put it into their slots, verified again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast._host.carrier import Freight, Job
 from holdfast._host.exchange import Exchange
 from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT
@@ -22,8 +26,10 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.fetch import Fetch
 from holdfast._native.segments import HOT_BYTES, SegmentJob, Segments, uses_cuda
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
+from holdfast._plan.job_reads import read_numbers, share_between_hosts, share_out_beside
 from holdfast._state.raw import Target, move
 from holdfast._values.digest import BLOCK_BYTES
+from holdfast.errors import CorruptError
 
 # What a rank reads and passes on at a time: four blocks, wherever they begin. Less costs more in messages than it gains
 # in the caches.
@@ -48,6 +54,7 @@ class SharedFetch(Fetch):
         super().__init__(*args, **options)
         self._exchange = exchange
         self._verify: bool = options["verify"]
+        self._of_job: tuple[CommonReads, np.ndarray] | None = None
 
     def _transfer(self) -> None:
         block = self._blocks_of_segments()
@@ -67,7 +74,14 @@ class SharedFetch(Fetch):
             is_small = self._are_small(slice(slices[0].start, slices[-1].stop))
             common = _Common(reads, slices, ring, is_small=is_small)
             self._exchange.begin(reads, takes_own=common.is_small)
+            job = self._exchange.job
+            carrier = None if job is None else job.carrier
+            if carrier is not None:
+                stack.callback(carrier.stop)  # before the slots are given back
+                carrier.start(reads, self._freight(common))
             run_bounded(self._jobs(alone, common), workers=workers, at_once=True)
+            if carrier is not None:
+                carrier.finish(self._exchange.rest)
 
     def _workers(self) -> int:
         """How many threads read, beside those of the other ranks."""
@@ -85,23 +99,68 @@ class SharedFetch(Fetch):
         mine = np.zeros(len(index.digests), dtype=bool)
         mine[block[self._is_to_share()]] = True
         wanted = exchange.gather_wishes(mine)
-        first_block = index.first_block()
-        blocks = locate(
-            common_numbers(wanted),
-            first_block=first_block,
+        places = partial(
+            locate,
+            first_block=index.first_block(),
             file=index.file,
             offset=index.offset,
             nbytes=index.bytes,
             block_bytes=BLOCK_BYTES,
         )
-        return share_out(
-            blocks,
-            wanted[:, blocks.number],
-            own_loads(wanted, first_block=first_block, nbytes=index.bytes, block_bytes=BLOCK_BYTES),
-            most=exchange.slot_bytes,
+        loads = partial(own_loads, first_block=index.first_block(), nbytes=index.bytes, block_bytes=BLOCK_BYTES)
+        most, most_readers = exchange.slot_bytes, exchange.most_readers
+        if exchange.job is None:
+            blocks = places(common_numbers(wanted))
+            takers = wanted[:, blocks.number]
+            return share_out(blocks, takers, loads(wanted), most=most, alignment=ALIGNMENT, most_readers=most_readers)
+        host, by_host = exchange.job.host, self._gather_hosts(exchange.job, wanted)
+        job = share_between_hosts(by_host, places, most=exchange.job.slot_bytes, alignment=ALIGNMENT)
+        is_own = read_numbers(job, host, wanted.shape[1]) < 0
+        reads, numbers = share_out_beside(
+            job,
+            host,
+            wanted,
+            loads(wanted & is_own),
+            places,
+            most=most,
             alignment=ALIGNMENT,
-            most_readers=exchange.most_readers,
+            most_readers=most_readers,
         )
+        self._of_job = job, numbers
+        return reads
+
+    def _gather_hosts(self, job: Job, wanted: np.ndarray) -> np.ndarray:
+        """Which blocks each host wants and has not in its page cache, given what each rank of this one ``wanted``."""
+        count = wanted.shape[1]
+        if job.carrier is not None:
+            own = np.packbits(wanted.any(axis=0) & self._is_cold(wanted)).tobytes()
+            self._exchange.tell_hosts(job.carrier.gather_wishes(own), count)
+        return self._exchange.gather_hosts(count)
+
+    def _is_cold(self, wanted: np.ndarray) -> np.ndarray:
+        """Which blocks are not in this host's page cache; those of few ranks have said only such."""
+        cold = np.ones(wanted.shape[1], dtype=bool)
+        if self._exchange.size > _FEW_RANKS:
+            index = self._catalog.index
+            file = np.repeat(index.file, np.diff(index.first_block()))
+            for number in sorted(set(file[wanted.any(axis=0)].tolist())):
+                if self._files.get(number)[1]:
+                    cold[file == number] = False
+        return cold
+
+    def _freight(self, common: _Common) -> Freight:
+        assert self._of_job is not None
+        job, number = self._of_job
+
+        def place(read: int) -> tuple[int, int]:
+            _, start, stop = common.extent(read)
+            return start % ALIGNMENT, start % ALIGNMENT + stop - start
+
+        def check(read: int, view: memoryview, rank: int) -> None:
+            if self._verify:
+                self._verify_blocks(common.reads.blocks, common.span(read), view, common.extent(read)[1], sender=rank)
+
+        return Freight(job=job, number=number, place=place, check=check)
 
     def _is_to_share(self) -> np.ndarray:
         """Which segments this rank would rather have from others, if they want them too."""
@@ -177,12 +236,15 @@ class SharedFetch(Fetch):
         finally:
             common.ring.release(slab)
 
-    def _verify_blocks(self, blocks: Blocks, span: slice, view: memoryview, base: int) -> None:
+    def _verify_blocks(
+        self, blocks: Blocks, span: slice, view: memoryview, base: int, *, sender: int | None = None
+    ) -> None:
         columns = (blocks.chunk, blocks.offset, blocks.nbytes)
         expected = self._catalog.index.digests[blocks.number[span]].tolist()
         for row, offset, nbytes, wanted in zip(*(column[span].tolist() for column in columns), expected, strict=True):
             if not self.is_intact(0, 0, view[offset - base : offset - base + nbytes], wanted):
-                raise self._damaged_chunk(row, offset, nbytes)
+                damage = self._damaged_chunk(row, offset, nbytes)
+                raise damage if sender is None else _damaged_on_the_way(damage, sender)
 
 
 class _Common:
@@ -203,6 +265,18 @@ class _Common:
         blocks, span = self.reads.blocks, self.span(read)
         last = span.stop - 1
         return int(blocks.file[last]), int(blocks.offset[span.start]), int(blocks.offset[last] + blocks.nbytes[last])
+
+
+def _damaged_on_the_way(damage: CorruptError, sender: int) -> CorruptError:
+    start, stop = damage.span or (0, 0)
+    return CorruptError(
+        f"bytes {start} to {stop} of {damage.path!r}, which hold part of {damage.key!r}, were read intact by rank "
+        f"{sender} or others of its host, and did not arrive so; look at the network and memory of both hosts, and "
+        "load again",
+        path=damage.path,
+        key=damage.key,
+        span=damage.span,
+    )
 
 
 def _reordered(segments: Segments, order: np.ndarray, count: int) -> Segments:

@@ -32,7 +32,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CommonReads:
-    """The reads of blocks that two or more ranks want: read j is of blocks [bounds[j], bounds[j + 1]), neighbours.
+    """The reads of blocks that several ranks or hosts want: read j is of blocks [bounds[j], bounds[j + 1]), neighbours.
 
     ``reader`` is who reads them, ``takers`` ([reads, ranks]) who wants one or more of them; the reader may be none of
     those.
@@ -70,9 +70,9 @@ def locate(
     )
 
 
-def common_numbers(wanted: _Bools) -> _Int64s:
-    """The numbers of the blocks that two or more ranks want; ``wanted`` is [ranks, blocks]."""
-    return np.flatnonzero(_count(wanted) >= 2)
+def common_numbers(wanted: _Bools, least: int = 2) -> _Int64s:
+    """The numbers of the blocks that ``least`` or more ranks want; ``wanted`` is [ranks, blocks]."""
+    return np.flatnonzero(_count(wanted) >= least)
 
 
 def own_loads(wanted: _Bools, *, first_block: _Int64s, nbytes: _Int64s, block_bytes: int) -> _Int64s:
@@ -86,29 +86,51 @@ def own_loads(wanted: _Bools, *, first_block: _Int64s, nbytes: _Int64s, block_by
 
 
 def share_out(
-    blocks: Blocks, takers: _Bools, loads: _Int64s, *, most: int, alignment: int, most_readers: int
+    blocks: Blocks,
+    takers: _Bools,
+    loads: _Int64s,
+    *,
+    most: int,
+    alignment: int,
+    most_readers: int,
+    together: _Int64s | None = None,
+    arrives: _Bools | None = None,
 ) -> CommonReads:
     """The reads, of at most ``most`` bytes each, given to the ranks so that all have about the same to read.
 
     ``takers`` is [ranks, blocks] for the blocks at hand; ``loads`` is what each rank reads beside them. No more than
-    ``most_readers`` ranks read.
+    ``most_readers`` ranks read. Blocks of which ``together`` differs are not read at once. What ``arrives``, in whole
+    reads, is nobody's to read: its reader is the last of the takers.
     """
-    bounds = coalesce(blocks.file, blocks.offset, blocks.nbytes, most=most, alignment=alignment)
+    run = blocks.file if together is None else runs(blocks.file, together)
+    bounds = coalesce(run, blocks.offset, blocks.nbytes, most=most, alignment=alignment)
     first = bounds[:-1]
     if len(first) == 0:
         nobody = np.zeros((0, len(takers)), dtype=bool)
         return CommonReads(blocks=blocks, bounds=bounds, reader=np.zeros(0, np.int64), takers=nobody)
     nbytes = np.add.reduceat(blocks.nbytes, first)
+    reader = np.full(len(first), len(takers) - 1, dtype=np.int64)
+    here = np.ones(len(first), dtype=bool) if arrives is None else ~arrives[first]
+    reader[here] = level(nbytes[here], loads, most_readers)
     return CommonReads(
         blocks=blocks,
         bounds=bounds,
-        reader=_level(nbytes, loads, most_readers),
+        reader=reader,
         takers=np.ascontiguousarray(np.logical_or.reduceat(takers, first, axis=1).T),
     )
 
 
-def _level(nbytes: _Int64s, loads: _Int64s, most_readers: int) -> _Int64s:
-    """A reader for each read, in turn the rank that has the least to read so far."""
+def runs(file: _Int64s, group: npt.NDArray[np.generic]) -> _Int64s:
+    """A number for each run of rows of one file and one group, ascending."""
+    starts = np.ones(len(file), dtype=np.int64)
+    starts[1:] = (file[1:] != file[:-1]) | (group[1:] != group[:-1])
+    return np.cumsum(starts)
+
+
+def level(nbytes: _Int64s, loads: _Int64s, most_readers: int) -> _Int64s:
+    """A reader for each read, in turn the one that has the least to read so far."""
+    if len(nbytes) == 0:
+        return np.zeros(0, dtype=np.int64)
     # Of very many reads several are given away at a time.
     stride = -(-len(nbytes) // _MOST_TURNS)
     turns = np.add.reduceat(nbytes, np.arange(0, len(nbytes), stride)).tolist()
