@@ -38,6 +38,7 @@ from holdfast.planner import TensorHead, WriteColumns
 DTYPE = torch.bfloat16
 ATTEMPT = "scale"
 STEP = "step"
+RANKS_PER_HOST = 8
 Sizes = dict[str, tuple[int, int]]
 
 
@@ -93,7 +94,11 @@ class Crew:
         """What ``rank`` says first."""
         mine = self.columns(rank)
         return Offer(
-            self.layout.fingerprint, rows_digest(name_words(mine.keys), mine.key, mine.lo, mine.length), rank, True
+            self.layout.fingerprint,
+            rows_digest(name_words(mine.keys), mine.key, mine.lo, mine.length),
+            rank,
+            True,
+            1 + rank // RANKS_PER_HOST,
         )
 
     def reply(self, rank: int, asked: Asked) -> Any:
@@ -225,7 +230,7 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
             planner.set_up_planner(state)
 
         start = time.perf_counter()
-        SavePlanning(planner, writer, ranks, name=1).run(set_up)  # type: ignore[arg-type]
+        SavePlanning(planner, writer, ranks, name=1, host=1).run(set_up)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
     assert all(isinstance(said, Named) for said in ranks.sent[1:])

@@ -64,6 +64,7 @@ class DefaultSavePlanner(SavePlanner):
         self.replica_check = replica_check
         self.ranks = 1
         self.is_apart = False
+        self.hosts: np.ndarray | None = None
         self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -117,7 +118,8 @@ class DefaultSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
         if self.enable_plan_caching:
-            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank, self.is_apart
+            hosts = None if self.hosts is None else self.hosts.tolist()
+            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank, self.is_apart, hosts
             all_plans, metadata = self._memory.plan_once(all_plans, self._plan_together, manner=manner)
         else:
             all_plans, metadata = self._plan_together(all_plans)
@@ -126,7 +128,10 @@ class DefaultSavePlanner(SavePlanner):
 
     def _plan_together(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         all_plans, metadata = plan_together(
-            all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank, is_whole=not self.is_apart
+            all_plans,
+            to_lowest_rank=self.dedup_save_to_lowest_rank,
+            is_whole=not self.is_apart,
+            hosts=self.hosts,
         )
         # A subclass may have put something else into the plans.
         return all_plans, self.with_paths(metadata, [self.mappings, *(plan.planner_data for plan in all_plans)])
