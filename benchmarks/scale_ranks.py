@@ -7,6 +7,7 @@ of that size, whose DTensors the real planner plans. Every tensor is a Shard(0) 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ from holdfast.default_planner import DefaultLoadPlanner, WholeSavePlanner
 from holdfast.default_planner.plan_coordinator import Coordinator, Outcome
 from holdfast.default_planner.plan_messages import Asked, Final, Named, Offer, chosen_columns, said_first
 from holdfast.default_planner.planning import SavePlanning
-from holdfast.layouts import WHOLE, Layout, described
+from holdfast.layout_plan import LayoutPlan
+from holdfast.layouts import WHOLE, Layout, Members, described
 from holdfast.local_plan import properties_of
 from holdfast.metadata import Metadata
 from holdfast.planner import TensorHead, WriteColumns
@@ -141,6 +143,7 @@ class Play:
         self.folder = folder
         self.outcomes: list[Outcome] = []
         self.received = 0
+        folder.mkdir()  # storage makes it for the first file of data, which nobody writes here
         self._writer = NativeWriter(folder, attempt=ATTEMPT)
         self._writer.set_up_storage_writer(True)
 
@@ -161,10 +164,26 @@ class Play:
             messages = [encode_message(self.crew.reply(rank, asked)) for rank, asked in enumerate(finals)]
 
     def publish(self, metadata: Metadata, reports: list[bytes]) -> float:
-        """The seconds from encoded reports to a published checkpoint."""
+        """The seconds from encoded reports to a published checkpoint; its data files are there, and empty of data."""
+        for message in reports:
+            for file in decode_message(message).columns.files:
+                (self.folder / file.name).touch()
+                os.truncate(self.folder / file.name, file.bytes)
         start = time.perf_counter()
         self._writer.finish(metadata, [decode_message(report) for report in reports])
         return time.perf_counter() - start
+
+
+def decide_seconds(crew: Crew) -> float:
+    """The seconds of ``Play.plan`` in which is found who holds and writes what, and whether that is everything.
+
+    It is all that a plan taken from a checkpoint could save.
+    """
+    layout = Layout(text=crew.layout.text, paths=crew.layout.paths)  # nothing of it is known yet
+    ranks = np.arange(crew.ranks)
+    start = time.perf_counter()
+    LayoutPlan([Members(layout=layout, ranks=ranks)], layout.keys, ranks, hosts=ranks // RANKS_PER_HOST).row_digests()
+    return time.perf_counter() - start
 
 
 class PlayedRanks:

@@ -185,6 +185,30 @@ def test_hosts_write_as_much_as_each_other(pool: Pool, tmp_path: Path) -> None:
         assert max(written[:2] + written[3:]) <= 1.1 * half / 3
 
 
+# A job that starts again.
+
+
+def load_and_save_twice(path: str, hosts: list[int]) -> None:
+    """Take up the newest checkpoint in ``path``, if there is one, and write two more."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = state_of(rank, world)
+    found = sorted(Path(path).iterdir())
+    if found:
+        holdfast.load(state, found[-1])
+    with mock.patch.object(saver, "host_name", return_value=hosts[rank]):
+        for number in range(len(found), len(found) + 2):
+            holdfast.save(state, storage_writer=NativeWriter(f"{path}/{number}", attempt=ATTEMPT))
+
+
+@pytest.mark.timeout(120)
+def test_a_restarted_job_arrives_at_the_plan_of_its_last_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pool.run(4, load_and_save_twice, str(tmp_path), [31, 31, 17, 31], timeout_s=TIMEOUT_S)
+    # Another process group remembers nothing; other hosts, as many ranks on each.
+    pool.run(4, load_and_save_twice, str(tmp_path), [5, 5, 99, 5], timeout_s=TIMEOUT_S)
+    for number in range(1, 4):
+        same_files(tmp_path / "0", tmp_path / str(number))
+
+
 # Later saves.
 
 
