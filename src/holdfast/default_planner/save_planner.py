@@ -35,9 +35,9 @@ class DefaultSavePlanner(SavePlanner):
         flatten_sharded_tensors: for torch's sake; shards that are themselves sharded are always taken apart.
         dedup_replicated_tensors: for torch's sake; has no effect and warns.
         dedup_save_to_lowest_rank: what several ranks hold is written by the lowest of them, instead of balanced.
-        enable_plan_caching: where a save of a subclass has the same plans as one before, ranks send none and nothing is
-            planned again; what the subclass does to plans must depend on nothing but the state. Ranks whose planners
-            are of just this class plan by layout, and never plan the same twice.
+        enable_plan_caching: where a save has the same plans as one before, ranks send none and nothing is planned
+            again; what a subclass does to plans must depend on nothing but the state. Ranks that are given no planner
+            plan by layout, and never plan the same twice.
         replica_check: how ranks compare what they should have in common.
     """
 
@@ -77,6 +77,7 @@ class DefaultSavePlanner(SavePlanner):
         """Take the state, flattened."""
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
+        self.hosts = None  # of the ranks of this save, if whoever drives it says so
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
