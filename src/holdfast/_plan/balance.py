@@ -8,7 +8,7 @@ same ranks hold are planned together, because a job has few such sets of holders
    where they are known, and on a host its ranks;
 2. the large boxes of a set are laid end to end and cut where one holder's share ends and the next one's begins, so
    that only a box on such a border is split (``_cut``);
-3. small boxes go whole, the largest first, to the holder with the most left to take (``_place``).
+3. small boxes go whole, the largest first, to the holder with the most left to take, on such a host (``_place``).
 
 The result depends on what the rows say, not on their order. Boxes that overlap without being equal are no replicas
 here: the check of coverage finds those. Never looks at data.
@@ -285,7 +285,8 @@ def _balanced(boxes: Shared, sets: Sequence[HolderSet], levels: Levels, split_by
             target = left * (size[cut].sum() / size.sum())
             cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, limits)
             parts.append(cuts)
-        holder = _place(size[~cut], left - taken, place_all=place_all)
+        hosts = np.split(group.by_host, group.starts[1:])
+        holder = _place(size[~cut], left - taken, hosts, place_all=place_all)
         parts.append(_whole(one.boxes[~cut], holder))
         levels.add(group, taken + sums(holder, size[~cut], len(left)))
     return parts
@@ -352,10 +353,11 @@ def _borders(
     return np.array(borders, dtype=np.int64)
 
 
-def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
+def _place(sizes: _Int64s, left: _Floats, hosts: Sequence[_Int64s], *, place_all: bool) -> _Int64s:
     """For each box of ``sizes`` bytes the holder that takes it whole; ``left`` is what the holders have still to take.
 
-    Without ``place_all`` most boxes are laid end to end and go to the holder in whose share their middle lies.
+    ``hosts`` has the places of the holders on each host. Without ``place_all`` most boxes are laid end to end and go
+    to the holder in whose share their middle lies.
     """
     holders = len(left)
     descending = np.argsort(-sizes, kind="stable")
@@ -376,15 +378,26 @@ def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
         middle = (ends - sizes[line] / 2) * (room[-1] / ends[-1])
         holder[line] = np.minimum(np.searchsorted(room, middle, side="right"), holders - 1)
         left = left - sums(holder[line], sizes[line], holders)
-    heap = [(-room, number) for number, room in enumerate(left.tolist())]
-    heapq.heapify(heap)
-    takers = []
-    for size in sizes[placed].tolist():
-        excess, number = heap[0]
-        takers.append(number)
-        heapq.heapreplace(heap, (excess + size, number))
-    holder[placed] = takers
+    holder[placed] = _by_most_left(sizes[placed].tolist(), left, hosts)
     return holder
+
+
+def _by_most_left(sizes: Sequence[int], left: _Floats, hosts: Sequence[_Int64s]) -> list[int]:
+    """For each box, one after the other, the holder with the most left to take on the host with the most left."""
+    of_hosts = [(-float(left[places].sum()), number) for number, places in enumerate(hosts)]
+    of_ranks = [[(-float(left[place]), place) for place in places.tolist()] for places in hosts]
+    for heap in (of_hosts, *of_ranks):
+        heapq.heapify(heap)
+    takers = []
+    for size in sizes:
+        excess, number = of_hosts[0]
+        heapq.heapreplace(of_hosts, (excess + size, number))
+        ranks = of_ranks[number]
+        excess, place = ranks[0]
+        if len(ranks) > 1:
+            heapq.heapreplace(ranks, (excess + size, place))
+        takers.append(place)
+    return takers
 
 
 def _whole(boxes: _Int64s, holder: _Int64s | int) -> Parts:
