@@ -33,7 +33,7 @@ from holdfast._native.catalog import read_catalog
 from holdfast._torchformat.messages import encode_message
 from holdfast.default_planner.plan_messages import Named
 from machine import describe_machine
-from scale_ranks import Crew, Play, fake_group, rank_seconds, read_plan_seconds, reports_of, sizes_of
+from scale_ranks import Crew, Play, decide_seconds, fake_group, rank_seconds, read_plan_seconds, reports_of, sizes_of
 from scale_torch import measure_torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -64,6 +64,7 @@ class Cost:
     chunks: int
     received: int
     plan_s: float
+    decide_s: float
     rank_s: float
     later_bytes: float
     later_s: float
@@ -113,13 +114,14 @@ def measure(ranks: int, tensors: int, folder: Path, *, distinct: bool) -> Cost:
         chunks=len(catalog.index),
         received=received,
         plan_s=min(plans),
+        decide_s=min(decide_seconds(crew) for _ in range(rounds)),
         rank_s=rank_s,
         later_bytes=sum(map(len, again)) / ranks,
         later_s=later,
         later_rank_s=later_rank_s,
         report_bytes=report_bytes / len(catalog.index),
         publish_s=min(publishes),
-        stored=sum(path.stat().st_size for path in play.folder.iterdir()),
+        stored=sum(path.stat().st_size for path in play.folder.iterdir() if not path.name.startswith("data-")),
         read_s=min(reads),
         read_plan_s=read_plan_seconds(crew, catalog.metadata(), -(-ranks * 3 // 4), 0),
         read_plan_across_s=read_plan_seconds(crew, catalog.metadata(), min(8, ranks), 1),
@@ -188,6 +190,7 @@ def cost_table(costs: list[Cost]) -> Table:
         "tensors",
         "chunks",
         "plan",
+        "decide",
         "rank",
         "later",
         "publish",
@@ -204,6 +207,7 @@ def cost_table(costs: list[Cost]) -> Table:
             str(cost.tensors),
             f"{cost.chunks:,}",
             f"{cost.plan_s:.3f} s",
+            f"{cost.decide_s:.3f} s",
             f"{cost.rank_s:.3f} s",
             f"{cost.later_s * 1e3:.1f} ms",
             f"{cost.publish_s:.3f} s",

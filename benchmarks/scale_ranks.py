@@ -7,6 +7,7 @@ of that size, whose DTensors the real planner plans. Every tensor is a Shard(0) 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ from holdfast.default_planner import DefaultLoadPlanner, WholeSavePlanner
 from holdfast.default_planner.plan_coordinator import Coordinator, Outcome
 from holdfast.default_planner.plan_messages import Asked, Final, Named, Offer, chosen_columns, said_first
 from holdfast.default_planner.planning import SavePlanning
-from holdfast.layouts import WHOLE, Layout, described
+from holdfast.layout_plan import LayoutPlan
+from holdfast.layouts import WHOLE, Layout, Members, described
 from holdfast.local_plan import properties_of
 from holdfast.metadata import Metadata
 from holdfast.planner import TensorHead, WriteColumns
@@ -38,6 +40,7 @@ from holdfast.planner import TensorHead, WriteColumns
 DTYPE = torch.bfloat16
 ATTEMPT = "scale"
 STEP = "step"
+RANKS_PER_HOST = 8
 Sizes = dict[str, tuple[int, int]]
 
 
@@ -93,7 +96,11 @@ class Crew:
         """What ``rank`` says first."""
         mine = self.columns(rank)
         return Offer(
-            self.layout.fingerprint, rows_digest(name_words(mine.keys), mine.key, mine.lo, mine.length), rank, True
+            self.layout.fingerprint,
+            rows_digest(name_words(mine.keys), mine.key, mine.lo, mine.length),
+            rank,
+            True,
+            1 + rank // RANKS_PER_HOST,
         )
 
     def reply(self, rank: int, asked: Asked) -> Any:
@@ -136,6 +143,7 @@ class Play:
         self.folder = folder
         self.outcomes: list[Outcome] = []
         self.received = 0
+        folder.mkdir()  # storage makes it for the first file of data, which nobody writes here
         self._writer = NativeWriter(folder, attempt=ATTEMPT)
         self._writer.set_up_storage_writer(True)
 
@@ -156,10 +164,26 @@ class Play:
             messages = [encode_message(self.crew.reply(rank, asked)) for rank, asked in enumerate(finals)]
 
     def publish(self, metadata: Metadata, reports: list[bytes]) -> float:
-        """The seconds from encoded reports to a published checkpoint."""
+        """The seconds from encoded reports to a published checkpoint; its data files are there, and empty of data."""
+        for message in reports:
+            for file in decode_message(message).columns.files:
+                (self.folder / file.name).touch()
+                os.truncate(self.folder / file.name, file.bytes)
         start = time.perf_counter()
         self._writer.finish(metadata, [decode_message(report) for report in reports])
         return time.perf_counter() - start
+
+
+def decide_seconds(crew: Crew) -> float:
+    """The seconds of ``Play.plan`` in which is found who holds and writes what, and whether that is everything.
+
+    It is all that a plan taken from a checkpoint could save.
+    """
+    layout = Layout(text=crew.layout.text, paths=crew.layout.paths)  # nothing of it is known yet
+    ranks = np.arange(crew.ranks)
+    start = time.perf_counter()
+    LayoutPlan([Members(layout=layout, ranks=ranks)], layout.keys, ranks, hosts=ranks // RANKS_PER_HOST).row_digests()
+    return time.perf_counter() - start
 
 
 class PlayedRanks:
@@ -225,7 +249,7 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
             planner.set_up_planner(state)
 
         start = time.perf_counter()
-        SavePlanning(planner, writer, ranks, name=1).run(set_up)  # type: ignore[arg-type]
+        SavePlanning(planner, writer, ranks, name=1, host=1).run(set_up)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
     assert all(isinstance(said, Named) for said in ranks.sent[1:])

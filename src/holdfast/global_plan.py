@@ -1,7 +1,7 @@
 """What all ranks write together: who writes which box, and the metadata of the whole. Runs on the coordinator.
 
-Each distinct box has one writer; what several ranks hold is spread over them so that all write about as much. The
-result depends on what the plans say and on nothing else.
+Each distinct box has one writer; what several ranks hold is spread over them so that all hosts and ranks write about
+as much. The result depends on what the plans and hosts say and on nothing else.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ class _Rows:
 
 
 def plan_together(
-    plans: list[SavePlan], *, to_lowest_rank: bool = False, is_whole: bool = True
+    plans: list[SavePlan],
+    *,
+    to_lowest_rank: bool = False,
+    is_whole: bool = True,
+    hosts: np.ndarray | None = None,
 ) -> tuple[list[SavePlan], Metadata]:
     """The plan of each rank, and the metadata of what they write.
 
     InvalidStateError unless the boxes of each tensor tile it exactly, which is asked of them where ``is_whole``, that
     is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
-    hold different contents where they should hold the same.
+    hold different contents where they should hold the same. ``hosts`` has the number of each rank's host, where known.
     """
     rows, heads = _all_rows(plans)
     if len(plans) > 1:
         _check_replicas(rows, list(heads))
-        return _placed(plans, _assigned(rows, heads, len(plans), to_lowest_rank), heads)
+        return _placed(plans, _assigned(rows, heads, len(plans), to_lowest_rank, hosts=hosts), heads)
     if _ties_differ(plans[0], heads):
         return _placed(plans, rows, heads, is_whole=is_whole)
     order = _by_place(rows)
@@ -286,6 +290,7 @@ def _assigned(
     ranks: int,
     to_lowest_rank: bool,
     *,
+    hosts: np.ndarray | None = None,
     split_bytes: int = SPLIT_BYTES,
 ) -> _Rows:
     """The rows to be written, each by its rank; a tied key in the same boxes as the one it is tied to."""
@@ -293,7 +298,8 @@ def _assigned(
     ids = {key: number for number, key in enumerate(heads)}
     is_tied = np.array([head is not None and head.alias_of is not None for head in kinds], dtype=bool)[rows.key]
     own = rows.take(np.flatnonzero(~is_tied))
-    assignment = assign(_held(own, kinds), ranks=ranks, to_lowest_rank=to_lowest_rank, split_bytes=split_bytes)
+    held_now = _held(own, kinds)
+    assignment = assign(held_now, ranks=ranks, to_lowest_rank=to_lowest_rank, hosts=hosts, split_bytes=split_bytes)
     chosen = own.take(assignment.row)
     written = [dataclasses.replace(chosen, lo=assignment.lo, length=assignment.length)]
     if is_tied.any():

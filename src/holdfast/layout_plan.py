@@ -12,11 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from holdfast._plan.balance import Shared, same_segments, sets_of, share_out, sums
+from holdfast._plan.balance import Shared, same_segments, sets_of, share_out
 from holdfast._plan.chunks import ByRank, KeyChunks, chunks_of, widened
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.holdings import HeldRows, Holding, holding_of
 from holdfast._plan.layout import box_words
+from holdfast._plan.shares import sums
 from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError
@@ -40,6 +41,7 @@ class LayoutPlan:
         keys: all keys in the order that the metadata has them in.
         names: the number that meshes have for each rank.
         to_lowest_rank: what several ranks hold is written by the lowest of them.
+        hosts: the number of each rank's host, where that makes a difference.
 
     Raises:
         InvalidStateError: the boxes of a tensor do not tile it exactly.
@@ -47,13 +49,20 @@ class LayoutPlan:
     """
 
     def __init__(
-        self, classes: Sequence[Members], keys: list[str], names: np.ndarray, *, to_lowest_rank: bool = False
+        self,
+        classes: Sequence[Members],
+        keys: list[str],
+        names: np.ndarray,
+        *,
+        to_lowest_rank: bool = False,
+        hosts: np.ndarray | None = None,
     ) -> None:
         self.classes = classes
         self.keys = keys
         self.names = names
         self.ranks = len(names)
         self.to_lowest_rank = to_lowest_rank
+        self.hosts = hosts
         self._rows: dict[_Kind, HeldRows] = {}
         self._holdings: dict[tuple[_Kind, ...], Holding] = {}
         self.numbers = {key: number for number, key in enumerate(keys)}
@@ -175,7 +184,7 @@ class LayoutPlan:
         return chunks
 
     def _shared_out(self, own: list[int], shared: list[int]) -> list[KeyChunks]:
-        """The chunks of the keys ``shared``, so that all ranks write about as many bytes."""
+        """The chunks of the keys ``shared``, so that all hosts and ranks write about as many bytes."""
         holdings = [self.holdings[number] for number in shared]
         itemsizes = [self._itemsize(number) for number in shared]
         width = max(holding.lo.shape[1] for holding in holdings)
@@ -190,6 +199,7 @@ class LayoutPlan:
             ),
             sets_of(self.sets, number),
             self._fixed_loads(own),
+            hosts=self.hosts,
         )
         firsts = np.cumsum([0, *(len(holders) for holders in self.sets)])
         writer = np.concatenate(self.sets)[firsts[number[parts.box]] + parts.holder]

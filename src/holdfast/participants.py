@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch.distributed
 
 from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._io.sharing import host_identity
 from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._values.digest import digest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,6 +22,11 @@ def mesh_rank() -> int:
     """The number that meshes have for this process."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if is_there else 0
+
+
+def host_name() -> int:
+    """A number that processes have in common when they are on one host."""
+    return digest("\0".join(host_identity()).encode())
 
 
 def participants(

@@ -17,7 +17,7 @@ from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.default_planner.plan_messages import Sketch
 from holdfast.default_planner.planning import SavePlanning
 from holdfast.metadata import Metadata
-from holdfast.participants import DEADLINE_S, mesh_rank, participants
+from holdfast.participants import DEADLINE_S, host_name, mesh_rank, participants
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -161,7 +161,7 @@ class Saving:
         self.planner = as_save_planner(planner)
         self.ranks = ranks
         self._use_collectives = use_collectives
-        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank())
+        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host_name())
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.

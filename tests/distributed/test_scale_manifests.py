@@ -7,7 +7,7 @@ planned as real ones are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast import NativeWriter
+from holdfast import NativeWriter, saver
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast.default_planner import WholeSavePlanner
@@ -72,10 +72,11 @@ def _placed(truth: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 # Real processes against played ones.
 
 
-def save_together(path: str) -> list[str]:
-    metadata = holdfast.save(
-        state_of(dist.get_rank(), dist.get_world_size()), storage_writer=NativeWriter(path, attempt=ATTEMPT)
-    )
+def save_together(path: str, hosts: list[int] | None = None) -> list[str]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pretended = nullcontext() if hosts is None else mock.patch.object(saver, "host_name", return_value=hosts[rank])
+    with pretended:
+        metadata = holdfast.save(state_of(rank, world), storage_writer=NativeWriter(path, attempt=ATTEMPT))
     return list(metadata.state_dict_metadata)
 
 
@@ -96,7 +97,7 @@ class Alone:
         self.kept: dict[object, Any] = {}
 
 
-def play(path: str, world: int) -> None:
+def play(path: str, world: int, hosts: list[int]) -> None:
     """Save as ``world`` ranks would, one after the other in each step."""
     planners = [WholeSavePlanner() for _ in range(world)]
     writers = [NativeWriter(path, attempt=ATTEMPT) for _ in range(world)]
@@ -107,7 +108,8 @@ def play(path: str, world: int) -> None:
             planners[rank].ranks = world
             planners[rank].set_up_planner(state_of(rank, world))
             writers[rank].set_up_storage_writer(rank == 0)
-            plannings.append(SavePlanning(planners[rank], writers[rank], Alone(rank, world), name=rank))  # type: ignore[arg-type]
+            alone: Any = Alone(rank, world)
+            plannings.append(SavePlanning(planners[rank], writers[rank], alone, name=rank, host=hosts[rank]))
             parts.append(plannings[rank]._said_first())
     answers = plannings[0]._merged([decode_message(encode_message(part)) for part in parts])
     while isinstance(answers[0], Asked):
@@ -124,24 +126,87 @@ def play(path: str, world: int) -> None:
     writers[0].finish(plannings[0].planned, plannings[0].bound(results))
 
 
+def same_files(one: Path, other: Path) -> list[str]:
+    """The names of the files, which are the same in both places."""
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    return names
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_real_processes_write_what_played_ranks_write(pool: Pool, tmp_path: Path, world: int) -> None:
     real, simulated = tmp_path / "real", tmp_path / "played"
     keys = pool.run(world, save_together, str(real), timeout_s=TIMEOUT_S)
     assert all(each == keys[0] for each in keys)
-    play(str(simulated), world)
-    names = sorted(path.name for path in real.iterdir())
-    assert names == sorted(path.name for path in simulated.iterdir())
-    assert len(names) == world + 2 or world > 2  # a rank may have nothing to write
-    for name in names:
-        assert (real / name).read_bytes() == (simulated / name).read_bytes(), name
+    play(str(simulated), world, [0] * world)
+    assert len(same_files(real, simulated)) == world + 2 or world > 2  # a rank may have nothing to write
     found = holdfast.load(real)
     assert torch.equal(found["rows"], numbered(13, 5))
     assert found["tied"] is found["rows"]
     if world == 8:
         assert torch.equal(found["strided"], numbered(24, 2))
         assert torch.equal(found["half"], numbered(8, 3))
+
+
+def bytes_by_rank(path: Path, world: int) -> list[int]:
+    return [sum(file.stat().st_size for file in path.glob(f"data-*-{rank}-*")) for rank in range(world)]
+
+
+@pytest.mark.timeout(120)
+def test_ranks_on_several_hosts_write_what_they_write_when_played(pool: Pool, tmp_path: Path) -> None:
+    hosts = [31, 31, 17, 31]
+    real, simulated, on_one = (tmp_path / name for name in ("real", "played", "on one"))
+    pool.run(4, save_together, str(real), hosts, timeout_s=TIMEOUT_S)
+    play(str(simulated), 4, hosts)
+    same_files(real, simulated)
+    play(str(on_one), 4, [17] * 4)
+    assert bytes_by_rank(real, 4) != bytes_by_rank(on_one, 4)
+    assert torch.equal(holdfast.load(real)["same"], numbered(600, 50))
+
+
+def save_replicas(path: str, hosts: list[int]) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    state = {f"w{number}": _placed(numbered(100, 99 + number % 7), mesh, Replicate()) for number in range(120)}
+    with mock.patch.object(saver, "host_name", return_value=hosts[dist.get_rank()]):
+        for number in range(2):
+            holdfast.save(state, f"{path}/{number}")
+
+
+@pytest.mark.timeout(120)
+def test_hosts_write_as_much_as_each_other(pool: Pool, tmp_path: Path) -> None:
+    pool.run(4, save_replicas, str(tmp_path), [31, 31, 17, 31], timeout_s=TIMEOUT_S)
+    for number in range(2):
+        written = bytes_by_rank(tmp_path / str(number), 4)
+        half = sum(written) / 2
+        assert abs(written[2] - half) <= 0.1 * half
+        assert max(written[:2] + written[3:]) <= 1.1 * half / 3
+
+
+# A job that starts again.
+
+
+def load_and_save_twice(path: str, hosts: list[int]) -> None:
+    """Take up the newest checkpoint in ``path``, if there is one, and write two more."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = state_of(rank, world)
+    found = sorted(Path(path).iterdir())
+    if found:
+        holdfast.load(state, found[-1])
+    with mock.patch.object(saver, "host_name", return_value=hosts[rank]):
+        for number in range(len(found), len(found) + 2):
+            holdfast.save(state, storage_writer=NativeWriter(f"{path}/{number}", attempt=ATTEMPT))
+
+
+@pytest.mark.timeout(120)
+def test_a_restarted_job_arrives_at_the_plan_of_its_last_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pool.run(4, load_and_save_twice, str(tmp_path), [31, 31, 17, 31], timeout_s=TIMEOUT_S)
+    # Another process group remembers nothing; other hosts, as many ranks on each.
+    pool.run(4, load_and_save_twice, str(tmp_path), [5, 5, 99, 5], timeout_s=TIMEOUT_S)
+    for number in range(1, 4):
+        same_files(tmp_path / "0", tmp_path / str(number))
 
 
 # Later saves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -87,8 +88,21 @@ class Part:
     nbytes: int
 
 
-def parts_of(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes: int = 16 * MIB) -> list[Part]:
-    assignment = assign(held, ranks=ranks, to_lowest_rank=to_lowest_rank, split_bytes=split_bytes)
+def parts_of(
+    held: Held,
+    *,
+    ranks: int,
+    to_lowest_rank: bool = False,
+    hosts: list[int] | None = None,
+    split_bytes: int = 16 * MIB,
+) -> list[Part]:
+    assignment = assign(
+        held,
+        ranks=ranks,
+        to_lowest_rank=to_lowest_rank,
+        hosts=None if hosts is None else np.array(hosts),
+        split_bytes=split_bytes,
+    )
     return [
         Part(
             rank=int(held.rank[row]),
@@ -240,3 +254,70 @@ def test_placing_most_boxes_at_once_keeps_the_balance(data: st.DataObject, ranks
     check_tiles(found, parts, least=MIB // 4)
     loads = loads_of(parts, ranks)
     assert loads.max() - loads.min() <= max(MIB, 0.1 * loads.mean())
+
+
+# Over hosts.
+
+
+def on_hosts(loads: npt.NDArray[np.int64], hosts: list[int]) -> npt.NDArray[np.int64]:
+    return np.array([loads[np.array(hosts) == host].sum() for host in range(max(hosts) + 1)])
+
+
+@st.composite
+def hosts_of(draw: st.DrawFn, ranks: int) -> list[int]:
+    """The host of each rank, by lowest rank; hosts have any number of ranks."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(draw(st.integers(0, 2)), len(numbers)) for _ in range(ranks)]
+
+
+@settings(max_examples=100)
+@given(st.data(), st.integers(1, 6), st.sampled_from([64, MIB, 16 * MIB]))
+def test_every_box_is_written_once_on_any_hosts(data: st.DataObject, ranks: int, split_bytes: int) -> None:
+    found = data.draw(pieces(ranks))
+    hosts = data.draw(hosts_of(ranks))
+    check_tiles(
+        found, parts_of(held_of(found), ranks=ranks, hosts=hosts, split_bytes=split_bytes), least=split_bytes // 64
+    )
+
+
+@settings(max_examples=200)
+@given(st.data(), st.integers(2, 9))
+def test_what_all_ranks_hold_is_balanced_over_hosts_and_over_the_ranks_of_each(data: st.DataObject, ranks: int) -> None:
+    found = data.draw(pieces(ranks, everywhere=True))
+    hosts = data.draw(hosts_of(ranks))
+    loads = loads_of(parts_of(held_of(found), ranks=ranks, hosts=hosts), ranks)
+    theirs = on_hosts(loads, hosts)
+    assert theirs.max() - theirs.min() <= max(2 * MIB, 0.1 * theirs.mean())
+    for host in range(max(hosts) + 1):
+        together = loads[np.array(hosts) == host]
+        assert together.max() - together.min() <= max(MIB, 0.1 * together.mean())
+
+
+@settings(max_examples=150)
+@given(st.data(), st.integers(2, 6))
+def test_no_host_writes_much_more_than_any_plan_must_give_it(data: st.DataObject, ranks: int) -> None:
+    found = data.draw(pieces(ranks))
+    hosts = data.draw(hosts_of(ranks))
+    theirs = on_hosts(loads_of(parts_of(held_of(found), ranks=ranks, hosts=hosts), ranks), hosts)
+    as_hosts = [
+        dataclasses.replace(piece, holders=tuple(sorted({hosts[rank] for rank in piece.holders}))) for piece in found
+    ]
+    assert theirs.max() <= 1.1 * least_possible(as_hosts, len(theirs)) + 2 * MIB
+
+
+@settings(max_examples=100)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_where_hosts_are_alike_ranks_are_balanced_as_well(data: st.DataObject, count: int, on_each: int) -> None:
+    ranks = count * on_each
+    found = data.draw(pieces(ranks, everywhere=True))
+    loads = loads_of(parts_of(held_of(found), ranks=ranks, hosts=[rank // on_each for rank in range(ranks)]), ranks)
+    assert loads.max() - loads.min() <= max(MIB, 0.1 * loads.mean())
+
+
+@settings(max_examples=100)
+@given(st.data(), st.integers(1, 6))
+def test_one_host_or_one_for_each_rank_changes_nothing(data: st.DataObject, ranks: int) -> None:
+    held = held_of(data.draw(pieces(ranks)))
+    expected = parts_of(held, ranks=ranks)
+    assert parts_of(held, ranks=ranks, hosts=[0] * ranks) == expected
+    assert parts_of(held, ranks=ranks, hosts=list(range(ranks))) == expected

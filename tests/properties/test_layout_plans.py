@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast._plan.layout import boxes_on_mesh, rows_digest
+from holdfast._plan.shares import host_numbers
 from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyList
 from holdfast._values.splits import Split
@@ -191,6 +192,7 @@ class Job:
     layouts: list[Layout]
     of_rank: np.ndarray
     names: np.ndarray
+    hosts: np.ndarray | None = None
 
 
 @st.composite
@@ -207,7 +209,8 @@ def jobs(draw: st.DrawFn) -> Job:
         mine = tuple(int(name) for name in names[firsts[stage] : firsts[stage + 1]])
         own = draw(st.lists(tensors_of(), max_size=3))
         made.append(_layout(draw, stage, mine, common, own))
-    return Job(layouts=made, of_rank=np.repeat(np.arange(stages), sizes), names=names)
+    hosts = draw(st.none() | st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks).map(host_numbers))
+    return Job(layouts=made, of_rank=np.repeat(np.arange(stages), sizes), names=names, hosts=hosts)
 
 
 def tensors_of() -> st.SearchStrategy[tuple[tuple[int, ...], torch.dtype]]:
@@ -258,7 +261,9 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     errors: list[str] = []
     try:
         classes = classes_of(job.layouts, job.of_rank)
-        plan.__init__(classes, keys_of(job.layouts), job.names, to_lowest_rank=to_lowest_rank)  # type: ignore[misc]
+        plan.__init__(  # type: ignore[misc]
+            classes, keys_of(job.layouts), job.names, to_lowest_rank=to_lowest_rank, hosts=job.hosts
+        )
     except (InvalidStateError, RankDisagreementError) as error:
         errors.append(str(error))
     plans = [
@@ -267,12 +272,12 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     ]
     if errors:
         with pytest.raises((InvalidStateError, RankDisagreementError)) as raised:
-            plan_together(plans, to_lowest_rank=to_lowest_rank)
+            plan_together(plans, to_lowest_rank=to_lowest_rank, hosts=job.hosts)
         assert str(raised.value) == errors[0]
         return
     if plan.has_odd_ties:
         return
-    expected, metadata = plan_together(plans, to_lowest_rank=to_lowest_rank)
+    expected, metadata = plan_together(plans, to_lowest_rank=to_lowest_rank, hosts=job.hosts)
     for rank in range(len(job.of_rank)):
         mine = rows(write_columns(expected[rank].items))
         assert sorted(mine) == sorted(written_by(plan, rank))
@@ -342,5 +347,11 @@ def test_so_it_is_on_thousands_of_ranks(replicas: int) -> None:
         meshes=[(mesh, tuple(range(ranks)))],
     )
     assert_planned_alike(
-        Job(layouts=[layout], of_rank=np.zeros(ranks, dtype=np.int64), names=np.arange(ranks)), to_lowest_rank=False
+        Job(
+            layouts=[layout],
+            of_rank=np.zeros(ranks, dtype=np.int64),
+            names=np.arange(ranks),
+            hosts=np.arange(ranks) // 8,
+        ),
+        to_lowest_rank=False,
     )

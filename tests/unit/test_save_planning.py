@@ -1,161 +1,23 @@
-"""How ranks plan a save together: what they send in which round, what is noticed, what is remembered.
-
-Ranks are threads of this process that exchange encoded messages; planner, storage and codec are real.
-"""
+"""How ranks plan a save together: what they send in which round, and what they compare of the contents."""
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-import warnings
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from thread_ranks import ATTEMPT, Job, same_layout, states
 
 import holdfast
-from holdfast import DefaultSavePlanner, Metadata, NativeWriter, SavePlan
-from holdfast._native import merge, work
-from holdfast._native.report import ShortReport, WriteReport, report_of
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast import DefaultSavePlanner, NativeWriter
+from holdfast._native.report import WriteReport
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import WholeSavePlanner
-from holdfast.default_planner.plan_messages import Sketch, said_first
-from holdfast.layout_plan import LayoutPlan
+from holdfast.default_planner.plan_messages import Sketch
 from holdfast.planner import write_columns
-from holdfast.saver import Saving, _save
-from holdfast.storage import WriteResult
-
-ATTEMPT = "attempt"
-
-
-class Board:
-    """What threads that play ranks share; ``rounds`` has what was sent in each step, by rank."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=20)
-        self.parts: list[Any] = [None] * ranks
-        self.wholes: list[Any] = [None] * ranks
-        self.rounds: list[list[Any]] = []
-        self.bytes: list[list[int]] = []
-        self.error: BaseException | None = None
-
-
-class ThreadRanks:
-    """The ranks of one save, as one of them sees them; what fails on one fails on all."""
-
-    def __init__(self, rank: int, board: Board, kept: dict[object, Any]) -> None:
-        self.rank, self.size, self.is_coordinator = rank, len(board.parts), rank == 0
-        self.kept = kept
-        self._board = board
-
-    def _step(self, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
-        board = self._board
-        try:
-            board.parts[self.rank] = local()
-        except BaseException as error:
-            board.error = error
-        board.barrier.wait()
-        if self.is_coordinator and board.error is None:
-            sent = [encode_message(part) for part in board.parts]
-            board.rounds.append(list(board.parts))
-            board.bytes.append([len(message) for message in sent])
-            received = [part if rank == 0 else decode_message(sent[rank]) for rank, part in enumerate(board.parts)]
-            try:
-                board.wholes = merge(received)
-            except BaseException as error:
-                board.error = error
-        board.barrier.wait()
-        if board.error is not None:
-            raise board.error
-        whole = board.wholes[self.rank]
-        return whole if self.is_coordinator else decode_message(encode_message(whole))
-
-    def scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
-        return self._step(local, merge)
-
-    def share(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], Any]) -> Any:
-        return self._step(local, lambda parts: [merge(parts)] * len(parts))
-
-    def follow(self, count: Callable[[], int]) -> None:
-        return None
-
-
-class Job:
-    """Ranks that save together, again and again."""
-
-    def __init__(self, ranks: int, path: Path, make: Callable[[], DefaultSavePlanner] = WholeSavePlanner) -> None:
-        self.kept: list[dict[object, Any]] = [{} for _ in range(ranks)]
-        self.path = path
-        self.make = make
-        self.board = Board(ranks)
-        self.planners: list[DefaultSavePlanner] = []
-        self.make_writer: Callable[[str], holdfast.StorageWriter] = lambda path: NativeWriter(path, attempt=ATTEMPT)
-        self.saves = 0
-
-    def save(self, states: list[dict[str, Any]]) -> list[Metadata]:
-        """What every rank gets; what the coordinator received is in ``board``."""
-        self.board = board = Board(len(states))
-        self.saves += 1
-        results: list[Any] = [None] * len(states)
-        self.planners = [self.make() for _ in states]
-
-        def run(rank: int) -> None:
-            ranks = ThreadRanks(rank, board, self.kept[rank])
-            storage = self.make_writer(str(self.path / str(self.saves)))
-            try:
-                results[rank] = _save(states[rank], Saving(storage, self.planners[rank], ranks))  # type: ignore[arg-type]
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(states))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
-
-    def loaded(self) -> dict[Any, Any]:
-        return holdfast.load(self.path / str(self.saves))
-
-    def sent(self, number: int) -> list[str]:
-        """The kind of what each rank sent in a round."""
-        return [
-            type(part).__name__ if not isinstance(part, bytes) or number else type(said_first(part)).__name__
-            for part in self.board.rounds[number]
-        ]
-
-    @property
-    def was_planned_again(self) -> bool:
-        return set(self.sent(0)) != {"Named"}
-
-
-def states(ranks: int = 3, **changes: Any) -> list[dict[str, Any]]:
-    """What ranks have in common, and something of each; tied weights too."""
-    made = []
-    for rank in range(ranks):
-        weight = torch.arange(6.0).view(2, 3)
-        state = {
-            "weight": weight,
-            "tied": weight,
-            "array": np.arange(3),
-            "step": 7,
-            "nested": {"list": [torch.ones(2)], 5: "five"},
-            f"own.{rank}": torch.full((2,), float(rank)),
-        }
-        made.append({**state, **changes})
-    return made
-
-
-def same_layout(ranks: int = 3, **changes: Any) -> list[dict[str, Any]]:
-    return [{key: leaf for key, leaf in state.items() if "own" not in key} for state in states(ranks, **changes)]
-
 
 # What is sent.
 
@@ -212,97 +74,6 @@ def test_every_rank_gets_the_same_metadata_without_its_chunks_being_sent(tmp_pat
         assert other.planner_data == first.planner_data
 
 
-# What is noticed.
-
-
-def changes() -> dict[str, Callable[[], list[dict[str, Any]]]]:
-    def untied() -> list[dict[str, Any]]:
-        return [{**state, "tied": state["weight"].clone()} for state in same_layout()]
-
-    def of_one_rank() -> list[dict[str, Any]]:
-        first, second, third = same_layout()
-        return [first, second, {**third, "more": 1}]
-
-    def in_another_order() -> list[dict[str, Any]]:
-        return [dict(reversed(list(state.items()))) for state in same_layout()]
-
-    return {
-        "dtype": lambda: same_layout(weight=torch.ones(2, 3, dtype=torch.bfloat16)),
-        "shape": lambda: same_layout(weight=torch.ones(3, 2)),
-        "new key": lambda: same_layout(more=torch.ones(1)),
-        "a key of one rank": of_one_rank,
-        "a value for a tensor": lambda: same_layout(weight=3),
-        "a tensor for a value": lambda: same_layout(step=torch.tensor(7)),
-        "an array for a tensor": lambda: same_layout(weight=np.ones((2, 3), dtype=np.float32)),
-        "a gradient": lambda: same_layout(weight=torch.nn.Parameter(torch.ones(2, 3))),
-        "ties": untied,
-        "the type of a dict key": lambda: same_layout(nested={"list": [torch.ones(2)], "5": "five"}),
-        "a tuple for a list": lambda: same_layout(nested={"list": (torch.ones(2),), 5: "five"}),
-        "order": in_another_order,
-    }
-
-
-@pytest.mark.parametrize("what", changes())
-def test_a_change_is_noticed(tmp_path: Path, what: str) -> None:
-    job = Job(3, tmp_path)
-    job.save(same_layout())
-    job.save(same_layout())
-    assert not job.was_planned_again
-    changed = changes()[what]()
-    job.save(changed)
-    assert job.was_planned_again
-    found = job.loaded()
-    alone = tmp_path / "alone"
-    holdfast.save({**changed[0], **changed[-1]}, alone, no_dist=True)
-    expected = holdfast.load(alone)
-    assert repr(found) == repr(expected)
-    assert (found["tied"] is found["weight"]) == (expected["tied"] is expected["weight"])
-    job.save(changes()[what]())
-    assert not job.was_planned_again
-    assert repr(job.loaded()) == repr(expected)
-
-
-def test_models_that_take_turns_are_all_remembered(tmp_path: Path) -> None:
-    job = Job(2, tmp_path)
-    models = [same_layout(2, **{f"model{number}": torch.ones(number + 1)}) for number in range(3)]
-    again = []
-    for _ in range(3):
-        for model in models:
-            job.save(model)
-            again.append(job.was_planned_again)
-    assert again == [True] * 3 + [False] * 6
-
-
-def test_another_manner_is_planned_anew(tmp_path: Path) -> None:
-    job = Job(2, tmp_path)
-    job.save(same_layout(2))
-    job.make = lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    job.save(same_layout(2))
-    assert len(job.planners[1].plan.items) == 0
-    assert repr(job.loaded()["weight"]) == repr(same_layout(1)[0]["weight"])
-
-
-def test_a_coordinator_that_forgot_asks_again(tmp_path: Path) -> None:
-    job = Job(3, tmp_path)
-    job.save(states())
-    job.kept[0].clear()
-    job.save(states())
-    assert job.sent(0) == ["Offer", "Named", "Named"]
-    assert job.sent(1) == ["NoneType", "bytes", "bytes"]
-    assert job.loaded()["step"] == 7
-
-
-def test_a_rank_that_forgot_is_told_again(tmp_path: Path) -> None:
-    job = Job(3, tmp_path)
-    job.save(states())
-    job.kept[2].clear()
-    job.save(states())
-    assert job.sent(0) == ["Named", "Named", "Offer"]
-    assert job.loaded()["own.2"].tolist() == [2.0, 2.0]
-    job.save(states())
-    assert not job.was_planned_again
-
-
 # Contents.
 
 
@@ -338,204 +109,70 @@ def test_values_that_cannot_be_compared_do_not_stop_a_save(tmp_path: Path) -> No
     assert len(job.board.rounds) == 4  # offers, contents, details, reports
 
 
-# The long way.
+# Hosts.
 
 
-class KeepsAllPlans(DefaultSavePlanner):
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.seen = [[item.index.fqn for item in plan.items] for plan in all_plans]
-        return super().create_global_plan(all_plans)
-
-
-def test_a_planner_of_another_class_gets_all_plans(tmp_path: Path) -> None:
-    job = Job(2, tmp_path, KeepsAllPlans)
-    for _ in range(2):
-        job.save(states(2))
-        assert all(isinstance(part, SavePlan) for part in job.board.rounds[0])
-        planner = job.planners[0]
-        assert isinstance(planner, KeepsAllPlans)
-        assert [len(keys) for keys in planner.seen] == [7, 7]
-    assert job.loaded()["step"] == 7
-
-
-def test_ranks_with_a_short_way_send_plans_where_the_coordinator_has_none(tmp_path: Path) -> None:
-    job = Job(3, tmp_path)
-    makers = iter([KeepsAllPlans, WholeSavePlanner, WholeSavePlanner])
-    job.make = lambda: next(makers)()
-    job.save(states())
-    assert job.sent(1) == ["NoneType", "SavePlan", "SavePlan"]
-    assert job.loaded()["own.1"].tolist() == [1.0, 1.0]
-
-
-class Shards(torch.Tensor):
-    """A tensor that alone knows what it holds."""
-
-    @staticmethod
-    def of(size: int, start: int, local: torch.Tensor) -> Shards:
-        made = torch.Tensor._make_wrapper_subclass(Shards, (size,), dtype=local.dtype)  # type: ignore[attr-defined]
-        made.start, made.local = start, local
-        return made
-
-    def __create_chunk_list__(self) -> list[holdfast.ChunkStorageMetadata]:
-        return [holdfast.ChunkStorageMetadata(torch.Size([self.start]), self.local.shape)]
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return self.local
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
-
-    start: int
-    local: torch.Tensor
-
-
-def test_a_leaf_that_follows_no_rule_makes_all_ranks_send_plans(tmp_path: Path) -> None:
-    job = Job(2, tmp_path)
-    halves = [Shards.of(4, 2 * rank, torch.arange(2.0) + 2 * rank) for rank in range(2)]
-    for _ in range(2):
-        job.save([{"w": half, "step": 1} for half in halves])
-        assert all(isinstance(part, SavePlan) for part in job.board.rounds[0])
-        assert job.loaded()["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_ties_that_not_all_ranks_have_are_planned_from_plans(tmp_path: Path) -> None:
-    job = Job(2, tmp_path)
-    weight = torch.arange(4.0)
-    job.save([{"first": weight}, {"first": weight, "second": weight}])
-    assert all(isinstance(part, SavePlan) for part in job.board.rounds[2])
-    found = job.loaded()
-    assert found["second"] is found["first"]
-
-
-def test_rows_that_are_not_what_the_layout_says_are_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayoutPlan, "row_digests", lambda plan: np.zeros(plan.ranks, dtype=np.uint64))
-    job = Job(2, tmp_path)
-    job.save(states(2))
-    assert job.sent(2) == ["SavePlan"] * 2
-    assert job.loaded()["own.1"].tolist() == [1.0, 1.0]
-
-
-class LooksAtPlans(NativeWriter):
-    """Storage that looks at every item, before and after."""
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.planned = sorted(item.index.fqn for plan in plans for item in plan.items)
-        return super().prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
-        self.written = sorted(result.index.fqn for each in results for result in each)
-        super().finish(metadata, results)
-
-
-def test_storage_may_look_at_all_plans_and_results(tmp_path: Path) -> None:
-    job = Job(3, tmp_path)
-    writers: list[LooksAtPlans] = []
-
-    def make(path: str) -> LooksAtPlans:
-        writers.append(LooksAtPlans(path, attempt=ATTEMPT))
-        return writers[-1]
-
-    job.make_writer = make
-    for _ in range(2):
-        writers.clear()
-        metadata = job.save(states())[0]
-        (first,) = (each for each in writers if hasattr(each, "planned"))
-        assert first.planned == first.written == sorted(metadata.state_dict_metadata)
-        assert job.loaded()["step"] == 7
-
-
-class LooksAtResults(LooksAtPlans):
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.planned = []
-        return NativeWriter.prepare_global_plan(self, plans)
-
-
-def test_results_are_objects_to_whoever_looks_at_them(tmp_path: Path) -> None:
-    job = Job(2, tmp_path)
-    writers: list[LooksAtResults] = []
-
-    def make(path: str) -> LooksAtResults:
-        writers.append(LooksAtResults(path, attempt=ATTEMPT))
-        return writers[-1]
-
-    job.make_writer = make
-    metadata = job.save(states(2))[0]
-    assert next(each.written for each in writers if hasattr(each, "written")) == sorted(metadata.state_dict_metadata)
-    assert job.loaded()["nested"][5] == "five"
-
-
-# Reports, short and long.
-
-
-def rich(ranks: int) -> list[dict[str, Any]]:
-    large = torch.arange(3 << 18, dtype=torch.float32).view(3, -1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates them
-        quantised = torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, torch.qint8)
-    extra = {"large": large, "quantised": quantised, "empty": torch.empty(0, 2), "text": "x" * 100_000, "bytes": b"y"}
-    return [{**state, **extra, f"blob.{rank}": bytes(70_000 + rank)} for rank, state in enumerate(states(ranks))]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_short_reports_make_the_same_bytes_as_long_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    job = Job(ranks, tmp_path)
-    job.save(rich(ranks))
-    merged = job.board.rounds[-1]
-    for report in map(report_of, merged):
-        assert isinstance(report, WriteReport)
-        assert report.short is not None
-    monkeypatch.setattr(work, "shortened", lambda report, plan, rows: report)
-    job.save(rich(ranks))
-    for name in (f"index-{ATTEMPT}.safetensors", "manifest.json"):
-        short, long = ((tmp_path / number / name).read_bytes() for number in ("1", "2"))
-        assert short == long, name
-    for number in ("1", "2"):
-        assert torch.equal(holdfast.load(tmp_path / number)["large"], rich(1)[0]["large"])
-
-
-def test_a_short_report_in_full_is_the_long_one(tmp_path: Path) -> None:
-    job = Job(2, tmp_path)
-    job.save(rich(2))
-    for rank, result in enumerate(job.board.rounds[-1]):
-        long = report_of(result)
-        assert isinstance(long, WriteReport)
-        short = decode_message(encode_message(long))
-        assert isinstance(short, ShortReport)
-        columns = write_columns(job.planners[rank].plan.items)
-        short.plan = lambda columns=columns: columns
-        full = short.whole()
-        assert sorted(map(repr, map(full.item, range(len(full))))) == sorted(
-            map(repr, map(long.item, range(len(long))))
+def bytes_written(job: Job) -> list[int]:
+    """The bytes of tensors in each rank's plan."""
+    plans = [write_columns(planner.plan.items) for planner in job.planners]
+    return [
+        sum(
+            int(length.prod()) * head.properties.dtype.itemsize
+            for length, head in zip(plan.length, (plan.heads[which] for which in plan.key.tolist()), strict=True)
+            if head is not None
         )
+        for plan in plans
+    ]
 
 
-@pytest.mark.parametrize("fault", ["offset", "row", "digests", "file"])
-def test_reports_that_are_not_whole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    found: list[Any] = []
-    keep = merge.short_reports
+def replicated(ranks: int) -> list[dict[str, Any]]:
+    state = {f"w{number}": torch.zeros(1000 + number % 7) for number in range(120)}
+    return [dict(state) for _ in range(ranks)]
 
-    def spoilt(metadata: Metadata, reports: Any) -> Any:
-        plan, shorts = keep(metadata, reports) or (None, None)
-        assert shorts is not None
-        short = shorts[1]
-        found.append(short)
-        if fault == "offset":
-            short = dataclasses.replace(short, offset=short.offset + np.uint32(8))
-        elif fault == "digests":
-            short = dataclasses.replace(short, digests=short.digests[:-1])
-        elif fault == "file":
-            short = dataclasses.replace(short, files=[dataclasses.replace(short.files[0], bytes=1 << 20)])
-        else:
-            short = dataclasses.replace(short, row=np.zeros_like(short.row))
-        return plan, [shorts[0], short]
 
-    monkeypatch.setattr(merge, "short_reports", spoilt)
-    job = Job(2, tmp_path)
-    with pytest.raises(holdfast.CheckpointError, match=r"not whole|not written once"):
-        job.save([{f"w{number}": torch.ones(64) for number in range(6)}] * 2)
-    assert len(found) == 1
-    with pytest.raises(holdfast.NotFoundError):
-        job.loaded()
+@pytest.mark.parametrize("make", [WholeSavePlanner, DefaultSavePlanner], ids=["layouts", "plans"])
+def test_hosts_write_as_much_as_each_other_however_many_ranks_they_have(
+    tmp_path: Path, make: Callable[[], DefaultSavePlanner]
+) -> None:
+    job = Job(4, tmp_path, make)
+    job.hosts = [11, 11, 22, 11]
+    for _ in range(2):
+        first, *others = job.save(replicated(4))
+        written = bytes_written(job)
+        assert abs(written[2] - sum(written) / 2) <= 0.05 * sum(written) / 2
+        together = [written[rank] for rank in (0, 1, 3)]
+        assert max(together) - min(together) <= 0.1 * sum(together) / 3
+        for other in others:
+            assert other.state_dict_metadata == first.state_dict_metadata
+    assert torch.equal(job.loaded()["w7"], torch.zeros(1000))
+
+
+def test_later_saves_send_no_more_on_several_hosts(tmp_path: Path) -> None:
+    job = Job(4, tmp_path)
+    job.hosts = [11, 11, 22, 11]
+    job.save(replicated(4))
+    assert max(job.board.bytes[0]) <= 64
+    job.save(replicated(4))
+    assert not job.was_planned_again
+    assert max(job.board.bytes[0]) <= 64
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [5, 5, 5], [1, 2, 3]])
+def test_hosts_that_make_no_difference_change_no_byte(tmp_path: Path, hosts: list[int]) -> None:
+    job = Job(3, tmp_path)
+    job.save(replicated(3))
+    other = Job(3, tmp_path / "other")
+    other.hosts = hosts
+    other.save(replicated(3))
+    for name in (f"index-{ATTEMPT}.safetensors", "manifest.json"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "other" / "1" / name).read_bytes()
+
+
+def test_ranks_that_moved_to_other_hosts_plan_anew(tmp_path: Path) -> None:
+    job = Job(3, tmp_path)
+    job.save(replicated(3))
+    job.hosts = [1, 1, 2]
+    job.save(replicated(3))
+    assert job.was_planned_again
+    written = bytes_written(job)
+    assert abs(written[2] - sum(written) / 2) <= 0.05 * sum(written) / 2

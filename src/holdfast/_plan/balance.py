@@ -1,13 +1,14 @@
 """Balance: which rank writes which box, when several ranks hold the same one.
 
 Rows with the same tensor and the same box are replicas; each distinct box is written once, by one of the ranks that
-hold it or in parts by several, so that all ranks write about as many bytes. Boxes that the same ranks hold are planned
-together, because a job has few such sets of holders however many boxes it has:
+hold it or in parts by several, so that all hosts, and on each its ranks, write about as many bytes. Boxes that the
+same ranks hold are planned together, because a job has few such sets of holders however many boxes it has:
 
-1. how many bytes each holder takes of each set is found as if bytes were water (``_fair_shares``);
+1. how many bytes each holder takes of each set is found as if bytes were water (``shares``): hosts get as much each,
+   where they are known, and on a host its ranks;
 2. the large boxes of a set are laid end to end and cut where one holder's share ends and the next one's begins, so
    that only a box on such a border is split (``_cut``);
-3. small boxes go whole, the largest first, to the holder with the most left to take (``_place``).
+3. small boxes go whole, the largest first, to the holder with the most left to take, on such a host (``_place``).
 
 The result depends on what the rows say, not on their order. Boxes that overlap without being equal are no replicas
 here: the check of coverage finds those. Never looks at data.
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._plan.layout import scrambled
+from holdfast._plan.shares import Levels, fair_shares, sums
 
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
@@ -43,12 +45,6 @@ _CORRECTIONS = 16
 
 _DEALT_SHARE = 1 / 100
 """The smallest of the small boxes, together this part of their bytes, are dealt out by number: bytes are no guide."""
-
-_SWEEPS = 32
-"""At most so many rounds look for fair shares; sets of holders that are disjoint or nested need one."""
-
-_SHARES_AT_MOST = 20_000
-"""Rounds after the first are made only while there are no more shares to compute than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,13 +132,21 @@ def replica_groups(held: Held) -> tuple[_Int64s, _Int64s]:
     return group, sizes
 
 
-def assign(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes: int = SPLIT_BYTES) -> Assignment:
+def assign(
+    held: Held,
+    *,
+    ranks: int,
+    to_lowest_rank: bool = False,
+    hosts: _Int64s | None = None,
+    split_bytes: int = SPLIT_BYTES,
+) -> Assignment:
     """Who writes what: every distinct box once, by ranks that hold it, the bytes of the ``ranks`` ranks balanced.
 
     Replicated boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only
     where ranks might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write
     little, a quarter of that), and a box never has more of them than holders. With ``to_lowest_rank``, every box goes
-    whole to its lowest holder.
+    whole to its lowest holder. ``hosts`` has the number of each rank's host: where it is given, the bytes of hosts are
+    balanced, and then those of the ranks on each.
     """
     if len(held.rank) and not 0 <= held.rank.min() <= held.rank.max() < ranks:
         raise ValueError(f"rows name ranks outside of the {ranks} that there are")
@@ -155,17 +159,26 @@ def assign(held: Held, *, ranks: int, to_lowest_rank: bool = False, split_bytes:
     fixed, several = first[~shared], first[shared]
     boxes = Shared(nbytes=held.nbytes[several], length=held.length[several], itemsize=held.itemsize[several])
     sets = holder_sets(held.rank[order], starts[shared], counts[shared])
-    parts = share_out(boxes, sets, sums(held.rank[fixed], held.nbytes[fixed], ranks), split_bytes=split_bytes)
+    loads = sums(held.rank[fixed], held.nbytes[fixed], ranks)
+    parts = share_out(boxes, sets, loads, hosts=hosts, split_bytes=split_bytes)
     parts = dataclasses.replace(parts, box=np.flatnonzero(shared)[parts.box])
     return _assembled(held, order, starts, [_whole(np.flatnonzero(~shared), 0), parts])
 
 
-def share_out(boxes: Shared, sets: Sequence[HolderSet], loads: _Floats, *, split_bytes: int = SPLIT_BYTES) -> Parts:
+def share_out(
+    boxes: Shared,
+    sets: Sequence[HolderSet],
+    loads: _Floats,
+    *,
+    hosts: _Int64s | None = None,
+    split_bytes: int = SPLIT_BYTES,
+) -> Parts:
     """The parts of all ``boxes``, by box, each for one of the box's holders.
 
-    ``sets`` tell the holders of every box; ``loads`` are the bytes that each rank writes anyway.
+    ``sets`` tell the holders of every box; ``loads`` are the bytes that each rank writes anyway, ``hosts`` the numbers
+    of their hosts.
     """
-    parts = _joined(_balanced(boxes, sets, loads, split_bytes))
+    parts = _joined(_balanced(boxes, sets, Levels(loads, hosts), split_bytes))
     return parts.take(np.argsort(parts.box, kind="stable"))
 
 
@@ -251,20 +264,19 @@ def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_I
         salt += 1
 
 
-def _balanced(boxes: Shared, sets: Sequence[HolderSet], loads: _Floats, split_bytes: int) -> list[Parts]:
-    """The parts of all boxes of ``sets``; ``loads`` are the bytes that the ranks write anyway."""
+def _balanced(boxes: Shared, sets: Sequence[HolderSet], levels: Levels, split_bytes: int) -> list[Parts]:
+    """The parts of all boxes of ``sets``; ``levels`` are the bytes that the ranks write anyway."""
     sizes = [boxes.nbytes[one.boxes] for one in sets]
-    shares = _fair_shares([one.holders for one in sets], [float(size.sum()) for size in sizes], loads)
-    planned = loads.copy()
-    for one, share in zip(sets, shares, strict=True):
-        planned[one.holders] += share
+    groups = [levels.holders(one.holders) for one in sets]
+    shares = fair_shares(levels, groups, [float(size.sum()) for size in sizes])
     place_all = sum(len(one.boxes) for one in sets) <= _PLACED_ONE_BY_ONE
     parts: list[Parts] = []
-    for one, size, share in zip(sets, sizes, shares, strict=True):
+    for one, group, size, share in zip(sets, groups, sizes, shares, strict=True):
+        reached = levels.ranks[one.holders]
+        limits = _limits(float(reached.min(where=share > 0, initial=reached.max())), split_bytes)
         # What earlier sets took beside their shares, because boxes are not water, this set evens out.
-        others = planned[one.holders] - share
-        left = _poured(float(size.sum()), others)
-        limits = _limits(float(planned[one.holders].min()), split_bytes)
+        levels.add(group, -share)
+        left = levels.poured(float(size.sum()), group)
         lengths = boxes.length[one.boxes]
         divisible = (lengths.prod(axis=1) * boxes.itemsize[one.boxes] == size) & (lengths > 1).any(axis=1)
         cut = (size > limits.cut_above) & divisible
@@ -273,9 +285,10 @@ def _balanced(boxes: Shared, sets: Sequence[HolderSet], loads: _Floats, split_by
             target = left * (size[cut].sum() / size.sum())
             cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, limits)
             parts.append(cuts)
-        holder = _place(size[~cut], left - taken, place_all=place_all)
+        hosts = np.split(group.by_host, group.starts[1:])
+        holder = _place(size[~cut], left - taken, hosts, place_all=place_all)
         parts.append(_whole(one.boxes[~cut], holder))
-        planned[one.holders] = others + taken + sums(holder, size[~cut], len(left))
+        levels.add(group, taken + sums(holder, size[~cut], len(left)))
     return parts
 
 
@@ -286,43 +299,6 @@ def _limits(level: float, split_bytes: int) -> _Limits:
     return _Limits(
         cut_above=max(split_bytes // 16, min(tolerated, split_bytes)), least=least, step=max(least, tolerated)
     )
-
-
-def _fair_shares(holders: Sequence[_Int64s], amounts: Sequence[float], loads: _Floats) -> list[_Floats]:
-    """For each set the bytes that each of its holders takes, so that the fullest ranks have as little as can be.
-
-    Each set in turn fills up those of its holders that have the least, as water would. Repeated, that comes ever
-    closer to the fairest shares (it minimises the sum of squared loads, set by set).
-    """
-    filled = loads.copy()
-    shares = [np.zeros(len(ranks)) for ranks in holders]
-    negligible = 0.001 * (loads.sum() + sum(amounts)) / len(loads)
-    sweeps = min(_SWEEPS, max(1, _SHARES_AT_MOST // len(holders)))
-    for _ in range(sweeps):
-        change = 0.0
-        for number, (ranks, amount) in enumerate(zip(holders, amounts, strict=True)):
-            others = filled[ranks] - shares[number]
-            share = _poured(amount, others)
-            change = max(change, float(np.abs(share - shares[number]).max()))
-            filled[ranks] = others + share
-            shares[number] = share
-        if change <= negligible:
-            break
-    return shares
-
-
-def _poured(amount: float, loads: _Floats) -> _Floats:
-    """What each load gets of ``amount`` when the lowest are raised to one level."""
-    ascending = np.sort(loads)
-    levels = (np.cumsum(ascending) + amount) / np.arange(1, len(loads) + 1)
-    # To raise one load more lowers the level as long as that load is below it: the lowest level is the one reached.
-    reached: _Floats = np.maximum(levels.min() - loads, 0)
-    return reached
-
-
-def sums(number: _Int64s, weights: _Int64s, count: int) -> _Floats:
-    """For each number below ``count`` the sum of its weights, exact up to 2^53."""
-    return np.bincount(number, weights=weights, minlength=count).astype(np.float64, copy=False)
 
 
 def _cut(boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, limits: _Limits) -> tuple[Parts, _Floats]:
@@ -377,10 +353,11 @@ def _borders(
     return np.array(borders, dtype=np.int64)
 
 
-def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
+def _place(sizes: _Int64s, left: _Floats, hosts: Sequence[_Int64s], *, place_all: bool) -> _Int64s:
     """For each box of ``sizes`` bytes the holder that takes it whole; ``left`` is what the holders have still to take.
 
-    Without ``place_all`` most boxes are laid end to end and go to the holder in whose share their middle lies.
+    ``hosts`` has the places of the holders on each host. Without ``place_all`` most boxes are laid end to end and go
+    to the holder in whose share their middle lies.
     """
     holders = len(left)
     descending = np.argsort(-sizes, kind="stable")
@@ -401,15 +378,26 @@ def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
         middle = (ends - sizes[line] / 2) * (room[-1] / ends[-1])
         holder[line] = np.minimum(np.searchsorted(room, middle, side="right"), holders - 1)
         left = left - sums(holder[line], sizes[line], holders)
-    heap = [(-room, number) for number, room in enumerate(left.tolist())]
-    heapq.heapify(heap)
-    takers = []
-    for size in sizes[placed].tolist():
-        excess, number = heap[0]
-        takers.append(number)
-        heapq.heapreplace(heap, (excess + size, number))
-    holder[placed] = takers
+    holder[placed] = _by_most_left(sizes[placed].tolist(), left, hosts)
     return holder
+
+
+def _by_most_left(sizes: Sequence[int], left: _Floats, hosts: Sequence[_Int64s]) -> list[int]:
+    """For each box, one after the other, the holder with the most left to take on the host with the most left."""
+    of_hosts = [(-float(left[places].sum()), number) for number, places in enumerate(hosts)]
+    of_ranks = [[(-float(left[place]), place) for place in places.tolist()] for places in hosts]
+    for heap in (of_hosts, *of_ranks):
+        heapq.heapify(heap)
+    takers = []
+    for size in sizes:
+        excess, number = of_hosts[0]
+        heapq.heapreplace(of_hosts, (excess + size, number))
+        ranks = of_ranks[number]
+        excess, place = ranks[0]
+        if len(ranks) > 1:
+            heapq.heapreplace(ranks, (excess + size, place))
+        takers.append(place)
+    return takers
 
 
 def _whole(boxes: _Int64s, holder: _Int64s | int) -> Parts:

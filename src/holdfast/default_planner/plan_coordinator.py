@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast._plan.shares import host_numbers
 from holdfast._torchformat.messages import encode_message
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.plan_messages import (
@@ -21,6 +22,7 @@ from holdfast.default_planner.plan_messages import (
     Job,
     Named,
     Offer,
+    Whole,
     chosen_columns,
     said_first,
 )
@@ -89,7 +91,7 @@ class Coordinator:
         return [each or Asked(what="nothing") for each in asked]
 
     def _coordinated(self, parts: list[Any]) -> _Round:
-        if any(isinstance(part, SavePlan) for part in parts) or self._layout is None:
+        if any(isinstance(part, Whole) for part in parts) or self._layout is None:
             return (yield from self._planned_whole(parts))
         parts = [said_first(part) for part in parts]
         outcome = self._named_by_all(parts)
@@ -168,6 +170,7 @@ class Coordinator:
             list(dict.fromkeys(key for layout in layouts for key in layout.keys)),
             np.array([offer.name for offer in offers], dtype=np.int64),
             to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
+            hosts=host_numbers([offer.host for offer in offers]),
         )
         said = np.array([offer.rows for offer in offers], dtype=np.uint64)
         return plan if not plan.has_odd_ties and np.array_equal(plan.row_digests(), said) else None
@@ -223,10 +226,12 @@ class Coordinator:
 
     def _planned_whole(self, parts: list[Any]) -> _Round:
         """What the planner decides when it sees the plans of all ranks."""
-        if not all(isinstance(part, SavePlan) for part in parts):
-            again = yield [None if isinstance(part, SavePlan) else Asked(what="plan") for part in parts]
-            parts = [part if isinstance(part, SavePlan) else again[rank] for rank, part in enumerate(parts)]
-        plans, self.metadata = self._planner.create_global_plan(parts)
+        if not all(isinstance(part, Whole) for part in parts):
+            again = yield [None if isinstance(part, Whole) else Asked(what="plan") for part in parts]
+            parts = [part if isinstance(part, Whole) else again[rank] for rank, part in enumerate(parts)]
+        if isinstance(self._planner, DefaultSavePlanner):
+            self._planner.hosts = host_numbers([part.host for part in parts])
+        plans, self.metadata = self._planner.create_global_plan([part.plan for part in parts])
         return list(self._writer.prepare_global_plan(plans))
 
 
@@ -264,6 +269,7 @@ def _job(plan: LayoutPlan) -> Job:
         order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
         names=_narrow(plan.names),
         to_lowest_rank=plan.to_lowest_rank,
+        hosts=None if plan.hosts is None else _narrow(plan.hosts),
     )
 
 

@@ -1,6 +1,7 @@
-"""The plans of saves that are over, for planners that want to see plans: what ``enable_plan_caching`` means to them.
+"""The plans of saves that are over, for planners that see plans: what ``enable_plan_caching`` means to them.
 
-(Ranks whose planners are of the default classes compare layouts instead, in ``planning``.)
+(Ranks that are given no planner compare layouts instead, in ``planning``. This here is part of the planner, because
+torch's ``save`` may drive it too.)
 
 A rank whose local plan is, in every respect, one of a recent save sends the name of that planning instead. Where all
 ranks name the same one, its outcome is used again. A plan is remembered only when its save got as far as finish_plan,

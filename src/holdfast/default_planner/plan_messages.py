@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast.metadata import Metadata
-from holdfast.planner import TensorHead, WriteColumns
+from holdfast.planner import SavePlan, TensorHead, WriteColumns
 
-_OFFER = struct.Struct("<c16sQI?")
+_OFFER = struct.Struct("<c16sQI?Q")
 _NAMED = struct.Struct("<c8s")
 
 
 class Offer(NamedTuple):
-    """What a rank says of its layout, and its number in meshes; whether it will look at contents."""
+    """What a rank says of its layout, and its number in meshes; whether it will look at contents; its host."""
 
     fingerprint: bytes
     rows: int
     name: int
     looks: bool
+    host: int
 
     def encoded(self) -> bytes:
         """The offer as it is sent."""
@@ -39,8 +40,15 @@ class Named(NamedTuple):
         return _NAMED.pack(b"n", self.token) + self.digests
 
 
+class Whole(NamedTuple):
+    """All that a rank plans to write, and its host."""
+
+    plan: SavePlan
+    host: int
+
+
 def said_first(part: Any) -> Any:
-    """What a rank sent first: an Offer, a Named, or its plan."""
+    """What a rank sent first: an Offer, a Named, or a Whole."""
     if not isinstance(part, bytes):
         return part
     return Offer(*_OFFER.unpack(part)[1:]) if part[:1] == b"o" else Named(part[1 : _NAMED.size], part[_NAMED.size :])
@@ -74,6 +82,7 @@ class Job:
     order: np.ndarray
     names: np.ndarray
     to_lowest_rank: bool
+    hosts: np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -38,6 +38,7 @@ from holdfast.default_planner.plan_messages import (
     Named,
     Offer,
     Sketch,
+    Whole,
     chosen_columns,
     rows_by_name,
 )
@@ -77,11 +78,12 @@ class _Memory:
 class SavePlanning:
     """One planning of a save, on one rank: ``run`` gives its plan, then ``metadata`` what they write together."""
 
-    def __init__(self, planner: SavePlanner, writer: StorageWriter, ranks: Ranks, *, name: int) -> None:
+    def __init__(self, planner: SavePlanner, writer: StorageWriter, ranks: Ranks, *, name: int, host: int) -> None:
         self._planner = planner
         self._writer = writer
         self._ranks = ranks
         self._name = name
+        self._host = host
         self._memory: _Memory = ranks.kept.setdefault(_Memory, _Memory())
         self._local: LocalLeaves | None = None
         self._whole: SavePlan | None = None
@@ -117,7 +119,7 @@ class SavePlanning:
         if self._ranks.size > 1 and isinstance(self._planner, DefaultSavePlanner):
             surveyed = self._planner.survey()
         if surveyed is None:
-            return self._writer.prepare_local_plan(self._planner.create_local_plan())
+            return Whole(self._writer.prepare_local_plan(self._planner.create_local_plan()), self._host)
         self._local, plan = surveyed
         columns = self._local.columns
         self._whole = self._writer.prepare_local_plan(plan)
@@ -125,7 +127,7 @@ class SavePlanning:
         if self._layout is None or self._whole is not plan or write_columns(plan.items) is not columns:
             return self._whole_plan()
         rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
-        self._offer = Offer(self._layout.fingerprint, rows, self._name, self._looks)
+        self._offer = Offer(self._layout.fingerprint, rows, self._name, self._looks, self._host)
         self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
         if self._known is None:
             return self._offer.encoded()
@@ -155,16 +157,16 @@ class SavePlanning:
         assert self._local is not None
         return dataclasses.replace(groups, rows=rows_by_name(self._local.columns)[groups.rows])
 
-    def _whole_plan(self) -> SavePlan:
+    def _whole_plan(self) -> Whole:
         """The plan with what tells its contents apart, as far as storage has left it as it was."""
         assert self._whole is not None
         assert self._local is not None
         columns = self._local.columns
         if not isinstance(self._whole.items, LazyList) or self._whole.items.columns is not columns:
-            return self._whole
+            return Whole(self._whole, self._host)
         everything = Groups(rows=np.arange(len(columns)), group=np.zeros(len(columns), np.int64), count=1)
         columns = dataclasses.replace(columns, fingerprint=self._fingerprints(everything))
-        return dataclasses.replace(self._whole, items=LazyList(columns))
+        return Whole(dataclasses.replace(self._whole, items=LazyList(columns)), self._host)
 
     def _fingerprints(self, groups: Groups) -> np.ndarray:
         assert self._local is not None
@@ -283,6 +285,10 @@ class _LaterPlan:
         if self._plan is None:
             job = self._known.job
             self._plan = LayoutPlan(
-                self._known.classes, self._keys, job.names.astype(np.int64), to_lowest_rank=job.to_lowest_rank
+                self._known.classes,
+                self._keys,
+                job.names.astype(np.int64),
+                to_lowest_rank=job.to_lowest_rank,
+                hosts=None if job.hosts is None else job.hosts.astype(np.int64),
             )
         return self._plan

@@ -35,9 +35,9 @@ class DefaultSavePlanner(SavePlanner):
         flatten_sharded_tensors: for torch's sake; shards that are themselves sharded are always taken apart.
         dedup_replicated_tensors: for torch's sake; has no effect and warns.
         dedup_save_to_lowest_rank: what several ranks hold is written by the lowest of them, instead of balanced.
-        enable_plan_caching: where a save of a subclass has the same plans as one before, ranks send none and nothing is
-            planned again; what the subclass does to plans must depend on nothing but the state. Ranks whose planners
-            are of just this class plan by layout, and never plan the same twice.
+        enable_plan_caching: where a save has the same plans as one before, ranks send none and nothing is planned
+            again; what a subclass does to plans must depend on nothing but the state. Ranks that are given no planner
+            plan by layout, and never plan the same twice.
         replica_check: how ranks compare what they should have in common.
     """
 
@@ -65,6 +65,7 @@ class DefaultSavePlanner(SavePlanner):
         self.ranks = 1
         self.is_apart = False
         self.keeps_empty_dicts = True
+        self.hosts: np.ndarray | None = None
         self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -80,6 +81,7 @@ class DefaultSavePlanner(SavePlanner):
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
+        self.hosts = None  # of the ranks of this save, if whoever drives it says so
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
@@ -121,7 +123,8 @@ class DefaultSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
         if self.enable_plan_caching:
-            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank, self.is_apart
+            hosts = None if self.hosts is None else self.hosts.tolist()
+            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank, self.is_apart, hosts
             all_plans, metadata = self._memory.plan_once(all_plans, self._plan_together, manner=manner)
         else:
             all_plans, metadata = self._plan_together(all_plans)
@@ -130,7 +133,10 @@ class DefaultSavePlanner(SavePlanner):
 
     def _plan_together(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         all_plans, metadata = plan_together(
-            all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank, is_whole=not self.is_apart
+            all_plans,
+            to_lowest_rank=self.dedup_save_to_lowest_rank,
+            is_whole=not self.is_apart,
+            hosts=self.hosts,
         )
         # A subclass may have put something else into the plans.
         return all_plans, self.with_paths(metadata, [self.mappings, *(plan.planner_data for plan in all_plans)])

@@ -227,6 +227,13 @@ def test_many_small_boxes_are_balanced_without_placing_each(monkeypatch: pytest.
     assert counts[:4].min() >= 0.8 * counts[:4].mean()
 
 
+def test_boxes_that_are_too_few_for_all_ranks_go_to_all_hosts() -> None:
+    held = replicated([[MIB // 2]] * 4, 8)
+    hosts = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    assert sorted(held.rank[assign(held, ranks=8, hosts=hosts).row].tolist()) == [0, 1, 4, 5]
+    assert sorted(held.rank[assign(held, ranks=8).row].tolist()) == [0, 1, 2, 3]
+
+
 def test_different_holder_sets_with_the_same_sum_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     scrambled = balance.scrambled
