@@ -122,7 +122,7 @@ def save_with(
 ) -> Metadata:
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
     ours = as_writer(writer)
-    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written)
+    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written, lambda: ours.file_at_work)
     ours.watch(ranks.check)
     if use_collectives:
         return _save(state, Saving(ours, planner, ranks))

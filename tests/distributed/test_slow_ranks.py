@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,3 +85,56 @@ def test_a_busy_rank_stops_soon_after_another_has_failed(pool: Any, tmp_path: Pa
     for message, seconds in told:
         assert message.startswith("rank 0: writing the checkpoint failed: ZeroDivisionError")
         assert seconds < 5  # far from the ten seconds that its own part takes
+
+
+SHORT_S = 1.5
+
+
+def hang_in_a_call(path: str, operation: str) -> str:
+    """Rank 1 hangs in its fourth write to, or read from, a file: what it is told, once the call is over."""
+    rank = torch.distributed.get_rank()
+    state = {f"{rank}.{number}": torch.full((17 << 20,), number, dtype=torch.uint8) for number in range(4)}
+    name = "preadv" if operation == "load" else "pwrite"
+    call, calls = getattr(os, name), 0
+
+    def hang(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += len(arguments) == 3  # probes of the page cache have flags too
+        if calls == 4:
+            calls += 1
+            time.sleep(2 * SHORT_S)
+        return call(*arguments)
+
+    with mock.patch(f"os.{name}", hang if rank == 1 else call):
+        try:
+            if operation == "save":
+                holdfast.save(state, path, deadline_s=SHORT_S)
+            elif operation == "async_save":
+                holdfast.async_save(state, path, deadline_s=SHORT_S).result()
+            else:
+                holdfast.load(state, path, deadline_s=SHORT_S)
+        except RankLostError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("operation", ["save", "async_save", "load"])
+def test_the_error_of_a_hang_tells_rank_file_and_bytes(pool: Any, tmp_path: Path, operation: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    if operation == "load":
+        holdfast.save(
+            {f"{rank}.{n}": torch.zeros(17 << 20, dtype=torch.uint8) for rank in (0, 1) for n in range(4)}, path
+        )
+    said = pool.run(2, hang_in_a_call, path, operation, timeout_s=60)
+    phase = "reading the checkpoint" if operation == "load" else "writing the checkpoint"
+    told = re.fullmatch(
+        rf"rank 1 made no progress for 1.5 s in '{phase}' \(([\d,]+) bytes done, at '(data-.*\.safetensors)'\); .*",
+        said[0],
+    )
+    assert told is not None, said
+    assert int(told[1].replace(",", "")) > 0
+    assert said[1] == said[0]
+    if operation == "load":
+        assert told[2] in os.listdir(path)
+    else:
+        assert re.fullmatch(r"data-\w+-1-0\.safetensors", told[2])

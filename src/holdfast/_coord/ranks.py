@@ -78,8 +78,8 @@ class Ranks(Protocol):
         """Show the others that the work of this phase goes on; any thread."""
         ...
 
-    def follow(self, count: Callable[[], int]) -> None:
-        """Ask ``count`` now and then, in another thread, how far the work is, and show that to the others."""
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
+        """Ask now and then, in another thread, how far the work is, and at which file, and show that to the others."""
         ...
 
 
@@ -123,7 +123,7 @@ class SoloRanks:
     def progress(self, bytes_done: int) -> None:
         """Nothing to do: nobody waits."""
 
-    def follow(self, count: Callable[[], int]) -> None:
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         """Nothing to do: nobody waits."""
 
 

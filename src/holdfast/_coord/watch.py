@@ -149,4 +149,6 @@ class Watch:
 
 
 def _place(sign: Sign) -> str:
-    return f"{sign.phase!r} ({sign.progress:,} bytes done)" if sign.progress else repr(sign.phase)
+    known = [f"{sign.progress:,} bytes done"] if sign.progress else []
+    known += [f"at {sign.file!r}"] if sign.file else []
+    return f"{sign.phase!r} ({', '.join(known)})" if known else repr(sign.phase)

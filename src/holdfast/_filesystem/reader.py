@@ -87,6 +87,11 @@ class FileSystemReader(StorageReader):
         running = self._files or self._streams
         return self._bytes_read + (0 if running is None else running.bytes_read)
 
+    @property
+    def file_at_work(self) -> str:  # type: ignore[override]
+        """The file of the checkpoint that is being read."""
+        return posix.file_at_work(self.path)
+
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
         self.storage_data = {}

@@ -14,7 +14,7 @@ import enum
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -88,6 +88,7 @@ class Exchange:
         self.waits = 0
         self._heard: set[int] = set()
         self._reads: CommonReads | None = None
+        self._files: Sequence[str] = ()
         self._takes_own = False
         self._to_fill: deque[int] = deque()
         self._untaken: set[int] = set()
@@ -111,12 +112,13 @@ class Exchange:
             deadline = self._wait(deadline, set(range(self.size)) - self._heard)
         return np.unpackbits(room[:, : len(bits)], axis=1, count=len(wanted)).view(bool)
 
-    def begin(self, reads: CommonReads, *, takes_own: bool = False) -> None:
-        """Take up the reads that all ranks of the host have agreed on.
+    def begin(self, reads: CommonReads, *, takes_own: bool = False, names: Sequence[str] = ()) -> None:
+        """Take up the reads that all ranks of the host have agreed on, of files that errors name by ``names``.
 
         With ``takes_own`` this rank is told of its own reads too, and takes them from their slots like everyone else.
         """
         self._reads = reads
+        self._files = names
         self._takes_own = takes_own
         mine = np.flatnonzero(reads.reader == self.place)
         self._to_fill.extend(mine.tolist())
@@ -177,14 +179,16 @@ class Exchange:
     def wait(self) -> None:
         """Return when a message has changed something; raise what another rank has failed with."""
         assert self._reads is not None
-        deadline = self._deadline()
+        deadline, file = self._deadline(), ""
         if self._untaken:
-            awaited = {int(self._reads.reader[min(self._untaken)])}
+            read = min(self._untaken)
+            awaited = {int(self._reads.reader[read])}
+            file = self._file_of(read)
         else:
             awaited = set().union(*(takers for _, takers in self._in_use.values()))
         while True:
             before = self.waits
-            deadline = self._wait(deadline, awaited)
+            deadline = self._wait(deadline, awaited, file)
             if self.waits == before:
                 return
 
@@ -195,8 +199,17 @@ class Exchange:
     def _deadline(self) -> Deadline:
         return Deadline(self._deadline_s, self._clock)
 
-    def _wait(self, deadline: Deadline, awaited: set[int]) -> Deadline:
-        """Take messages, waiting a little for the first; the deadline, anew when one came."""
+    def _file_of(self, read: int) -> str:
+        """The name of the file that ``read`` is of; nothing where nobody has told the names."""
+        assert self._reads is not None
+        number = int(self._reads.blocks.file[self._reads.bounds[read]])
+        return self._files[number] if self._files else ""
+
+    def _wait(self, deadline: Deadline, awaited: set[int], file: str = "") -> Deadline:
+        """Take messages, waiting a little for the first; the deadline, anew when one came.
+
+        ``file`` is what the ranks that are ``awaited`` read.
+        """
         messages = self._link.inbox.collect(_SLICE_S)
         if messages:
             for message in messages:
@@ -207,8 +220,9 @@ class Exchange:
         if deadline.passed:
             name = self._names[min(awaited)]
             phase = "passing on what was read"
+            place = f"{phase!r} (at {file!r})" if file else repr(phase)
             raise RankLostError(
-                f"rank {name} made no progress for {self._deadline_s:g} s in {phase!r}; "
+                f"rank {name} made no progress for {self._deadline_s:g} s in {place}; "
                 "look at what it hangs on, or allow more time",
                 rank=name,
                 phase=phase,

@@ -65,7 +65,8 @@ class SharedFetch(Fetch):
             if uses_cuda():
                 stack.enter_context(pinned(self._exchange.slots))
             common = _Common(reads, slices, ring)
-            self._exchange.begin(reads, takes_own=common.is_small)
+            names = [file.name for file in self._catalog.manifest.files]
+            self._exchange.begin(reads, takes_own=common.is_small, names=names)
             run_bounded(self._jobs(alone, common), workers=workers, at_once=True)
 
     def _workers(self) -> int:

@@ -83,6 +83,11 @@ class NativeWriter(StorageWriter):
         held = self._held
         return 0 if held is None else held.files.bytes_written
 
+    @property
+    def file_at_work(self) -> str:  # type: ignore[override]
+        """The file of the checkpoint that is being written."""
+        return posix.file_at_work(self.path)
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
         self._begin_attempt()

@@ -144,6 +144,22 @@ def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: Hand
     }
 
 
+@pytest.mark.parametrize(
+    ("progress", "file", "place"),
+    [
+        (7, "data-1.safetensors", "'writing' (7 bytes done, at 'data-1.safetensors')"),
+        (0, "manifest.json", "'writing' (at 'manifest.json')"),
+        (0, "", "'writing'"),
+    ],
+)
+def test_a_hang_tells_file_and_bytes(watch: Watch, clock: HandClock, progress: int, file: str, place: str) -> None:
+    start = clock.now
+    for beat in range(121):
+        watch.see(2, Sign(beat=beat, phase="writing", progress=progress, file=file))
+        pass_time(watch, clock, 1)
+    assert overdue(watch, start)[2].startswith(f"rank 6 made no progress for 120 s in {place}; ")
+
+
 def test_slow_progress_is_no_hang(watch: Watch, clock: HandClock) -> None:
     start = clock.now
     for step in range(20):
