@@ -18,6 +18,7 @@ from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Layouts, read_ranges
 from holdfast._filesystem.streams import StreamRead, TransformRegistry
 from holdfast._io import posix
+from holdfast._torchformat.places import is_of_a_save
 from holdfast._torchformat.translate import speak_torch
 from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
 from holdfast._values.limits import MAX_METADATA_BYTES
@@ -155,6 +156,9 @@ class FileSystemReader(StorageReader):
         return data
 
     def _nothing_there(self) -> NotFoundError:
+        with contextlib.suppress(StorageError):  # it may be a file, or not be there
+            if self._is_local() and all(map(is_of_a_save, posix.list_names(self.path))):
+                return NotFoundError(f"{str(self.path)!r} holds no finished checkpoint: no save to it was published")
         if self.fs.exists(self.path):
             return NotACheckpointError(f"{str(self.path)!r} is not a checkpoint: it has no {METADATA_NAME}")
         return NotFoundError(f"there is no checkpoint at {str(self.path)!r}: no such directory")
