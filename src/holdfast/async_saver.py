@@ -150,6 +150,7 @@ def async_save(
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
         ranks.follow(lambda: TURNS.bytes_done, lambda: saving.writer.file_at_work)
+        saving.writer.watch(ranks.check)
         stack.push(lambda kind, error, trace: None if error is None else saving.writer.abandon())
         if async_stager is None and isinstance(writer, AsyncStager):
             async_stager = writer

@@ -151,6 +151,17 @@ class ChannelRanks:
 
         return self._together(phase, local, merge_for_all)
 
+    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank.
+
+        They learn of the phase with the next sign of life: announcing it would take the caller's time.
+        """
+        self._phase, self._progress = phase, 0
+        try:
+            return local()
+        except BaseException as error:
+            self._give_up(error)
+
     def agree(self, name: str, value: object) -> None:
         """Raise RankDisagreementError on every rank unless all of them gave a ``value`` that prints the same."""
 

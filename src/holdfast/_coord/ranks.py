@@ -66,6 +66,10 @@ class Ranks(Protocol):
         """What ``merge`` makes of all parts, the same on every rank."""
         ...
 
+    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
+        ...
+
     def agree(self, name: str, value: object) -> None:
         """Raise RankDisagreementError on every rank unless all of them gave a ``value`` that prints the same."""
         ...
@@ -113,6 +117,11 @@ class SoloRanks:
         """What ``merge`` makes of the one part."""
         with _naming(phase):
             return merge([local()])
+
+    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns."""
+        with _naming(phase):
+            return local()
 
     def agree(self, name: str, value: object) -> None:
         """Nothing to do: there is nobody to differ from."""

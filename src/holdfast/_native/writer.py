@@ -146,13 +146,19 @@ class NativeWriter(StorageWriter):
         done.set_result(self._pack(work, packer, work.chunks()))
         return done
 
-    def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
+    def lay_out(
+        self, plan: SavePlan, planner: SavePlanner, *, advance: Callable[[int], None] = lambda nbytes: None
+    ) -> StagedFiles:
         """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied.
 
-        Whoever copies them sees to it that they are copied after what the caller's streams have queued.
+        Whoever copies them sees to it that they are copied after what the caller's streams have queued. ``advance`` is
+        told of the bytes of each chunk that has its place.
         """
         work = self._work(plan, planner)
-        chunks = list(work.chunks(is_ordered=True))
+        chunks = []
+        for chunk in work.chunks(is_ordered=True):
+            chunks.append(chunk)
+            advance(chunk.source.nbytes)
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
 
     def stream_staged(

@@ -222,6 +222,21 @@ def test_work_hears_of_failures_elsewhere_by_check() -> None:
         assert [str(error) for error in found] == ["rank 1: full"] * 3
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_fails_on_one_alone_is_raised_on_every_rank(failing: int) -> None:
+    job = Job(3)
+
+    def work(ranks: ChannelRanks) -> int:
+        mine = ranks.alone("staging", lambda: fail_on(failing, ValueError("odd"), ranks))
+        return ranks.share("writing", lambda: mine, sum)
+
+    for error in job.run(work):
+        assert type(error) is CheckpointError
+        assert str(error) == f"rank {failing}: staging failed: ValueError: odd"
+    failing = -1
+    assert job.run(work) == [3, 3, 3]
+
+
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) -> None:
     released = threading.Event()
