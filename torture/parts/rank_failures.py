@@ -126,6 +126,8 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
         return 0.0, problems + [
             f"rank {each} was not waited for: {said}" for each, said in told.items() if said["error"]
         ]
+    if not (home / "struck").exists():
+        return 0.0, [*problems, f"the fault did not strike: {told}"]
     struck = float((home / "struck").read_text())
     seconds = max(said["at"] for each, said in told.items() if each != rank or fault == "raise") - struck
     if seconds > _LIMIT_S[fault]:

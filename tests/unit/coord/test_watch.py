@@ -88,6 +88,9 @@ def test_our_own_beats_not_coming_back_is_the_carriers_death(watch: Watch, clock
     watch.see(0, Sign(beat=1, phase="planning"))
     (lost,) = watch.unreachable("writing").items()
     assert str(lost[1]).startswith("rank 4 gave no sign of life for 10 s in 'writing'; ")
+    # Not every rank has got the last of its signs, and all are to say the same.
+    watch.see(0, Sign(beat=2, phase="writing", progress=7, file="data-1"))
+    assert str(watch.unreachable("writing")[0]).startswith("rank 4 gave no sign of life for 10 s in 'writing'; ")
 
 
 def test_who_is_cut_off_judges_nobody_but_the_carrier(watch: Watch, clock: HandClock) -> None:
