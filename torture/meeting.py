@@ -35,5 +35,5 @@ def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
     dial = partial(rendezvous.dial, host, address.port)
     channel = Channel(rank=rank, names=range(world), dial=dial, clients=clients, server=server)
     ranks = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message, patience=patience)
-    for name in ("holdfast.saver", "holdfast.loader"):
+    for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
         setattr(importlib.import_module(name), "participants", lambda *args, **kwargs: ranks())  # noqa: B010

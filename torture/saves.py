@@ -14,11 +14,18 @@ import torch
 
 import holdfast
 from holdfast._io.buffers import SLAB_BYTES
-from holdfast.async_saver import async_save
+from holdfast.async_saver import AsyncCheckpointerType, async_save
 
 MODES = ("fresh", "fresh, may overwrite", "replacing")
 ASYNC_MODES = ("async, fresh", "async, replacing")
-BEFORE = {"fresh": None, "fresh, may overwrite": None, "replacing": 1, "async, fresh": None, "async, replacing": 1}
+PROCESS_MODES = ("process, fresh", "process, replacing")
+"""In the background too, by a process of its own."""
+
+TORCH_FORMAT_MODES = tuple(f"torch's format, {kind}" for kind in ("fresh", "replacing", "async, replacing"))
+BEFORE = {
+    mode: 1 if mode.endswith("replacing") else None
+    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES)
+}
 """Which version is published before the save of version 2."""
 
 RANKS = 4
@@ -78,19 +85,34 @@ def prepare(path: Path, mode: str, shape: str = "small") -> None:
     """Make what is there before the save: nothing, or version 1."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if BEFORE[mode] is not None:
-        template = path.parent.parent / f"template-{shape}-{os.getpid()}"
+        kind = "torch" if mode in TORCH_FORMAT_MODES else "native"
+        template = path.parent.parent / f"template-{kind}-{shape}-{os.getpid()}"
         if not template.exists():
-            holdfast.save(state_of(1, shape), template)
+            save(template, first_mode(mode), shape, version=1)
         shutil.copytree(template, path)
+
+
+def first_mode(mode: str) -> str:
+    """How the checkpoint that a save in ``mode`` replaces was saved: in the same format, and nothing was there."""
+    return TORCH_FORMAT_MODES[0] if mode in TORCH_FORMAT_MODES else MODES[0]
 
 
 def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attempt: str | None = None) -> None:
     """The save that is disturbed; when this returns it is acknowledged."""
-    writer = holdfast.NativeWriter(path, overwrite=mode != "fresh", attempt=attempt)
-    if mode in ASYNC_MODES:
+    writer = _writer(path, mode, overwrite=mode != first_mode(mode), attempt=attempt)
+    if mode in PROCESS_MODES:
+        in_process = AsyncCheckpointerType.PROCESS
+        async_save(state_of(version, shape), storage_writer=writer, async_checkpointer_type=in_process).result()
+    elif "async" in mode:
         async_save(state_of(version, shape), storage_writer=writer).result()
     else:
         holdfast.save(state_of(version, shape), storage_writer=writer)
+
+
+def _writer(path: Path, mode: str, *, overwrite: bool, attempt: str | None = None) -> holdfast.StorageWriter:
+    if mode in TORCH_FORMAT_MODES:
+        return holdfast.FileSystemWriter(path, overwrite=overwrite, thread_count=2)
+    return holdfast.NativeWriter(path, overwrite=overwrite, attempt=attempt)
 
 
 def found_version(path: Path, shape: str = "small") -> int | None:
@@ -118,7 +140,8 @@ def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: 
         return f"the previous one is lost: version {version} is there"
     try:
         # What is not visible does not forbid a save either.
-        holdfast.save(state_of(3, shape), path, overwrite=version is not None)
+        writer = _writer(path, mode, overwrite=version is not None)
+        holdfast.save(state_of(3, shape), storage_writer=writer)
         after = found_version(path, shape)
     except (Torn, holdfast.CheckpointError) as error:
         return f"the next save failed: {type(error).__name__}: {error}"

@@ -2,7 +2,8 @@
  *
  * Counts the calls that touch a root directory, and at the chosen one kills the process, cuts the power of the file
  * system, fails, or shortens the transfer; writes down every call and its data on demand. Does nothing until armed.
- * Python arms it through ctypes after a fork (see shim.py, which mirrors the numbers below).
+ * Python arms it through ctypes after a fork, or for a program through its environment (see shim.py, which mirrors the
+ * numbers below).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -26,7 +27,7 @@
 
 enum call { OPEN, CREATE, WRITE, PWRITE, FSYNC, FTRUNCATE, FALLOCATE, LINK, RENAME, UNLINK, MKDIR, CLOSE_WRITTEN,
             CLOSE, READ, PREAD, FSTAT, STAT, MMAP, FLOCK, OPENDIR, FCNTL, RMDIR, CALLS };
-enum action { NOTHING, KILL_BEFORE, KILL_AFTER, FAIL, SHORTEN, CUT_BEFORE, CUT_AFTER };
+enum action { NOTHING, KILL_BEFORE, KILL_AFTER, FAIL, SHORTEN, CUT_BEFORE, CUT_AFTER, ORPHAN_BEFORE, ORPHAN_AFTER };
 
 #define FS_IOC_SHUTDOWN 0x8004587d
 #define DESCRIPTORS 4096
@@ -67,6 +68,13 @@ static void die(void) {
     for (;;) pause();
 }
 
+/* Kill the process that started this one, which goes on when that is gone. */
+static void orphan(void) {
+    pid_t parent = getppid();
+    syscall(SYS_kill, parent, SIGKILL);
+    while (getppid() == parent) usleep(1000);
+}
+
 /* What to do at this call; the count goes up. */
 static int enter(enum call call) {
     if (!(counted >> call & 1)) return NOTHING;
@@ -76,12 +84,14 @@ static int enter(enum call call) {
     atomic_fetch_add(&struck, 1);
     if (action == CUT_BEFORE) { cut_power(); die(); }
     if (action == KILL_BEFORE) die();
+    if (action == ORPHAN_BEFORE) orphan();
     return action;
 }
 
 static void leave(int act) {
     if (act == CUT_AFTER) { cut_power(); die(); }
     if (act == KILL_AFTER) die();
+    if (act == ORPHAN_AFTER) orphan();
 }
 
 static void record_call(enum call call, const char *path, const char *other, int64_t offset, int64_t length,
@@ -130,6 +140,16 @@ void torture_arm(const char *directory, uint32_t mask, int act, int param, long 
             *strrchr(parent, '/') = 0;
     }
     armed = 1;
+}
+
+/* A program that a process under torture starts is armed by its environment. */
+__attribute__((constructor)) static void arm_from_environment(void) {
+    const char *fault = getenv("TORTURE_FAULT"), *directory = getenv("TORTURE_ROOT"), *trace = getenv("TORTURE_TRACE");
+    uint32_t mask;
+    int act, param;
+    long from, to;
+    if (!fault || !directory || !trace || sscanf(fault, "%u %d %d %ld %ld", &mask, &act, &param, &from, &to) != 5) return;
+    torture_arm(directory, mask, act, param, from, to, REAL(open)(trace, O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
 }
 
 void torture_disarm(void) { armed = 0; }

@@ -56,6 +56,8 @@ class Action(enum.IntEnum):
     SHORTEN = 4
     CUT_BEFORE = 5
     CUT_AFTER = 6
+    ORPHAN_BEFORE = 7
+    ORPHAN_AFTER = 8
 
 
 CHANGING = frozenset(
@@ -162,14 +164,32 @@ def _library() -> ctypes.CDLL:
 @contextmanager
 def armed(root: str | os.PathLike[str], fault: Fault, *, trace: int = -1) -> Iterator[None]:
     """Inside of the block calls on files under ``root`` are counted and the fault strikes; ``trace`` gets them all."""
-    mask = functools.reduce(lambda bits, call: bits | 1 << call, fault.counted, 0)
-    last = fault.number + fault.times - 1 if fault.number else 0
     library = _library()
-    library.torture_arm(os.fsencode(root), mask, fault.action, fault.parameter, fault.number, last, trace)
+    library.torture_arm(os.fsencode(root), *_numbers(fault), trace)
     try:
         yield
     finally:
         library.torture_disarm()
+
+
+@contextmanager
+def children_armed(root: str | os.PathLike[str], fault: Fault, *, trace: str | os.PathLike[str]) -> Iterator[None]:
+    """As ``armed``, for the programs that are started inside of the block; what they call is in the file ``trace``."""
+    numbers = " ".join(str(int(number)) for number in _numbers(fault))
+    added = {"TORTURE_ROOT": os.fspath(root), "TORTURE_FAULT": numbers, "TORTURE_TRACE": os.fspath(trace)}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _numbers(fault: Fault) -> tuple[int, Action, int, int, int]:
+    """The fault as the shim takes it: a bit for each call, what happens, its parameter, the first and last number."""
+    mask = functools.reduce(lambda bits, call: bits | 1 << call, fault.counted, 0)
+    last = fault.number + fault.times - 1 if fault.number else 0
+    return mask, fault.action, fault.parameter, fault.number, last
 
 
 def cut_power(root: str | os.PathLike[str]) -> None:

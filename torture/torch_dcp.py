@@ -23,25 +23,26 @@ def save(path: Path, version: int, *, threads: int = 1) -> None:
         dcp_save(state_of(version), storage_writer=writer, no_dist=True)
 
 
-def found_version(path: Path) -> int | None:
+def found_version(path: Path, shape: str = "small") -> int | None:
     """The version that torch loads from ``path``; None where there is no metadata, Torn for everything else."""
     if not (path / ".metadata").exists():
         return None
-    target: dict[str, Any] = state_of(-1)
-    target["model"]["weight"].fill_(torch.nan)
+    target: dict[str, Any] = state_of(0, shape)
+    if "model" in target:
+        target["model"]["weight"].fill_(torch.nan)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp_load(target, storage_reader=FileSystemReader(path), no_dist=True)
     except BaseException as error:  # torch's own error is no Exception
         raise Torn(f"{type(error).__name__}: {str(error)[:100]}") from error
-    return version_of(target)
+    return version_of(target, shape)
 
 
-def problem_after(path: Path, mode: str, *, acknowledged: bool = False) -> str | None:
+def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: bool = False) -> str | None:
     """What is wrong after version 2 was being saved, in a word or two."""
     try:
-        version = found_version(path)
+        version = found_version(path, shape)
     except Torn:
         return "torn visible"
     if acknowledged and version != 2:

@@ -146,10 +146,11 @@ def async_save(
             user_metadata=copy.deepcopy(user_metadata),
         )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-        ranks.follow(lambda: TURNS.bytes_done)
         planner = planner or WholeSavePlanner(replica_check=replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
+        ranks.follow(lambda: TURNS.bytes_done, lambda: saving.writer.file_at_work)
+        saving.writer.watch(ranks.check)
         stack.push(lambda kind, error, trace: None if error is None else saving.writer.abandon())
         if async_stager is None and isinstance(writer, AsyncStager):
             async_stager = writer

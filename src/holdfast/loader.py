@@ -278,7 +278,7 @@ class _Loading:
         reader, ranks = self._reader, self._ranks
         reader.watch(ranks.check)
         stack.callback(reader.watch, lambda: None)
-        ranks.follow(lambda: reader.bytes_read)
+        ranks.follow(lambda: reader.bytes_read, lambda: reader.file_at_work)
         if share == "off" or ranks.size == 1 or type(reader) is not NativeReader:
             ranks.share("reading the metadata", self._read_metadata, _one_attempt)
             return
@@ -288,7 +288,7 @@ class _Loading:
             stack.callback(reader.use_exchange, None)
             reader.use_exchange(exchange)
             # While a rank waits for what another one reads, it is not the one that is stuck.
-            ranks.follow(lambda: reader.bytes_read + exchange.progress)
+            ranks.follow(lambda: reader.bytes_read + exchange.progress, lambda: reader.file_at_work)
 
     def make_plan(self, make_target: Callable[[Metadata], dict[Any, Any]]) -> None:
         """Decide what this rank reads; plans travel only where somebody may want to see them all."""

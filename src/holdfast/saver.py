@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, MutableSequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from holdfast._adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._coord.ranks import Ranks, SoloRanks
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["save"]
+
+Part = TypeVar("Part")
 
 
 @collector_paused()
@@ -122,7 +125,7 @@ def save_with(
 ) -> Metadata:
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
     ours = as_writer(writer)
-    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written)
+    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written, lambda: ours.file_at_work)
     ours.watch(ranks.check)
     if use_collectives:
         return _save(state, Saving(ours, planner, ranks))
@@ -162,6 +165,8 @@ class Saving:
         self.ranks = ranks
         self._use_collectives = use_collectives
         self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host_name())
+        self._prepared = 0
+        self._prepared_lock = threading.Lock()
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
@@ -174,6 +179,22 @@ class Saving:
             self._set_up(state)
 
         return self._planning.run(set_up)
+
+    def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
+        """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank."""
+        self._prepared = 0
+        return self.ranks.alone(phase, prepare)
+
+    def advance(self, nbytes: int) -> None:
+        """Show the others that ``nbytes`` more are prepared; raise what another has failed with. Any thread."""
+        with self._prepared_lock:
+            self._prepared += nbytes
+        self.ranks.progress(self._prepared)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what another rank has failed with, if one has; any thread."""
+        self.ranks.check()
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""

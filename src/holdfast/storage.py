@@ -37,6 +37,9 @@ class StorageWriter(abc.ABC):
     bytes_written: int = 0
     """Bytes given to the medium so far, where the storage counts them: how ranks see that a slow one still works."""
 
+    file_at_work: str = ""
+    """The file that is being written, where the storage knows: what others are told of a rank that hangs."""
+
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, to ``checkpoint_id`` when it is given."""
@@ -85,6 +88,9 @@ class StorageReader(abc.ABC):
 
     bytes_read: int = 0
     """Bytes taken from the medium since the last reset, where the storage counts them."""
+
+    file_at_work: str = ""
+    """The file that is being read, where the storage knows."""
 
     def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
         """Take what to call between the pieces of long work: it raises when another rank has failed."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
+import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,3 +87,125 @@ def test_a_busy_rank_stops_soon_after_another_has_failed(pool: Any, tmp_path: Pa
     for message, seconds in told:
         assert message.startswith("rank 0: writing the checkpoint failed: ZeroDivisionError")
         assert seconds < 5  # far from the ten seconds that its own part takes
+
+
+def async_save_while_another_fails(path: str, when: str) -> tuple[str, float]:
+    """Rank 0 fails when it stages or writes; rank 1 would be busy with that for ten seconds. As above."""
+    rank = torch.distributed.get_rank()
+    state = {f"{rank}.{number}": torch.full((17 << 20,), number, dtype=torch.uint8) for number in range(10)}
+    name = "holdfast._staging.copies._copy_part" if when == "staging" else "os.pwrite"
+    owner, _, attribute = name.rpartition(".")
+    call = getattr(importlib.import_module(owner), attribute)
+    in_turn = threading.Lock()
+
+    def fail_or_be_slow(*arguments: Any) -> Any:
+        if rank == 0:
+            raise ZeroDivisionError("odd")
+        with in_turn:
+            time.sleep(0.5)  # the slowness itself, which is what is tested
+        return call(*arguments)
+
+    with mock.patch(name, fail_or_be_slow):
+        started = time.monotonic()
+        try:
+            holdfast.async_save(state, path).result()
+        except holdfast.CheckpointError as error:
+            return str(error), time.monotonic() - started
+    return "saved", time.monotonic() - started
+
+
+@pytest.mark.parametrize("when", ["staging", "writing"])
+def test_a_rank_busy_with_an_async_save_stops_soon_too(pool: Any, tmp_path: Path, when: str) -> None:
+    phase = {"staging": "staging the state", "writing": "writing the checkpoint"}[when]
+    for message, seconds in pool.run(2, async_save_while_another_fails, str(tmp_path / "one"), when, timeout_s=60):
+        assert message == f"rank 0: {phase} failed: ZeroDivisionError: odd"
+        assert seconds < 4
+    assert list((tmp_path / "one").glob("*")) == []
+
+
+def fail_to_prepare(path: str, when: str) -> str:
+    """Rank 1 fails between planning and writing: what each rank is told."""
+    rank = torch.distributed.get_rank()
+    planner = _UnpreparedPlanner(when) if rank == 1 else holdfast.DefaultSavePlanner()
+    try:
+        holdfast.async_save({f"of rank {rank}": torch.ones(9)}, path, planner=planner).result()
+    except holdfast.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+class _UnpreparedPlanner(holdfast.DefaultSavePlanner):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self._when = when
+
+    def finish_plan(self, new_plan: holdfast.SavePlan) -> holdfast.SavePlan:
+        if self._when == "finish_plan":
+            raise ZeroDivisionError("odd")
+        return super().finish_plan(new_plan)
+
+    def transform_object(self, write_item: holdfast.WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        if self._when == "resolve":
+            raise ZeroDivisionError("odd")
+        return super().transform_object(write_item, object)
+
+
+@pytest.mark.parametrize("when", ["finish_plan", "resolve"])
+def test_what_fails_between_planning_and_writing_is_the_same_on_every_rank(
+    pool: Any, tmp_path: Path, when: str
+) -> None:
+    said = pool.run(2, fail_to_prepare, str(tmp_path / "checkpoint"), when)
+    assert said == ["rank 1: laying out the state failed: ZeroDivisionError: odd"] * 2
+
+
+SHORT_S = 1.5
+
+
+def hang_in_a_call(path: str, operation: str) -> str:
+    """Rank 1 hangs in its fourth write to, or read from, a file: what it is told, once the call is over."""
+    rank = torch.distributed.get_rank()
+    state = {f"{rank}.{number}": torch.full((17 << 20,), number, dtype=torch.uint8) for number in range(4)}
+    name = "preadv" if operation == "load" else "pwrite"
+    call, calls = getattr(os, name), 0
+
+    def hang(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += len(arguments) == 3  # probes of the page cache have flags too
+        if calls == 4:
+            calls += 1
+            time.sleep(2 * SHORT_S)
+        return call(*arguments)
+
+    with mock.patch(f"os.{name}", hang if rank == 1 else call):
+        try:
+            if operation == "save":
+                holdfast.save(state, path, deadline_s=SHORT_S)
+            elif operation == "async_save":
+                holdfast.async_save(state, path, deadline_s=SHORT_S).result()
+            else:
+                holdfast.load(state, path, deadline_s=SHORT_S)
+        except RankLostError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("operation", ["save", "async_save", "load"])
+def test_the_error_of_a_hang_tells_rank_file_and_bytes(pool: Any, tmp_path: Path, operation: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    if operation == "load":
+        holdfast.save(
+            {f"{rank}.{n}": torch.zeros(17 << 20, dtype=torch.uint8) for rank in (0, 1) for n in range(4)}, path
+        )
+    said = pool.run(2, hang_in_a_call, path, operation, timeout_s=60)
+    phase = "reading the checkpoint" if operation == "load" else "writing the checkpoint"
+    told = re.fullmatch(
+        rf"rank 1 made no progress for 1.5 s in '{phase}' \(([\d,]+) bytes done, at '(data-.*\.safetensors)'\); .*",
+        said[0],
+    )
+    assert told is not None, said
+    assert int(told[1].replace(",", "")) > 0
+    assert said[1] == said[0]
+    if operation == "load":
+        assert told[2] in os.listdir(path)
+    else:
+        assert re.fullmatch(r"data-\w+-1-0\.safetensors", told[2])

@@ -251,7 +251,9 @@ def test_a_failing_copy_fails_the_save_and_holds_up_nobody(
     with monkeypatch.context() as patched:
         patched.setattr(PlayedTransfer, "issue", fail)
         if stage == "copy":
-            with pytest.raises(RuntimeError, match="the device is gone"):
+            with pytest.raises(
+                holdfast.CheckpointError, match="staging the state failed: RuntimeError: the device is gone"
+            ):
                 async_save(state, tmp_path / "checkpoint", stage=stage)
         else:
             handle = async_save(state, tmp_path / "checkpoint", stage=stage)

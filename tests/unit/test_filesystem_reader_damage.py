@@ -146,6 +146,15 @@ def test_chunks_that_do_not_tile_are_refused_before_anything_is_read(plain: Path
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such directory"):
         FileSystemReader(tmp_path / "none").read_metadata()
+    for name in ("", "__0_0.distcp", ".metadata-0123.tmp"):
+        (tmp_path / name).exists() or (tmp_path / name).touch()
+        with pytest.raises(NotFoundError, match="no finished checkpoint") as caught:
+            FileSystemReader(tmp_path).read_metadata()
+        assert type(caught.value) is NotFoundError
+    for other in ("notes.txt", "notes.txt/below"):
+        (tmp_path / "notes.txt").touch()
+        with pytest.raises(NotFoundError, match=r"no \.metadata|no such directory"):
+            FileSystemReader(tmp_path / other).read_metadata()
     with pytest.raises(NotACheckpointError, match=r"no \.metadata"):
         FileSystemReader(tmp_path).read_metadata()
     (tmp_path / ".metadata").mkdir()

@@ -69,7 +69,7 @@ class ThreadRanks:
     def share(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], Any]) -> Any:
         return self._step(local, lambda parts: [merge(parts)] * len(parts))
 
-    def follow(self, count: Callable[[], int]) -> None:
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         return None
 
 

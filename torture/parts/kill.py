@@ -9,13 +9,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torture import saves, torch_dcp
+import holdfast
+from holdfast._staging.turns import TURNS
+from holdfast.async_saver import release
+from torture import libraries, saves, torch_dcp
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
-from torture.shim import Action, Fault, armed, counts
+from torture.shim import CHANGING, Action, Fault, armed, children_armed, counts, read_trace
 
 NAME = "kill"
 SHAPES = ("small", "blob", "values", "slabs")
+_ACTIONS = {
+    "saver": (Action.KILL_BEFORE, Action.KILL_AFTER),
+    "writer": (Action.KILL_BEFORE, Action.KILL_AFTER),
+    "saver, as the writer writes": (Action.ORPHAN_BEFORE, Action.ORPHAN_AFTER),
+}
+"""Who is killed: the process that saves or the one that writes for it, each at calls of its own, or the first at calls
+of the second; and how, before and after the call."""
 
 
 def run(options: Options) -> PartResult:
@@ -24,16 +34,17 @@ def run(options: Options) -> PartResult:
     shapes = SHAPES[:1] if options.quick else SHAPES
     plain: list[Case] = [
         {"folder": folder, "mode": mode, "shape": shape, "library": "holdfast"}
-        for mode in (*saves.MODES, *saves.ASYNC_MODES)
+        for mode in (*saves.MODES, *saves.ASYNC_MODES, *saves.PROCESS_MODES, *saves.TORCH_FORMAT_MODES)
         for shape in shapes
     ]
     plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in ("fresh", "replacing")]
     counted = [(case, outcome["calls"]) for case, outcome in options.crew.run(count_calls, plain)]
     cases = [
-        {**case, "number": number, "action": int(action)}
-        for case, calls in counted
+        {**case, "victim": victim, "number": number, "after": after}
+        for case, calls_of in counted
+        for victim, calls in calls_of.items()
         for number in range(1, calls + 1)
-        for action in (Action.KILL_BEFORE, Action.KILL_AFTER)
+        for after in (False, True)
     ]
     if options.quick:
         cases = random.Random(options.seed).sample([case for case in cases if case["library"] == "holdfast"], 40)
@@ -47,50 +58,79 @@ def run(options: Options) -> PartResult:
         if problem and case["library"] == "torch" and "failure" not in outcome:
             torch_problems[problem] += 1
         elif problem:
-            place = f"{case['mode']}, {case['shape']}, {Action(case['action']).name} call {case['number']}"
+            moment = f"{'after' if case['after'] else 'before'} call {case['number']}"
+            place = f"{case['mode']}, {case['shape']}, {case['victim']} killed {moment}"
             violations.append(f"{case['library']}, {place}: {problem}")
     return PartResult(
-        fault="kill -9 at every file-changing call of a save or async_save, 1 rank",
+        fault="kill -9 at every file-changing call of a save or async_save, of its writer process, "
+        "and of a save in torch's format, 1 rank",
         must_hold="nothing torn visible, the previous checkpoint not lost, the next save succeeds",
         injected=points["holdfast"],
         required=400,
         violations=violations,
-        counts={f"calls: {case['library']}, {case['mode']}, {case['shape']}": calls for case, calls in counted},
+        counts={
+            f"calls: {case['library']}, {case['mode']}, {case['shape']}, {victim}": calls
+            for case, calls_of in counted
+            for victim, calls in calls_of.items()
+        },
         torch=torch_dcp.in_words(torch_problems, points["torch"]) if points["torch"] else None,
     )
 
 
 def count_calls(*, folder: str, mode: str, shape: str, library: str) -> Case:
-    """How many calls a save that nothing happens to makes."""
+    """How many calls the processes of a save that nothing happens to make."""
     path = Path(folder) / "count" / f"{library}-{mode}-{shape}" / "checkpoint"
     _prepare(path, mode, shape, library)
 
     def child() -> int:
-        with armed(path, Fault()):
-            _save(path, mode, shape, library)
+        with armed(path, Fault()), children_armed(path, Fault(), trace=path.parent / "trace"):
+            libraries.save(path, mode, shape, library)
+            release()
         return counts().calls
 
-    calls = Child(child).end().told
-    assert (torch_dcp.found_version(path) if library == "torch" else saves.found_version(path, shape)) == 2
+    calls = {"saver": Child(child).end().told}
+    if mode in saves.PROCESS_MODES:
+        trace = read_trace(path.parent / "trace")
+        calls["writer"] = calls["saver, as the writer writes"] = sum(record.call in CHANGING for record in trace)
+    found = torch_dcp.found_version(path) if library == "torch" else saves.found_version(path, shape)
+    assert found == 2, found
     shutil.rmtree(path.parent)
     return {"calls": calls}
 
 
-def kill_at(*, folder: str, mode: str, shape: str, library: str, number: int, action: int) -> Case:
-    """Kill a save at a call, and judge what it leaves behind."""
-    path = Path(folder) / "kill" / f"{library}-{mode}-{shape}-{number}-{action}" / "checkpoint"
+def kill_at(*, folder: str, mode: str, shape: str, library: str, victim: str, number: int, after: bool) -> Case:
+    """Kill a process of a save at a call, and judge what it leaves behind."""
+    path = Path(folder) / "kill" / f"{library}-{mode}-{shape}-{victim}-{number}-{after}" / "checkpoint"
     _prepare(path, mode, shape, library)
+    own, theirs = Fault(), Fault(action=_ACTIONS[victim][after], number=number)
+    if victim == "saver":
+        own, theirs = theirs, own
 
     def child() -> Any:
-        with armed(path, Fault(action=Action(action), number=number)):
-            _save(path, mode, shape, library)
-        return None
+        error = None
+        with armed(path, own), children_armed(path, theirs, trace=path.parent / "trace"):
+            try:
+                libraries.save(path, mode, shape, library)
+            except holdfast.CheckpointError as raised:
+                error = str(raised)
+        died = TURNS.process is not None and TURNS.process.number is None
+        if victim == "writer":
+            saves.save(path.parent / "next", mode, shape)  # another process is started for it
+        return {"error": error, "died": died}
 
     end = Child(child).end()
-    if end.signal != signal.SIGKILL or end.hung:
+    acknowledged = False
+    if victim != "writer" and (end.signal != signal.SIGKILL or end.hung):
         return {"failure": f"the fault did not strike: {end}"}
-    problem = torch_dcp.problem_after(path, mode) if library == "torch" else saves.problem_after(path, mode, shape)
-    shutil.rmtree(path.parent)
+    if victim == "writer":
+        if end.told is None or not end.told["died"]:
+            return {"failure": f"the fault did not strike, or the next save failed: {end}"}
+        error = end.told["error"]
+        acknowledged = error is None
+        if error is not None and "the process that writes checkpoints died" not in error:
+            return {"problem": f"the death of the writer is told as: {error}"}
+    problem = libraries.problem_after(path, mode, shape, library, acknowledged=acknowledged)
+    shutil.rmtree(path.parent, ignore_errors=True)  # a writer without its parent may be removing files here too
     return {"problem": problem}
 
 
@@ -101,10 +141,3 @@ def _prepare(path: Path, mode: str, shape: str, library: str) -> None:
     path.parent.mkdir(parents=True)
     if mode == "replacing":
         torch_dcp.save(path, 1)
-
-
-def _save(path: Path, mode: str, shape: str, library: str) -> None:
-    if library == "torch":
-        torch_dcp.save(path, 2)
-    else:
-        saves.save(path, mode, shape)

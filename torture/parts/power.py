@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torture import saves, shim, torch_dcp
+from torture import libraries, saves, shim, torch_dcp
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import Action, Fault, armed, counts
@@ -38,12 +38,13 @@ def run(options: Options) -> PartResult:
     systems = [system for system in IMAGE_BYTES if shutil.which(f"mkfs.{system}")]
     notes = [f"{system}: skipped, there is no mkfs.{system}" for system in IMAGE_BYTES if system not in systems]
     shapes = _SHAPES[:1] if options.quick else _SHAPES
-    modes = ("fresh", "replacing")
+    modes = ("fresh", "replacing", *saves.TORCH_FORMAT_MODES[:2])
     plain: list[Case] = [
         {"folder": str(options.folder), "system": system, "mode": mode, "shape": shape, "library": library}
         for system in systems
         for mode in modes
         for shape, library in [*((shape, "holdfast") for shape in shapes), ("small", "torch")]
+        if library == "holdfast" or mode not in saves.TORCH_FORMAT_MODES
     ]
     cases = [
         {**case, "number": number, "action": int(action)}
@@ -83,7 +84,7 @@ def _result(
     skipped: str | None = None,
 ) -> PartResult:
     return PartResult(
-        fault="power cut at every file-changing call of a save, ext4 and xfs",
+        fault="power cut at every file-changing call of a save, native and in torch's format, ext4 and xfs",
         must_hold="nothing torn visible, nothing acknowledged lost, the next save succeeds",
         injected=injected,
         required=200,
@@ -147,7 +148,7 @@ def count_calls(*, folder: str, system: str, mode: str, shape: str, library: str
 
         def child() -> int:
             with armed(mount, Fault()):
-                _save(path, mode, shape, library)
+                libraries.save(path, mode, shape, library)
             return counts().calls
 
         return {"calls": Child(child).end().told}
@@ -163,14 +164,12 @@ def cut_at(*, folder: str, system: str, mode: str, shape: str, library: str, num
             return {"failure": f"the fault did not strike: {end}"}
         with disk.mounted():
             acknowledged = number == _AFTER_RETURN
-            if library == "torch":
-                return {"problem": torch_dcp.problem_after(path, mode, acknowledged=acknowledged)}
-            return {"problem": saves.problem_after(path, mode, shape, acknowledged=acknowledged)}
+            return {"problem": libraries.problem_after(path, mode, shape, library, acknowledged=acknowledged)}
 
 
 def _save_and_lose_power(mount: Path, path: Path, mode: str, shape: str, library: str, number: int, action: int) -> Any:
     with armed(mount, Fault(action=Action(action), number=number)):
-        _save(path, mode, shape, library)
+        libraries.save(path, mode, shape, library)
     if number == _AFTER_RETURN:
         shim.cut_power(mount)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -180,17 +179,10 @@ def _save_and_lose_power(mount: Path, path: Path, mode: str, shape: str, library
 def _prepare(mount: Path, mode: str, shape: str, library: str) -> Path:
     """Where to save; version 1 is there if it is to be replaced, and nothing but its own save has made it durable."""
     path = mount / "run" / "checkpoint"
-    if mode == "replacing":
+    if saves.BEFORE[mode] is not None:
         if library == "torch":
             torch_dcp.save(path, 1)
             os.sync()  # as if it had been there for long: otherwise it would be lost at any cut
         else:
-            saves.save(path, "fresh", shape, version=1)
+            saves.save(path, saves.first_mode(mode), shape, version=1)
     return path
-
-
-def _save(path: Path, mode: str, shape: str, library: str) -> None:
-    if library == "torch":
-        torch_dcp.save(path, 2)
-    else:
-        saves.save(path, mode, shape)

@@ -1,4 +1,4 @@
-"""A rank raises, is killed, is stopped, hangs or is slow, in each phase of a save and of a load.
+"""A rank raises, is killed, is stopped, hangs or is slow, in each phase of a save, of an async_save and of a load.
 
 The ranks are real processes. The limits are the library's own (a beat each second, ten of them missed is death), but
 for the deadline without progress, which is short enough to be waited for.
@@ -11,8 +11,10 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Mapping, MutableSequence
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableSequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from typing import Any
 import torch
 
 import holdfast
+from holdfast._staging import copies
 from holdfast._values.deadline import Patience
+from holdfast.async_saver import async_save
 from torture.crew import Case, Child, End
 from torture.meeting import meet
 from torture.part import Options, PartResult
@@ -28,14 +32,22 @@ from torture.part import Options, PartResult
 NAME = "rank-failures"
 
 DEADLINE_S = 5.0
-SAVE_PHASES = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve", "finish")
-LOAD_PHASES = ("read_metadata", "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve")
+_PLANNING = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve")
+PHASES = {
+    "save": (*_PLANNING, "write", "finish"),
+    "async_save": (*_PLANNING, "stage", "write", "finish"),
+    "load": ("read_metadata", *_PLANNING, "read"),
+}
 COORDINATOR_ONLY = ("create_global_plan", "finish")
+PIECEWISE = ("resolve", "stage", "write", "read")
+"""The phases that have many pieces: the trouble is in the middle, and one can be slow in them and still progress."""
 FAULTS = ("raise", "kill", "stop", "hang", "slow")
+_PHASE_WORDS = ("plan", "laying out", "staging", "writing", "reading", "comparing")
 _LIMIT_S = {"raise": 2.0, "kill": 15.0, "stop": 15.0, "hang": DEADLINE_S + 5.0}
 _ITEMS = 5
 _ELEMENTS = (17 << 20) // 4  # more than one slab each, so that a slow rank shows progress after every one
 _PAUSE_S = 1.6
+_SLOW_PIECES = 5
 _HANG_S = DEADLINE_S + 6.0
 _PATIENCE = Patience(progress_s=DEADLINE_S)
 _WORKERS = 6  # cases mostly wait
@@ -46,7 +58,8 @@ def run(options: Options) -> PartResult:
     cases = [{**case, "folder": str(options.folder)} for case in all_cases()]
     if options.quick:
         cases = cases[options.seed % 7 :: 12]
-    violations, slowest = [], dict.fromkeys(_LIMIT_S, 0.0)
+    violations: list[str] = []
+    slowest = dict.fromkeys(_LIMIT_S, 0.0)
     for done, (case, outcome) in enumerate(options.crew.run(suffer, cases, workers=_WORKERS), start=1):
         options.progress(done, len(cases))
         name = "{operation} on {world} ranks, rank {rank}, {fault} in {phase}".format(**case)
@@ -54,10 +67,12 @@ def run(options: Options) -> PartResult:
         if case["fault"] in slowest:
             slowest[case["fault"]] = max(slowest[case["fault"]], outcome.get("seconds", 0.0))
     return PartResult(
-        fault="a rank raises, is killed, stopped, hangs or is slow, in each phase of save and load, 2 and 4 ranks",
+        fault="a rank raises, is killed, stopped, hangs or is slow, in each phase of save, async_save and load, "
+        "2 and 4 ranks",
         must_hold="every survivor gets the same error naming rank and phase in time, a slow rank is waited for, "
         "nothing is published with missing data, the next save works",
         injected=len(cases),
+        counts=dict(Counter(case["operation"] for case in cases)),
         required=100,
         violations=violations,
         notes=[f"{fault}: known to all after {seconds:.1f} s at most" for fault, seconds in slowest.items()],
@@ -68,10 +83,10 @@ def all_cases() -> list[Case]:
     """Every phase of every operation, on the coordinator and elsewhere, with every fault."""
     return [
         {"operation": operation, "world": world, "rank": rank, "fault": fault, "phase": phase}
-        for operation, phases in (("save", SAVE_PHASES), ("load", LOAD_PHASES))
+        for operation, phases in PHASES.items()
         for world, phase, fault in itertools.product((2, 4), phases, FAULTS)
         for rank in ((0,) if phase in COORDINATOR_ONLY else (0, world - 1))
-        if fault != "slow" or phase == "resolve"
+        if fault != "slow" or phase in PIECEWISE
     ]
 
 
@@ -92,6 +107,10 @@ def suffer(*, folder: str, operation: str, world: int, rank: int, fault: str, ph
         children[rank].end()
     survivors = {each: end for each, end in ends.items() if each != rank or fault not in ("kill", "stop")}
     seconds, problems = _judge(home, survivors, rank=rank, fault=fault)
+    if fault == "hang" and phase in ("write", "read"):
+        problems += [
+            f"the file is not named: {end.told['message']}" for end in survivors.values() if not _names_file(end)
+        ]
     problems += _judge_files(path, operation, range(world), fault=fault)
     shutil.rmtree(home)
     return {"problems": problems, "seconds": seconds}
@@ -107,6 +126,8 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
         return 0.0, problems + [
             f"rank {each} was not waited for: {said}" for each, said in told.items() if said["error"]
         ]
+    if not (home / "struck").exists():
+        return 0.0, [*problems, f"the fault did not strike: {told}"]
     struck = float((home / "struck").read_text())
     seconds = max(said["at"] for each, said in told.items() if each != rank or fault == "raise") - struck
     if seconds > _LIMIT_S[fault]:
@@ -119,16 +140,19 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
         problems.append(f"the error is {error}: {message}")
     if f"rank {rank}" not in (message or ""):
         problems.append(f"the rank is not named: {message}")
-    if not any(name in (message or "") for name in ("plan", "writing", "reading", "comparing")):
+    if not any(name in (message or "") for name in _PHASE_WORDS):
         problems.append(f"the phase is not named: {message}")
     return seconds, problems
+
+
+def _names_file(end: End) -> bool:
+    said = (end.told or {}).get("message") or ""
+    return " bytes done, at 'data-" in said
 
 
 def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> list[str]:
     """What is wrong with what is published now."""
     expected = 1 if operation == "load" else None
-    if fault == "slow" and operation == "save":
-        expected = 2
     if fault in ("raise", "hang", "slow"):
         expected = 3  # by the next save of the same ranks
     try:
@@ -136,11 +160,12 @@ def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> lis
     except holdfast.NotFoundError:
         state = None
     version = None if state is None else state["step"]
-    if version != expected and not (operation == "save" and expected is None and version == 2):
+    if version != expected and not (operation != "load" and expected is None and version == 2):
         return [f"version {version} is published instead of {expected}"]
-    wanted = {} if version is None else _state(version, ranks)
-    torn = [key for key, tensor in wanted.items() if key != "step" and not torch.equal((state or {})[key], tensor)]
-    return [f"torn: {torn}"] if torn or set(state or {}) != set(wanted) else []
+    found, wanted = state or {}, {} if version is None else _state(version, ranks)
+    torn = found.keys() ^ wanted.keys()
+    torn |= {key for key in wanted.keys() - torn - {"step"} if not torch.equal(found[key], wanted[key])}
+    return [f"torn: {sorted(torn)}"] if torn else []
 
 
 def _state(version: int, ranks: range) -> dict[str, Any]:
@@ -154,12 +179,15 @@ def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: s
     """What a rank does and tells: the operation, and a save after it."""
     meet(home / "address", rank=rank, world=world, patience=_PATIENCE)
     trouble = _Trouble(home / "struck", fault, phase)
+    trouble.come_by()
     path = home / "checkpoint"
     state = _state(2, range(rank, rank + 1))
     said: dict[str, Any] = {"error": None, "message": None, "next": None}
     try:
         if operation == "save":
             holdfast.save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble))
+        elif operation == "async_save":
+            async_save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble)).result()
         else:
             holdfast.load(state, storage_reader=_Reader(path, trouble), planner=_LoadPlanner(trouble))
     except holdfast.CheckpointError as error:
@@ -169,7 +197,11 @@ def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: s
         if fault_of(home) == "hang":  # one that hangs on cannot take part in the next save
             time.sleep(max(0.0, float((home / "struck").read_text()) + _HANG_S + 0.5 - time.monotonic()))
         try:
-            holdfast.save(_state(3, range(rank, rank + 1)), path)
+            state = _state(3, range(rank, rank + 1))
+            if operation == "async_save":
+                async_save(state, path).result()
+            else:
+                holdfast.save(state, path)
         except holdfast.CheckpointError as error:
             said["next"] = f"{type(error).__name__}: {error}"
     return said
@@ -188,16 +220,39 @@ class _Trouble:
         self._fault = fault
         self._phase = phase
         self._visits = 0
+        self._one_at_a_time = threading.Lock()
+
+    def come_by(self) -> None:
+        """Have the trouble at a piece that this process copies, writes or reads from here on, if it is for that."""
+        jobs, pwrite, preadv = copies._jobs, os.pwrite, os.preadv
+
+        def copy_piece(job: Callable[[], None]) -> None:
+            self.visit("stage")
+            job()
+
+        def write_piece(*arguments: Any) -> int:
+            self.visit("write")
+            return pwrite(*arguments)
+
+        def read_piece(*arguments: Any) -> int:
+            if len(arguments) == 3:  # probes of the page cache have flags too
+                self.visit("read")
+            return preadv(*arguments)
+
+        vars(copies)["_jobs"] = lambda *arguments: (partial(copy_piece, job) for job in jobs(*arguments))
+        os.pwrite, os.preadv = write_piece, read_piece
 
     def visit(self, phase: str) -> None:
         """Have the trouble, if it is for this phase; in the middle of the work where that has a middle."""
         if not self._fault or phase != self._phase:
             return
-        self._visits += 1
-        if self._fault == "slow":
-            self._note()
-            time.sleep(_PAUSE_S)
-        elif self._visits == (3 if phase == "resolve" else 1):
+        with self._one_at_a_time:
+            self._visits += 1
+            is_time = self._visits == (3 if phase in PIECEWISE else 1)
+            if self._fault == "slow" and self._visits <= _SLOW_PIECES:
+                self._note()
+                time.sleep(_PAUSE_S)
+        if is_time and self._fault != "slow":
             self._note()
             if self._fault == "raise":
                 raise ZeroDivisionError("odd")

@@ -31,6 +31,14 @@ Whole = TypeVar("Whole")
 _SLICE_S = 0.25
 
 
+def _nothing_done() -> int:
+    return 0
+
+
+def _no_file() -> str:
+    return ""
+
+
 class ChannelRanks:
     """All ranks of one operation on a channel.
 
@@ -79,7 +87,8 @@ class ChannelRanks:
         self._step = 0
         self._phase = "starting"
         self._progress = 0
-        self._count: Callable[[], int] | None = None
+        self._count: Callable[[], int] = _nothing_done
+        self._file: Callable[[], str] = _no_file
         self._awaited_since: float | None = None
         self._parts: dict[int, dict[int, Message]] = {}
         self._wholes: dict[int, bytes] = {}
@@ -142,6 +151,17 @@ class ChannelRanks:
 
         return self._together(phase, local, merge_for_all)
 
+    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank.
+
+        They learn of the phase with the next sign of life: announcing it would take the caller's time.
+        """
+        self._phase, self._progress = phase, 0
+        try:
+            return local()
+        except BaseException as error:
+            self._give_up(error)
+
     def agree(self, name: str, value: object) -> None:
         """Raise RankDisagreementError on every rank unless all of them gave a ``value`` that prints the same."""
 
@@ -161,9 +181,9 @@ class ChannelRanks:
         """Show the others that the work of this phase goes on; any thread."""
         self._progress = bytes_done
 
-    def follow(self, count: Callable[[], int]) -> None:
-        """Ask ``count`` at every heartbeat how far the work is; any thread may be asked to run it."""
-        self._count = count
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
+        """Ask at every heartbeat how far the work is, and at which file; any thread may be asked to run them."""
+        self._count, self._file = count, file
 
     def _together(
         self,
@@ -307,8 +327,8 @@ class ChannelRanks:
 
     def _sign(self, beat: int, moved: int) -> Sign:
         working = self._awaited_since is None
-        progress = self._progress + (0 if self._count is None else self._count())
-        return Sign(beat=beat, phase=self._phase, progress=progress, moved=moved, working=working)
+        progress = self._progress + self._count()
+        return Sign(beat=beat, phase=self._phase, progress=progress, moved=moved, file=self._file(), working=working)
 
     def _tick(self) -> None:
         """Decide what has to be decided now: who is lost, and whether the operation has failed."""

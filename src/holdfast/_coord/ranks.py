@@ -66,6 +66,10 @@ class Ranks(Protocol):
         """What ``merge`` makes of all parts, the same on every rank."""
         ...
 
+    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
+        ...
+
     def agree(self, name: str, value: object) -> None:
         """Raise RankDisagreementError on every rank unless all of them gave a ``value`` that prints the same."""
         ...
@@ -78,8 +82,8 @@ class Ranks(Protocol):
         """Show the others that the work of this phase goes on; any thread."""
         ...
 
-    def follow(self, count: Callable[[], int]) -> None:
-        """Ask ``count`` now and then, in another thread, how far the work is, and show that to the others."""
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
+        """Ask now and then, in another thread, how far the work is, and at which file, and show that to the others."""
         ...
 
 
@@ -114,6 +118,11 @@ class SoloRanks:
         with _naming(phase):
             return merge([local()])
 
+    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns."""
+        with _naming(phase):
+            return local()
+
     def agree(self, name: str, value: object) -> None:
         """Nothing to do: there is nobody to differ from."""
 
@@ -123,7 +132,7 @@ class SoloRanks:
     def progress(self, bytes_done: int) -> None:
         """Nothing to do: nobody waits."""
 
-    def follow(self, count: Callable[[], int]) -> None:
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         """Nothing to do: nobody waits."""
 
 

@@ -128,8 +128,8 @@ class Watch:
     def _silence(self, rank: int, phase: str) -> RankLostError:
         pulse = self._pulses.get(rank)
         place = repr(phase)
-        # The last signs of the carrier stop with it on their way, so our own phase is nearer to the truth.
-        if pulse is not None and (rank != self._carrier or pulse.sign.phase == phase):
+        # The last signs of the carrier stop with it on their way, and not for all ranks at the same one.
+        if pulse is not None and rank != self._carrier:
             phase, place = pulse.sign.phase, _place(pulse.sign)
         said = (
             f"gave no sign of life for {self._patience.silence_s:g} s in {place}; see whether it was killed or stopped"
@@ -149,4 +149,6 @@ class Watch:
 
 
 def _place(sign: Sign) -> str:
-    return f"{sign.phase!r} ({sign.progress:,} bytes done)" if sign.progress else repr(sign.phase)
+    known = [f"{sign.progress:,} bytes done"] if sign.progress else []
+    known += [f"at {sign.file!r}"] if sign.file else []
+    return f"{sign.phase!r} ({', '.join(known)})" if known else repr(sign.phase)

@@ -19,6 +19,7 @@ from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Layouts, read_ranges
 from holdfast._filesystem.streams import StreamRead, TransformRegistry
 from holdfast._io import posix
+from holdfast._torchformat.places import is_of_a_save
 from holdfast._torchformat.translate import speak_torch
 from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
 from holdfast._values.limits import MAX_METADATA_BYTES
@@ -89,6 +90,11 @@ class FileSystemReader(StorageReader):
         running = self._files or self._streams
         return self._bytes_read + (0 if running is None else running.bytes_read)
 
+    @property
+    def file_at_work(self) -> str:  # type: ignore[override]
+        """The file of the checkpoint that is being read."""
+        return posix.file_at_work(self.path)
+
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
         self.storage_data = {}
@@ -155,6 +161,9 @@ class FileSystemReader(StorageReader):
         return data
 
     def _nothing_there(self) -> NotFoundError:
+        with contextlib.suppress(StorageError):  # it may be a file, or not be there
+            if self._is_local() and all(map(is_of_a_save, posix.list_names(self.path))):
+                return NotFoundError(f"{str(self.path)!r} holds no finished checkpoint: no save to it was published")
         if self.fs.exists(self.path):
             return NotACheckpointError(f"{str(self.path)!r} is not a checkpoint: it has no {METADATA_NAME}")
         return NotFoundError(f"there is no checkpoint at {str(self.path)!r}: no such directory")

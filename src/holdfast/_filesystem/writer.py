@@ -116,6 +116,11 @@ class _FileSystemWriter(StorageWriter):
         return 0 if files is None else files.bytes_written
 
     @property
+    def file_at_work(self) -> str:  # type: ignore[override]
+        """The file of the checkpoint that is being written."""
+        return posix.file_at_work(self.path)
+
+    @property
     def checkpoint_id(self) -> PathLike:
         """The directory."""
         return self.path

@@ -110,6 +110,7 @@ class Exchange:
         self._heard: set[int] = set()
         self._hosts_heard = False
         self._reads: CommonReads | None = None
+        self._files: Sequence[str] = ()
         self._takes_own = False
         self._to_fill: deque[int] = deque()
         self._untaken: set[int] = set()
@@ -154,12 +155,13 @@ class Exchange:
             raise InternalError("the wishes of a rank do not fit where they belong; please report it")
         return room[:, :nbytes]
 
-    def begin(self, reads: CommonReads, *, takes_own: bool = False) -> None:
-        """Take up the reads that all ranks of the host have agreed on.
+    def begin(self, reads: CommonReads, *, takes_own: bool = False, names: Sequence[str] = ()) -> None:
+        """Take up the reads that all ranks of the host have agreed on, of files that errors name by ``names``.
 
         With ``takes_own`` this rank is told of its own reads too, and takes them from their slots like everyone else.
         """
         self._reads = reads
+        self._files = names
         self._takes_own = takes_own
         mine = np.flatnonzero(reads.reader == self.place)
         if not self._carries:
@@ -229,9 +231,10 @@ class Exchange:
     def wait(self) -> None:
         """Return when a message has changed something; raise what another rank has failed with."""
         deadline, awaited = self._deadline(), self._readers() or self._takers()
+        file = self._file_of(min(self._untaken)) if self._untaken else ""
         while True:
             before = self.waits
-            deadline = self._wait(deadline, awaited)
+            deadline = self._wait(deadline, awaited, file)
             if self.waits == before:
                 return
 
@@ -276,8 +279,17 @@ class Exchange:
     def _deadline(self) -> Deadline:
         return Deadline(self._deadline_s, self._clock)
 
-    def _wait(self, deadline: Deadline, awaited: set[int]) -> Deadline:
-        """Take messages, waiting a little for the first; the deadline, anew when one came."""
+    def _file_of(self, read: int) -> str:
+        """The name of the file that ``read`` is of; nothing where nobody has told the names."""
+        assert self._reads is not None
+        number = int(self._reads.blocks.file[self._reads.bounds[read]])
+        return self._files[number] if self._files else ""
+
+    def _wait(self, deadline: Deadline, awaited: set[int], file: str = "") -> Deadline:
+        """Take messages, waiting a little for the first; the deadline, anew when one came.
+
+        ``file`` is what the ranks that are ``awaited`` read.
+        """
         messages = self._inbox.collect(_SLICE_S)
         if messages:
             for message in messages:
@@ -287,8 +299,9 @@ class Exchange:
         if deadline.passed:
             name = self._names[min(awaited)]
             phase = "passing on what was read"
+            place = f"{phase!r} (at {file!r})" if file else repr(phase)
             raise RankLostError(
-                f"rank {name} made no progress for {self._deadline_s:g} s in {phase!r}; "
+                f"rank {name} made no progress for {self._deadline_s:g} s in {place}; "
                 "look at what it hangs on, or allow more time",
                 rank=name,
                 phase=phase,

@@ -15,6 +15,7 @@ import fcntl
 import io
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar, cast
 
@@ -29,13 +30,48 @@ _DIRECTORY_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPN
 _FULL_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY})
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
+_SHOWN_NAME = 100
+
+# What each thread asks of the system just now, the longest first, and what was asked last.
+_underway: dict[int, str] = {}
+_last = ""
+
+
+@contextlib.contextmanager
+def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Lets ``file_at_work`` tell of ``path`` for the length of the block, and until another is worked on."""
+    global _last
+    thread = threading.get_ident()
+    outer = _underway.pop(thread, None)
+    _underway[thread] = _last = os.fsdecode(path)
+    try:
+        yield
+    finally:
+        del _underway[thread]
+        if outer is not None:
+            _underway[thread] = outer
+
+
+def file_at_work(directory: str | os.PathLike[str]) -> str:
+    """The name of the file in ``directory`` that the oldest call under way is about, or else the last call was.
+
+    The end of a long name, nothing where the calls are about other places. Any thread may ask; what it gets can be
+    encoded and printed.
+    """
+    inside = os.path.join(os.fsdecode(directory), "")
+    for path in (*tuple(_underway.values()), _last):
+        if os.path.join(path, "").startswith(inside):
+            name = os.path.basename(path.rstrip(os.sep)).encode(errors="backslashreplace").decode()
+            return name if len(name) <= _SHOWN_NAME else f"...{name[3 - _SHOWN_NAME :]}"
+    return ""
 
 
 @contextlib.contextmanager
 def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Guarantees that a refusal by the system inside the block leaves it as a ``StorageError``."""
     try:
-        yield
+        with working_on(path):
+            yield
     except OSError as error:
         raise StorageError.from_os(error, action, path) from error
     except ValueError as error:

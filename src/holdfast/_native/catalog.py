@@ -30,6 +30,7 @@ from holdfast._native.tree import decode_path
 from holdfast._native.values import decode_value
 from holdfast._state.paths import Path
 from holdfast._state.tensors import torch_dtype
+from holdfast._torchformat.places import is_of_a_save
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.lazy import LazyList
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
@@ -213,8 +214,8 @@ def _nothing_there(directory: str) -> NotFoundError:
         names = posix.list_names(directory)
     except StorageError:
         return NotFoundError(f"there is no checkpoint at {directory!r}: no such directory")
-    unfinished = all(name.startswith(("data-", "index-", "manifest-")) for name in names)
-    if unfinished:
+    # What a killed save has left does not make it something else: whoever resumes starts fresh.
+    if all(name.startswith(("data-", "index-", "manifest-")) or is_of_a_save(name) for name in names):
         return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
 

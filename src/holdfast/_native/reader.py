@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from holdfast._adapt import final_load_plan, is_torchs
 from holdfast._host.exchange import Exchange
+from holdfast._io import posix
 from holdfast._native.catalog import Catalog, CatalogBytes, DataFiles, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
@@ -62,6 +63,11 @@ class NativeReader(StorageReader):
     def bytes_read(self) -> int:  # type: ignore[override]
         """Bytes of data files that the system delivered since the last reset."""
         return 0 if self._files is None else self._files.bytes_read
+
+    @property
+    def file_at_work(self) -> str:  # type: ignore[override]
+        """The file of the checkpoint that is being read."""
+        return posix.file_at_work(self.path)
 
     @property
     def catalog(self) -> Catalog:

@@ -73,7 +73,8 @@ class SharedFetch(Fetch):
                 stack.enter_context(pinned(self._exchange.slots))
             is_small = self._are_small(slice(slices[0].start, slices[-1].stop))
             common = _Common(reads, slices, ring, is_small=is_small)
-            self._exchange.begin(reads, takes_own=common.is_small)
+            names = [file.name for file in self._catalog.manifest.files]
+            self._exchange.begin(reads, takes_own=common.is_small, names=names)
             job = self._exchange.job
             carrier = None if job is None else job.carrier
             if carrier is not None:

@@ -83,6 +83,11 @@ class NativeWriter(StorageWriter):
         held = self._held
         return 0 if held is None else held.files.bytes_written
 
+    @property
+    def file_at_work(self) -> str:  # type: ignore[override]
+        """The file of the checkpoint that is being written."""
+        return posix.file_at_work(self.path)
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
         self._begin_attempt()
@@ -141,13 +146,19 @@ class NativeWriter(StorageWriter):
         done.set_result(self._pack(work, packer, work.chunks()))
         return done
 
-    def lay_out(self, plan: SavePlan, planner: SavePlanner) -> StagedFiles:
+    def lay_out(
+        self, plan: SavePlan, planner: SavePlanner, *, advance: Callable[[int], None] = lambda nbytes: None
+    ) -> StagedFiles:
         """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied.
 
-        Whoever copies them sees to it that they are copied after what the caller's streams have queued.
+        Whoever copies them sees to it that they are copied after what the caller's streams have queued. ``advance`` is
+        told of the bytes of each chunk that has its place.
         """
         work = self._work(plan, planner)
-        chunks = list(work.chunks(is_ordered=True))
+        chunks = []
+        for chunk in work.chunks(is_ordered=True):
+            chunks.append(chunk)
+            advance(chunk.source.nbytes)
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
 
     def stream_staged(

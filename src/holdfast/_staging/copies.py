@@ -32,6 +32,7 @@ class Staging:
 
     ``mode`` says what ``begin`` leaves to ``finish``: nothing ("copy"), everything but the chunks named in ``at_once``
     ("overlap"), or what it has cloned on the device ("device"). ``copies`` is emptied when they are done.
+    ``advance`` is told, from any thread, how many bytes more have been copied within the host.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Staging:
         mode: Mode,
         accelerator: Accelerator,
         at_once: Collection[str] = (),
+        advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._copies = copies
         self._region = region
         self._mode = mode
         self._accelerator = accelerator
         self._at_once = at_once
+        self._advance = advance
         self._transfer: Transfer | None = None
         self._later: list[Copy] = []
         self._copied: Future[None] = Future()
@@ -74,7 +77,7 @@ class Staging:
             logger.warning("the device has no room for a clone of the state; it is copied to the host instead")
             self._mode = "copy"
         if self._mode != "copy":
-            copy_in_parallel(local, self._region)
+            copy_in_parallel(local, self._region, self._advance)
             return
         if self._transfer is not None:
             self._transfer.issue()
@@ -108,7 +111,7 @@ class Staging:
     def _copy_beside(self, local: Sequence[Copy]) -> None:
         """Copy within the host while the devices copy."""
         try:
-            copy_in_parallel(local, self._region)
+            copy_in_parallel(local, self._region, self._advance)
         except BaseException:
             if self._transfer is not None:
                 self._transfer.wait()  # the memory is the next save's only when nothing is on its way there
@@ -132,10 +135,12 @@ class Staging:
             self._transfer.fence()
 
 
-def copy_in_parallel(copies: Sequence[Copy], region: Region) -> None:
-    """Copy from host memory to host memory with the threads that torch may use."""
+def copy_in_parallel(
+    copies: Sequence[Copy], region: Region, advance: Callable[[int], None] = lambda nbytes: None
+) -> None:
+    """Copy from host memory to host memory with the threads that torch may use; ``advance`` is told of each piece."""
     threads = min(_MOST_THREADS, torch.get_num_threads())
-    jobs = list(_jobs(copies, region))
+    jobs = list(_jobs(copies, region, advance))
     if threads == 1 or len(jobs) == 1:
         for job in jobs:
             job()
@@ -144,7 +149,7 @@ def copy_in_parallel(copies: Sequence[Copy], region: Region) -> None:
         run_bounded(jobs, workers=threads - 1, ahead=len(jobs))
 
 
-def _jobs(copies: Sequence[Copy], region: Region) -> Iterator[Callable[[], None]]:
+def _jobs(copies: Sequence[Copy], region: Region, advance: Callable[[int], None]) -> Iterator[Callable[[], None]]:
     """Pieces of large copies, and small ones together."""
     small: list[Copy] = []
     held = 0
@@ -153,17 +158,23 @@ def _jobs(copies: Sequence[Copy], region: Region) -> Iterator[Callable[[], None]
         if nbytes > _JOB_BYTES:
             for start in range(0, nbytes, _JOB_BYTES):
                 stop = min(start + _JOB_BYTES, nbytes)
-                yield partial(copy.source.copy_out, start, stop, region, copy.at + start)
+                yield partial(_copy_part, copy, start, stop, region, advance)
             continue
         small.append(copy)
         held += nbytes
         if held >= _JOB_BYTES:
-            yield partial(_copy_all, small, region)
+            yield partial(_copy_all, small, region, advance)
             small, held = [], 0
     if small:
-        yield partial(_copy_all, small, region)
+        yield partial(_copy_all, small, region, advance)
 
 
-def _copy_all(copies: Sequence[Copy], region: Region) -> None:
+def _copy_part(copy: Copy, start: int, stop: int, region: Region, advance: Callable[[int], None]) -> None:
+    copy.source.copy_out(start, stop, region, copy.at + start)
+    advance(stop - start)
+
+
+def _copy_all(copies: Sequence[Copy], region: Region, advance: Callable[[int], None]) -> None:
     for copy in copies:
         copy.source.copy_out(0, copy.source.nbytes, region, copy.at)
+    advance(sum(copy.source.nbytes for copy in copies))

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter, WriteResult
 
 logger = logging.getLogger("holdfast")
+
+Part = TypeVar("Part")
 
 _ALIGNMENT = 64
 
@@ -65,6 +67,18 @@ class Steps(Protocol):
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write."""
+        ...
+
+    def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
+        """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """Show the others that ``nbytes`` more are prepared; raise what another has failed with. Any thread."""
+        ...
+
+    def check(self) -> None:
+        """Raise what another rank has failed with, if one has; any thread."""
         ...
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
@@ -109,13 +123,10 @@ class Job(abc.ABC):
         TURNS.take(self._handle, wait=self._options.when_busy == "wait")
         TURNS.raise_unobserved()
 
-    def _plan(self, state: Mapping[Any, Any]) -> SavePlan:
-        plan = self._steps.plan(state, before=self._take_turn)
-        return self._steps.planner.finish_plan(plan)
-
     def _check(self) -> None:
-        """Show progress; raise if the interpreter ends and the save is to be abandoned then."""
+        """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
         self._handle.tell()
+        self._steps.check()
         if self._options.at_exit == "abandon" and not threading.main_thread().is_alive():
             raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
 
@@ -128,14 +139,40 @@ class Job(abc.ABC):
         """Begin to copy; the handle knows how to protect what is left for later."""
         options, handle = self._options, self._handle
         handle.enter("staging")
-        self._staging = Staging(copies, region, mode=options.stage, accelerator=options.accelerator, at_once=at_once)
+        self._staging = Staging(
+            copies,
+            region,
+            mode=options.stage,
+            accelerator=options.accelerator,
+            at_once=at_once,
+            advance=self._steps.advance,
+        )
         self._staging.begin()
         handle.guard_with(self._staging.fence)
         if self._staging.is_done:
             handle.enter("staged")
 
 
-class NativeJob(Job):
+class PlannedJob(Job):
+    """What the two that plan before they stage have in common."""
+
+    def begin(self, state: Mapping[Any, Any]) -> None:
+        """Plan, lay out, and copy what the way of staging does not leave for later."""
+        steps = self._steps
+        plan = steps.plan(state, before=self._take_turn)
+        steps.prepare("laying out the state", lambda: self._lay_out(steps.planner.finish_plan(plan)))
+        steps.prepare("staging the state", self._begin_staging)
+
+    @abc.abstractmethod
+    def _lay_out(self, plan: SavePlan) -> None:
+        """Ask the planner for all data, and give each its place."""
+
+    @abc.abstractmethod
+    def _begin_staging(self) -> None:
+        """Copy it; a state over the bound is copied later, while the caller waits."""
+
+
+class NativeJob(PlannedJob):
     """Native files: laid out before they are copied, written from where they were copied to."""
 
     def __init__(self, steps: Steps, handle: AsyncSave, options: Options, writer: NativeWriter) -> None:
@@ -145,11 +182,13 @@ class NativeJob(Job):
         self._region: Region | None = None
         self._fingerprints: Fingerprints | None = None
 
-    def begin(self, state: Mapping[Any, Any]) -> None:
-        """Plan, lay out, and copy what the way of staging does not leave for later."""
-        plan = self._plan(state)
-        self._staged = staged = self._writer.lay_out(plan, self._steps.planner)
-        image, options = staged.image, self._options
+    def _lay_out(self, plan: SavePlan) -> None:
+        self._staged = self._writer.lay_out(plan, self._steps.planner, advance=self._steps.advance)
+
+    def _begin_staging(self) -> None:
+        staged, options = self._staged, self._options
+        assert staged is not None
+        image = staged.image
         self._handle.expect(image.nbytes, lambda: self._writer.bytes_written)
         if options.max_host_bytes is not None and image.nbytes > options.max_host_bytes:
             self.is_streaming = True
@@ -220,25 +259,33 @@ class NativeJob(Job):
             )
 
 
-class ForeignJob(Job):
+class ForeignJob(PlannedJob):
     """Somebody's storage: it is given, in the background, a planner whose data has been copied."""
 
     def __init__(self, steps: Steps, handle: AsyncSave, options: Options) -> None:
         super().__init__(steps, handle, options)
         self._plan_to_write: SavePlan | None = None
         self._planner: SavePlanner = steps.planner
+        self._data: list[torch.Tensor | io.BytesIO] = []
+        self._sizes: list[int] = []
 
-    def begin(self, state: Mapping[Any, Any]) -> None:
-        """Plan, ask the planner for all data, and copy it; a state over the bound is written at once instead."""
-        self._plan_to_write = plan = self._plan(state)
-        columns = write_columns(plan.items)
-        data = [self._steps.planner.resolve_row(columns, row) for row in range(len(columns))]
-        sizes = [each.numel() * each.dtype.itemsize if isinstance(each, torch.Tensor) else 0 for each in data]
+    def _lay_out(self, plan: SavePlan) -> None:
+        self._plan_to_write, columns = plan, write_columns(plan.items)
+        for row in range(len(columns)):
+            each = self._steps.planner.resolve_row(columns, row)
+            self._data.append(each)
+            self._sizes.append(each.numel() * each.dtype.itemsize if isinstance(each, torch.Tensor) else 0)
+            self._steps.advance(self._sizes[-1])
+
+    def _begin_staging(self) -> None:
+        assert self._plan_to_write is not None
+        columns = write_columns(self._plan_to_write.items)
+        data, self._data = self._data, []
         places, end = [], 0
-        for size in sizes:
+        for size in self._sizes:
             places.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._handle.expect(sum(sizes), lambda: self._steps.writer.bytes_written)
+        self._handle.expect(sum(self._sizes), lambda: self._steps.writer.bytes_written)
         if self._options.max_host_bytes is not None and end > self._options.max_host_bytes:
             self.is_streaming = True
             self._handle.enter("staging")
@@ -328,6 +375,9 @@ class StagerJob(Job):
 
     def begin(self, state: Mapping[Any, Any]) -> None:
         """Have the state staged, once the buffers of the stager are free."""
+        self._steps.prepare("staging the state", lambda: self._begin_staging(state))
+
+    def _begin_staging(self, state: Mapping[Any, Any]) -> None:
         self._take_turn()
         self._handle.enter("staging")
         self._staged = self.stager.stage(expose(state))
@@ -339,11 +389,15 @@ class StagerJob(Job):
     def _wait(self) -> None:
         concurrent.futures.wait([self._staged])
 
+    def _end_staging(self) -> Any:
+        state = self._staged if self.is_staged else self._staged.result()
+        self._handle.enter("staged")
+        return state
+
     def run(self) -> Metadata:
         """Wait for the stager, then save what it staged like any state."""
         steps = self._steps
-        state = self._staged if self.is_staged else self._staged.result()
-        self._handle.enter("staged")
+        state = steps.prepare("staging the state", self._end_staging)
         plan = steps.plan(state)
 
         def write() -> MutableSequence[WriteResult]:

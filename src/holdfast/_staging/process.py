@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -156,8 +157,9 @@ class ProcessOutput:
         self._number = self._process.number
         self._process.order(Write(list(files)))
         while True:
-            self._check()
-            answer = self._process.answer()
+            with posix.working_on(self._file_at_work(files)):
+                self._check()
+                answer = self._process.answer()
             if isinstance(answer, Moved):
                 self.bytes_written = answer.nbytes
             elif isinstance(answer, Done):
@@ -167,6 +169,13 @@ class ProcessOutput:
                 if answer.number is None:
                     raise CheckpointError(answer.message)
                 raise StorageError(answer.message, errno=answer.number, path=answer.path)
+
+    def _file_at_work(self, files: Sequence[FileImage]) -> str:
+        """The one that the process must have come to: it writes them one after the other."""
+        ends = itertools.accumulate(file.size for file in files)
+        return next(
+            (file.path for file, end in zip(files, ends, strict=True) if self.bytes_written < end), self._paths[-1]
+        )
 
     def close(self) -> None:
         """Have the files closed."""

@@ -20,3 +20,8 @@ class StoragePrefix:
     """How the names of one rank's files begin."""
 
     prefix: str
+
+
+def is_of_a_save(name: str) -> bool:
+    """Whether a save makes a file of that ``name`` before it is published; what has only such was never finished."""
+    return name.endswith(".distcp") or (name.startswith(".metadata") and name.endswith(".tmp"))

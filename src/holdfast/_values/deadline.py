@@ -58,14 +58,15 @@ class Deadline:
 class Sign:
     """What a rank tells of itself with each beat.
 
-    ``progress`` counts the bytes of the phase's own work, ``moved`` the pieces of messages sent; ``working`` is False
-    while the rank waits for others.
+    ``progress`` counts the bytes of the phase's own work, ``moved`` the pieces of messages sent; ``file`` is the name
+    of the one it writes or reads, if any; ``working`` is False while the rank waits for others.
     """
 
     beat: int
     phase: str
     progress: int = 0
     moved: int = 0
+    file: str = ""
     working: bool = True
 
 
@@ -105,9 +106,9 @@ class Pulse:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since phase, progress or state last changed."""
+        """Seconds since phase, progress, file or state last changed."""
         return self._clock() - self._moved_at
 
 
-def _work_of(sign: Sign) -> tuple[str, int, int, bool]:
-    return sign.phase, sign.progress, sign.moved, sign.working
+def _work_of(sign: Sign) -> tuple[str, int, int, str, bool]:
+    return sign.phase, sign.progress, sign.moved, sign.file, sign.working

@@ -222,13 +222,29 @@ def test_work_hears_of_failures_elsewhere_by_check() -> None:
         assert [str(error) for error in found] == ["rank 1: full"] * 3
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_fails_on_one_alone_is_raised_on_every_rank(failing: int) -> None:
+    job = Job(3)
+
+    def work(ranks: ChannelRanks) -> int:
+        mine = ranks.alone("staging", lambda: fail_on(failing, ValueError("odd"), ranks))
+        return ranks.share("writing", lambda: mine, sum)
+
+    for error in job.run(work):
+        assert type(error) is CheckpointError
+        assert str(error) == f"rank {failing}: staging failed: ValueError: odd"
+    failing = -1
+    assert job.run(work) == [3, 3, 3]
+
+
 @pytest.mark.parametrize("stuck", [0, 2])
-def test_a_rank_without_progress_is_named_with_its_phase(stuck: int) -> None:
+def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) -> None:
     released = threading.Event()
 
     def local(ranks: ChannelRanks) -> None:
         if ranks.rank == stuck:
-            ranks.progress(4096)
+            ranks.follow(lambda: 4000, lambda: "data-1")
+            ranks.progress(96)
             released.wait(10)
 
     job = Job(3)
@@ -239,7 +255,8 @@ def test_a_rank_without_progress_is_named_with_its_phase(stuck: int) -> None:
     for error in found:
         assert type(error) is RankLostError
         assert (error.rank, error.phase) == (stuck, "writing")
-        assert str(error).startswith(f"rank {stuck} made no progress for 1 s in 'writing' (4,096 bytes done); ")
+        said = f"rank {stuck} made no progress for 1 s in 'writing' (4,096 bytes done, at 'data-1'); "
+        assert str(error).startswith(said)
     assert job.run(lambda ranks: ranks.share("writing", lambda: 1, sum)) == [3, 3, 3]
 
 

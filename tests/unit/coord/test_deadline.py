@@ -54,6 +54,7 @@ def test_a_beat_is_life_but_no_progress() -> None:
         Sign(beat=2, phase="reading"),
         Sign(beat=2, phase="writing", progress=1),
         Sign(beat=2, phase="writing", moved=1),
+        Sign(beat=2, phase="writing", file="manifest.json"),
         Sign(beat=2, phase="writing", working=False),
     ],
 )

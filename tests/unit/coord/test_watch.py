@@ -88,6 +88,9 @@ def test_our_own_beats_not_coming_back_is_the_carriers_death(watch: Watch, clock
     watch.see(0, Sign(beat=1, phase="planning"))
     (lost,) = watch.unreachable("writing").items()
     assert str(lost[1]).startswith("rank 4 gave no sign of life for 10 s in 'writing'; ")
+    # Not every rank has got the last of its signs, and all are to say the same.
+    watch.see(0, Sign(beat=2, phase="writing", progress=7, file="data-1"))
+    assert str(watch.unreachable("writing")[0]).startswith("rank 4 gave no sign of life for 10 s in 'writing'; ")
 
 
 def test_who_is_cut_off_judges_nobody_but_the_carrier(watch: Watch, clock: HandClock) -> None:
@@ -142,6 +145,22 @@ def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: Hand
         1: "rank 5 did not come to 'writing' within 120 s; look at that rank",
         3: "rank 7 did not come to 'writing' within 120 s; look at that rank",
     }
+
+
+@pytest.mark.parametrize(
+    ("progress", "file", "place"),
+    [
+        (7, "data-1.safetensors", "'writing' (7 bytes done, at 'data-1.safetensors')"),
+        (0, "manifest.json", "'writing' (at 'manifest.json')"),
+        (0, "", "'writing'"),
+    ],
+)
+def test_a_hang_tells_file_and_bytes(watch: Watch, clock: HandClock, progress: int, file: str, place: str) -> None:
+    start = clock.now
+    for beat in range(121):
+        watch.see(2, Sign(beat=beat, phase="writing", progress=progress, file=file))
+        pass_time(watch, clock, 1)
+    assert overdue(watch, start)[2].startswith(f"rank 6 made no progress for 120 s in {place}; ")
 
 
 def test_slow_progress_is_no_hang(watch: Watch, clock: HandClock) -> None:

@@ -156,11 +156,11 @@ def test_a_rank_that_is_waited_for_too_long_is_named(monkeypatch: pytest.MonkeyP
             exchange.gather_wishes(np.ones(3, dtype=bool))
         assert caught.value.rank == 11
         assert exchange.waits >= 1
-        for reader, takers, lost in ((2, [0, 2], 12), (0, [0, 1], 11)):
+        for reader, takers, lost, place in ((2, [0, 2], 12, r"' \(at 'data-1'\);"), (0, [0, 1], 11, "';")):
             waiting = exchange_of(links[0], deadline_s=0.05)
-            waiting.begin(reads_of([reader], [takers], 3))
+            waiting.begin(reads_of([reader], [takers], 3), names=["data-1"])
             waiting.next_to_fill()
-            with pytest.raises(RankLostError, match=f"rank {lost} "):
+            with pytest.raises(RankLostError, match=f"rank {lost} .*{place}"):
                 waiting.wait()
 
 

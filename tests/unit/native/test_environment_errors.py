@@ -64,6 +64,13 @@ def test_leftovers_of_a_dead_save(tmp_path: Path, read: Callable[[Any], Any]) ->
 
 
 @reading
+def test_leftovers_of_a_dead_save_in_torchs_format(tmp_path: Path, read: Callable[[Any], Any]) -> None:
+    holdfast.save(state(), storage_writer=holdfast.FileSystemWriter(tmp_path))
+    os.rename(tmp_path / ".metadata", tmp_path / ".metadata-0123.tmp")
+    assert "no finished checkpoint" in refused(read, tmp_path, holdfast.NotFoundError)
+
+
+@reading
 def test_a_directory_of_other_things(tmp_path: Path, read: Callable[[Any], Any]) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"something")
     assert "not a checkpoint" in refused(read, tmp_path, holdfast.NotACheckpointError)

@@ -1,0 +1,24 @@
+"""The same save by this library or by torch's, and what is wrong after it was disturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torture import saves, torch_dcp
+
+
+def save(path: Path, mode: str, shape: str, library: str) -> None:
+    """Save version 2; when this returns it is acknowledged."""
+    if library == "torch":
+        torch_dcp.save(path, 2)
+    else:
+        saves.save(path, mode, shape)
+
+
+def problem_after(path: Path, mode: str, shape: str, library: str, *, acknowledged: bool = False) -> str | None:
+    """What is wrong after version 2 was being saved; what is in torch's format, torch has to find whole as well."""
+    if library == "torch" or mode in saves.TORCH_FORMAT_MODES:
+        problem = torch_dcp.problem_after(path, mode, shape, acknowledged=acknowledged)
+        if problem is not None or library == "torch":
+            return problem
+    return saves.problem_after(path, mode, shape, acknowledged=acknowledged)
