@@ -148,6 +148,9 @@ def _merged_heads(tables: list[WriteColumns]) -> dict[str, TensorHead | None]:
     heads: dict[str, TensorHead | None] = {}
     first_rank: dict[str, int] = {}
     is_held: set[str] = set()
+    if len(tables) == 1:  # nobody to agree with
+        heads.update(zip(tables[0].keys, tables[0].heads, strict=True))
+        tables = []
     for rank, table in enumerate(tables):
         held = set(table.key.tolist())
         for which, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):

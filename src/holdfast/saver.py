@@ -11,6 +11,7 @@ from holdfast._adapt import as_save_planner, as_writer, id_and_storage, set_up_s
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._filesystem.remote import FsspecWriter, is_remote
 from holdfast._native.writer import NativeWriter
+from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
@@ -164,7 +165,8 @@ class Saving:
         self.planner = as_save_planner(planner)
         self.ranks = ranks
         self._use_collectives = use_collectives
-        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host_name())
+        host = host_name() if ranks.size > 1 else UNKNOWN_HOST
+        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host)
         self._prepared = 0
         self._prepared_lock = threading.Lock()
 

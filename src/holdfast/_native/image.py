@@ -37,23 +37,22 @@ class Image:
         self.digests: list[int] = []
         self._files: list[DataFile] = []
         self._begins: list[int] = []
-        self._spans: list[tuple[int, int, int]] = []
         self.nbytes = 0
         for chunk in chunks:
             if not self._files or not self._files[-1].takes(chunk):
                 self._end_file()
                 file = open_file(len(self._files), len(self.placed))
                 file.make_room(chunk)
-                self._begins.append(self.nbytes)
+                begin = self.nbytes
+                self._begins.append(begin)
                 self._files.append(file)
-            file = self._files[-1]
-            self.placed.append(Placed(len(self._files) - 1, file.end))
-            start = self._begins[-1] + file.end
-            self.copies.append(Copy(chunk.name, chunk.source, start))
-            self._spans.append((len(self._files) - 1, start, start + chunk.source.nbytes))
+                number = len(self._begins) - 1
+            self.placed.append(Placed(number, file.end))
+            self.copies.append(Copy(chunk.name, chunk.source, begin + file.end))
             file.enter(chunk)
         self._end_file()
-        self.data_bytes = sum(end - start for _, start, end in self._spans)
+        self._sizes = [copy.source.nbytes for copy in self.copies]
+        self.data_bytes = sum(self._sizes)
 
     def _end_file(self) -> None:
         if self._files:
@@ -64,10 +63,12 @@ class Image:
         """What there is to write, as plain numbers; made when it is written, because there may be many blocks."""
         starts: list[list[int]] = [[] for _ in self._files]
         stops: list[list[int]] = [[] for _ in self._files]
-        for file_number, begin, end in self._spans:
+        for (number, offset), nbytes in zip(self.placed, self._sizes, strict=True):
+            begin = self._begins[number] + offset
+            end = begin + nbytes
             blocks = range(begin, end, BLOCK_BYTES)
-            starts[file_number].extend(blocks)
-            stops[file_number].extend(min(start + BLOCK_BYTES, end) for start in blocks)
+            starts[number].extend(blocks)
+            stops[number].extend(min(start + BLOCK_BYTES, end) for start in blocks)
         return [
             FileImage(
                 path=file.path,
