@@ -56,7 +56,6 @@ class AsyncCheckpointerType(enum.Enum):
     PROCESS = "process"
 
 
-@collector_paused()
 def async_save(
     state_dict: Mapping[Any, Any],
     checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
@@ -125,6 +124,8 @@ def async_save(
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     background = Background()
     with contextlib.ExitStack() as stack:
+        pause = stack.enter_context(contextlib.ExitStack())
+        pause.enter_context(collector_paused())
         stack.callback(background.call_off)
         stack.enter_context(ranks)
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
@@ -158,7 +159,7 @@ def async_save(
         job.chosen = _chosen(warn_unchanged, saving.planner, list(_optimizers(state_dict)))
         try:
             job.begin(state_dict)
-            background.start(_second_half(job, handle, stack.pop_all(), None if use_collectives else ranks))
+            background.start(_second_half(job, handle, stack.pop_all(), pause, None if use_collectives else ranks))
         except BaseException:
             TURNS.pass_on(handle, is_begun=False)
             raise
@@ -177,9 +178,12 @@ def _job(saving: Saving, handle: AsyncSave, options: Options, stager: AsyncStage
 
 
 def _second_half(
-    job: Job, handle: AsyncSave, stack: contextlib.ExitStack, together: Ranks | None
+    job: Job, handle: AsyncSave, stack: contextlib.ExitStack, pause: contextlib.ExitStack, together: Ranks | None
 ) -> Callable[[], None]:
-    """What runs in the background; among ``together``, if each of them has saved apart from the others."""
+    """What runs in the background; among ``together``, if each of them has saved apart from the others.
+
+    The collector's ``pause`` ends there too: what it then has to look at need not keep the caller waiting.
+    """
 
     def run() -> Metadata:
         if together is None:
@@ -191,6 +195,7 @@ def _second_half(
     def work() -> None:
         try:
             with stack:
+                pause.close()
                 metadata = run()
         except BaseException as error:
             job.cancel()
