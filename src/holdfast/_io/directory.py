@@ -71,7 +71,7 @@ class Directory:
         """The status of ``name`` itself; None if nothing has it."""
         with posix.reporting("look at", self.path_of(name)):
             try:
-                return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+                return posix.uninterrupted(os.stat, name, dir_fd=self._descriptor, follow_symlinks=False)
             except FileNotFoundError:
                 return None
 

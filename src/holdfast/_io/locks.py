@@ -91,7 +91,8 @@ def has_name(descriptor: int, path: str | os.PathLike[str], *, directory: int | 
     """Whether ``path``, in ``directory`` where that is given, is a name of the open file."""
     with posix.reporting("look at", path):
         try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=directory, follow_symlinks=False))
+            named = posix.uninterrupted(os.stat, path, dir_fd=directory, follow_symlinks=False)
+            return os.path.samestat(os.fstat(descriptor), named)
         except FileNotFoundError:
             return False
 

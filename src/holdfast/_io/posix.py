@@ -157,7 +157,7 @@ def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     """Moves ``source`` to ``target`` atomically; what is there already stays, and is an ``AlreadyPublishedError``."""
     with reporting("publish", target):
         try:
-            _uninterrupted(os.link, source, target)
+            uninterrupted(os.link, source, target)
         except FileExistsError:
             # A retried request, on NFS or after an interruption, finds the link that its first try made.
             if not _same_file(source, target):
@@ -169,7 +169,7 @@ def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
             return
     # The target is visible from here on: a source name that cannot be removed is litter, not a failure.
     with contextlib.suppress(OSError):
-        _uninterrupted(os.unlink, source)
+        uninterrupted(os.unlink, source)
 
 
 def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -180,7 +180,7 @@ def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
         except InterruptedError:
             # The first try may have moved it all the same; then nothing is left to be moved.
             with contextlib.suppress(FileNotFoundError):
-                _uninterrupted(os.rename, source, target)
+                uninterrupted(os.rename, source, target)
 
 
 def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:
@@ -229,7 +229,7 @@ def make_directories(path: str | os.PathLike[str]) -> None:
     for directory in reversed(missing):
         with reporting("create", directory):
             try:
-                _uninterrupted(os.mkdir, directory)
+                uninterrupted(os.mkdir, directory)
             except FileExistsError:
                 if not _is_directory(directory):
                     raise
@@ -241,7 +241,7 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
     """Guarantees that no file has the name ``path``."""
     with reporting("remove", path):
         try:
-            _uninterrupted(os.unlink, path)
+            uninterrupted(os.unlink, path)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -277,14 +277,14 @@ def sync_stream(stream: io.IOBase, path: str | os.PathLike[str]) -> None:
 def list_names(path: str | os.PathLike[str]) -> list[str]:
     """The sorted names in the directory ``path``."""
     with reporting("list", path):
-        return sorted(_uninterrupted(os.listdir, path))
+        return sorted(uninterrupted(os.listdir, path))
 
 
 def file_status(path: str | os.PathLike[str]) -> os.stat_result | None:
     """The status of what has the name ``path`` (a link itself, not where it leads); None if nothing does."""
     with reporting("look at", path):
         try:
-            return _uninterrupted(os.lstat, path)
+            return uninterrupted(os.lstat, path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -307,7 +307,7 @@ def discard_descriptor(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _uninterrupted(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+def uninterrupted(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
     """What ``call`` returns, tried again for as long as a signal cuts it short.
 
     Python does so itself for calls on descriptors; network file systems interrupt those on names too.
@@ -342,7 +342,7 @@ def _same_file(first: str | os.PathLike[str], second: str | os.PathLike[str]) ->
 def _is_directory(path: str) -> bool:
     with reporting("create", path):
         try:
-            status = _uninterrupted(os.stat, path)
+            status = uninterrupted(os.stat, path)
         except FileNotFoundError:
             return False
         if not stat.S_ISDIR(status.st_mode):
