@@ -80,8 +80,8 @@ def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int, ahead: int
                 todo.get_nowait()
         for _ in threads:
             todo.put(None)
-        for thread in threads:
-            thread.join()
+        if (interrupt := _wait_for_end(threads)) is not None:
+            raise interrupt
 
 
 def _work_ahead(
@@ -123,6 +123,21 @@ class _InOrder(Generic[Result]):
             self._early[number] = outcome
         self.taken += 1
         return self._early.pop(self.taken - 1)()
+
+
+def _wait_for_end(threads: list[threading.Thread]) -> BaseException | None:
+    """Returns when all have ended, with what interrupted the wait, if something did.
+
+    Else an interrupt would leave threads behind that use descriptors about to be closed.
+    """
+    interrupt = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                interrupt = interrupt or error
+    return interrupt
 
 
 def _start_thread(work: Callable[[], None], number: int) -> threading.Thread:
@@ -202,13 +217,8 @@ class _Crew:
             self._finishing = True
             self._change.notify_all()
         self.drain()
-        for thread in self._threads:
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except BaseException as error:
-                    # An interrupt must not leave threads behind that write to descriptors about to be closed.
-                    self.fail(error)
+        if (interrupt := _wait_for_end(self._threads)) is not None:
+            self.fail(interrupt)
 
     def drain(self) -> None:
         """Runs queued jobs until none is left."""

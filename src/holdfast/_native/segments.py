@@ -31,7 +31,7 @@ from holdfast.errors import CorruptError
 HOT_BYTES = 4 << 20
 
 # Slabs of so many bytes together have left the caches of the processor that emptied them when the disk fills them
-# again. Where they had not, reads were up to three times slower, depending on which processor did the disk's work.
+# again. Where they had not, reads were up to four times slower, depending on which processor did the disk's work.
 COLD_BYTES = 64 << 20
 
 # Segments that are smaller than this, on average, are mostly work for the interpreter.

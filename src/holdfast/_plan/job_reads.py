@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, level, runs, share_out
+from holdfast._plan.layout import scrambled
 from holdfast._plan.ranges import coalesce
 
 _Int64s = npt.NDArray[np.int64]
@@ -93,18 +94,9 @@ def share_out_beside(
 def _groups(takers: _Bools) -> npt.NDArray[np.uint64]:
     """A number for each column, the same for those that are the same."""
     group = np.zeros(takers.shape[1], dtype=np.uint64)
-    for host, row in enumerate(takers):
-        group += row.astype(np.uint64) * np.uint64(_scrambled(host + 1))
+    for row, word in zip(takers, scrambled(np.arange(len(takers), dtype=np.uint64)), strict=True):
+        group += row * word
     return group
-
-
-def _scrambled(value: int) -> int:
-    """64 bits of which each depends on all of ``value``, the same everywhere."""
-    mask = (1 << 64) - 1
-    value = value * 0x9E3779B97F4A7C15 & mask
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
-    return value ^ value >> 31
 
 
 def _give_out(group: npt.NDArray[np.uint64], takers: _Bools, nbytes: _Int64s) -> _Int64s:
