@@ -3,14 +3,17 @@
     python3 benchmarks/async_cpu.py --dir /some/disk --gb 2 --ranks 1 2
 
 The copy that the call is measured against has its target ready, as the call has, and the threads that torch has. Steps
-are those of a small network on one thread; they run in pairs, without a save and while one is written, in turns. Of
-several ranks each has its own part of the state, and all do everything together.
+are those of a small network on one thread; they run in pairs, without a save and while one is written, in turns. What
+the disk's work alone does to them is measured in the same turns: another process, which knows neither torch nor this
+library, writes as many bytes out of its memory. Of several ranks each has its own part of the state, and all do
+everything together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -28,14 +32,15 @@ from torch.multiprocessing.spawn import spawn
 # So that it runs from a checkout where nothing is installed.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
-from disk import empty_folder, require_space
-from holdfast.async_saver import AsyncCheckpointerType, AsyncSave, async_save, prewarm, release
+from disk import empty_folder, huge_pages, require_space, write_raw
+from holdfast.async_saver import AsyncCheckpointerType, async_save, prewarm, release
 from machine import describe_machine
 from states import State, large_shapes, random_state
 
 PAIRS = 5
 BLOCKING_ALLOWED = 1.3
 STEP_ALLOWED = 1.15
+_FILLED_AT_ONCE = 16 << 20
 
 
 def meet() -> None:
@@ -85,9 +90,46 @@ class Training:
         end = time.perf_counter() + seconds
         return self.run(lambda: time.perf_counter() < end)
 
-    def beside(self, handle: AsyncSave) -> list[float]:
-        """Seconds of each step until ``handle`` is done."""
-        return self.run(lambda: not handle.done())
+
+class PlainWriter:
+    """Another process, that holds ``nbytes`` and writes them to ``path`` with O_DIRECT when told to; hashes nothing."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=_write_when_told, args=(theirs, path, nbytes), daemon=True)
+        self._process.start()
+        self._line.recv()
+
+    def start(self) -> None:
+        """Let it write."""
+        self._line.send(True)
+
+    def is_done(self) -> bool:
+        """Whether it has written."""
+        return self._line.poll()
+
+    def end_turn(self) -> None:
+        """Forget what it has written."""
+        self._line.recv()
+        self._path.unlink()
+
+    def close(self) -> None:
+        """End the process."""
+        self._line.send(False)
+        self._process.join()
+
+
+def _write_when_told(line: Connection, path: Path, nbytes: int) -> None:
+    memory = huge_pages(nbytes)
+    for start in range(0, len(memory), _FILLED_AT_ONCE):
+        part = memory[start : start + _FILLED_AT_ONCE]
+        part[:] = os.urandom(len(part))
+    line.send(True)
+    while line.recv():
+        write_raw(path, nbytes, threads=4, source=memory)
+        line.send(True)
 
 
 def blocking(state: State, folder: Path, kind: AsyncCheckpointerType) -> dict[str, list[float]]:
@@ -109,11 +151,11 @@ def blocking(state: State, folder: Path, kind: AsyncCheckpointerType) -> dict[st
     return seconds
 
 
-def steps(state: State, folder: Path, kind: AsyncCheckpointerType) -> dict[str, list[float]]:
-    """Mean seconds of a step without a save and while one is written, in turns; and how long the save took."""
+def steps(state: State, folder: Path, kind: AsyncCheckpointerType, plain: PlainWriter) -> dict[str, list[float]]:
+    """Mean seconds of a step without a save, while one is written, and beside ``plain``; and how long those took."""
     training = Training()
     training.for_seconds(0.5)
-    seconds: dict[str, list[float]] = {"alone": [], "beside": [], "durable": []}
+    seconds: dict[str, list[float]] = {"alone": [], "beside": [], "durable": [], "beside_plain": [], "plain": []}
     last_s = 1.0
     for number in range(PAIRS):
         meet()
@@ -121,12 +163,17 @@ def steps(state: State, folder: Path, kind: AsyncCheckpointerType) -> dict[str, 
         meet()
         start = time.perf_counter()
         handle = async_save(state, folder / f"steps-{number}", async_checkpointer_type=kind)
-        times = training.beside(handle)
+        times = training.run(lambda: not handle.done())  # noqa: B023
         handle.result()
         last_s = time.perf_counter() - start
         seconds["durable"].append(last_s)
         seconds["beside"].append(statistics.mean(times))
         remove(folder / f"steps-{number}")
+        start = time.perf_counter()
+        plain.start()
+        seconds["beside_plain"].append(statistics.mean(training.run(lambda: not plain.is_done())))
+        seconds["plain"].append(time.perf_counter() - start)
+        plain.end_turn()
     return seconds
 
 
@@ -146,10 +193,12 @@ def measure(rank: int, ranks: int, total: int, folder: Path, answers: Path) -> N
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     state = state_for(rank, ranks, total)
     found: dict[str, object] = {"bytes": sum(tensor.nbytes for tensor in state.values())}
+    plain = PlainWriter(folder / f"plain-{rank}", int(str(found["bytes"])))
     for kind in AsyncCheckpointerType:
         prewarm(state, async_checkpointer_type=kind)
-        found[kind.value] = {"blocking": blocking(state, folder, kind), "steps": steps(state, folder, kind)}
+        found[kind.value] = {"blocking": blocking(state, folder, kind), "steps": steps(state, folder, kind, plain)}
         release()
+    plain.close()
     (answers / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if ranks > 1:
         dist.destroy_process_group()
@@ -163,13 +212,20 @@ def summary(answers: list[dict[str, object]], ranks: int) -> dict[str, object]:
         call = max(
             statistics.median(each["blocking"]["call"]) / statistics.median(each["blocking"]["copy"]) for each in mine
         )
-        step = max(statistics.mean(each["steps"]["beside"]) / statistics.mean(each["steps"]["alone"]) for each in mine)
+        step, plain = (
+            max(statistics.mean(each["steps"][beside]) / statistics.mean(each["steps"]["alone"]) for each in mine)
+            for beside in ("beside", "beside_plain")
+        )
         found[kind.value] = {
             "blocking_over_copy": round(call, 3),
             "blocking_passed": call <= BLOCKING_ALLOWED,
             "step_over_alone": round(step, 3),
             "step_passed": step <= STEP_ALLOWED,
-            "durable_s": round(max(statistics.median(each["steps"]["durable"]) for each in mine), 3),
+            "step_beside_plain_writes_over_alone": round(plain, 3),
+            **{
+                f"{name}_s": round(max(statistics.median(each["steps"][name]) for each in mine), 3)
+                for name in ("durable", "plain")
+            },
         }
     return found
 

@@ -23,8 +23,11 @@ HUGE_PAGE = 2 * 1024 * 1024
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-def write_raw(path: Path, total: int, *, threads: int) -> None:
-    """Write ``total`` bytes, rounded up to whole pages, at the speed of the disk; durable on return."""
+def write_raw(path: Path, total: int, *, threads: int, source: memoryview | None = None) -> None:
+    """Write ``total`` bytes, rounded up to whole pages, at the speed of the disk; durable on return.
+
+    They come from ``source``, if it is given, whole pages that hold as many bytes; else from a few slabs, used again.
+    """
     rounded = _whole_pages(total)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o644)
     try:
@@ -35,7 +38,8 @@ def write_raw(path: Path, total: int, *, threads: int) -> None:
         def write_share(slab: memoryview) -> None:
             for offset in offsets:
                 length = min(SLAB, rounded - offset)
-                if os.pwrite(descriptor, slab[:length], offset) != length:
+                taken = slab[:length] if source is None else source[offset : offset + length]
+                if os.pwrite(descriptor, taken, offset) != length:
                     raise OSError(f"short write to {path}: is the disk full?")
 
         with ThreadPoolExecutor(threads) as pool:
@@ -75,13 +79,18 @@ def _slabs(count: int) -> list[memoryview]:
     Whole huge pages: the kernel takes direct transfers apart page by page, and small pages cost most of the speed.
     """
     while len(_prepared_slabs) < count:
-        memory = mmap.mmap(-1, SLAB + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        slab = memoryview(memory)[-address % HUGE_PAGE :][:SLAB]
+        slab = huge_pages(SLAB)
         slab[:] = random.Random(len(_prepared_slabs)).randbytes(SLAB)
         _prepared_slabs.append(slab)
     return _prepared_slabs[:count]
+
+
+def huge_pages(nbytes: int) -> memoryview:
+    """So much memory from the start of a huge page on, rounded up to whole pages; not yet touched."""
+    memory = mmap.mmap(-1, nbytes + PAGE + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return memoryview(memory)[-address % HUGE_PAGE :][: _whole_pages(nbytes)]
 
 
 def prepare_raw(*, threads: int) -> None:

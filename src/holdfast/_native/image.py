@@ -28,12 +28,14 @@ class Copy(NamedTuple):
 class Image:
     """The files of ``chunks``: ``nbytes`` of memory, which ``copies`` and ``fill_frames`` fill together.
 
-    Whoever has done the copies may clear them: they hold the tensors.
+    Whoever has done the copies may clear them, because they hold the tensors, and may leave the digests of blocks in
+    ``known``, each by its place.
     """
 
     def __init__(self, open_file: Callable[[int, int], DataFile], chunks: Iterable[Chunk]) -> None:
         self.placed: list[Placed] = []
         self.copies: list[Copy] = []
+        self.known: dict[int, int] = {}
         self.digests: list[int] = []
         self._files: list[DataFile] = []
         self._begins: list[int] = []
@@ -77,6 +79,7 @@ class Image:
                 header=file.header_bytes,
                 starts=starts[number],
                 stops=stops[number],
+                known=[self.known.get(start) for start in starts[number]],
             )
             for number, file in enumerate(self._files)
         ]

@@ -27,8 +27,9 @@ _WORKERS = max(4, min(8, (os.cpu_count() or 4) // 2))  # to keep a disk busy, an
 class FileImage(msgspec.Struct, frozen=True, kw_only=True):
     """One data file: ``size`` bytes from ``begin`` on, which is a page; the first ``header`` of them are its header.
 
-    ``starts`` and ``stops`` bound the blocks, in order, counted from the start of the memory like ``begin``. The memory
-    after the file's end, up to the next page, belongs to it and is zero.
+    ``starts`` and ``stops`` bound the blocks, in order, counted from the start of the memory like ``begin``; ``known``
+    has their digests, as far as there are any yet. The memory after the file's end, up to the next page, belongs to it
+    and is zero.
     """
 
     path: str
@@ -37,6 +38,7 @@ class FileImage(msgspec.Struct, frozen=True, kw_only=True):
     header: int
     starts: list[int]
     stops: list[int]
+    known: list[int | None]
 
 
 class WrittenImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +89,11 @@ class ImageFiles:
     def _write_piece(
         self, file: FileImage, output: OutputFile, memory: memoryview, blocks: list[int], start: int, stop: int
     ) -> None:
-        """Hash the blocks that begin in [start, stop), then write that range."""
+        """Hash those of the blocks that begin in [start, stop) that nobody has, then write that range."""
         self._check()
         for number in range(bisect.bisect_left(file.starts, start), bisect.bisect_left(file.starts, stop)):
-            blocks[number] = digest(memory[file.starts[number] : file.stops[number]])
+            known = file.known[number]
+            blocks[number] = digest(memory[file.starts[number] : file.stops[number]]) if known is None else known
         output.write(memory[start:stop], start - file.begin)
 
     def close(self) -> None:

@@ -18,12 +18,13 @@ from holdfast._io.pipeline import run_bounded
 from holdfast._native.image import Copy
 from holdfast._staging.accelerator import Accelerator, Transfer
 from holdfast._staging.memory import Region
+from holdfast._values.digest import BLOCK_BYTES, digest
 
 logger = logging.getLogger("holdfast")
 
 Mode = Literal["copy", "overlap", "device"]
 
-_JOB_BYTES = 8 << 20
+_JOB_BYTES = 8 << 20  # whole blocks
 _MOST_THREADS = 8
 
 
@@ -32,7 +33,8 @@ class Staging:
 
     ``mode`` says what ``begin`` leaves to ``finish``: nothing ("copy"), everything but the chunks named in ``at_once``
     ("overlap"), or what it has cloned on the device ("device"). ``copies`` is emptied when they are done.
-    ``advance`` is told, from any thread, how many bytes more have been copied within the host.
+    ``advance`` is told, from any thread, how many bytes more have been copied within the host. ``digests`` is given, by
+    its place in the region, the digest of each block that was copied within the host, where it costs next to nothing.
     """
 
     def __init__(
@@ -44,13 +46,14 @@ class Staging:
         accelerator: Accelerator,
         at_once: Collection[str] = (),
         advance: Callable[[int], None] = lambda nbytes: None,
+        digests: dict[int, int] | None = None,
     ) -> None:
         self._copies = copies
         self._region = region
         self._mode = mode
         self._accelerator = accelerator
         self._at_once = at_once
-        self._advance = advance
+        self._copier = HostCopier(region, advance, digests)
         self._transfer: Transfer | None = None
         self._later: list[Copy] = []
         self._copied: Future[None] = Future()
@@ -77,7 +80,7 @@ class Staging:
             logger.warning("the device has no room for a clone of the state; it is copied to the host instead")
             self._mode = "copy"
         if self._mode != "copy":
-            copy_in_parallel(local, self._region, self._advance)
+            self._copier.copy(local)
             return
         if self._transfer is not None:
             self._transfer.issue()
@@ -111,7 +114,7 @@ class Staging:
     def _copy_beside(self, local: Sequence[Copy]) -> None:
         """Copy within the host while the devices copy."""
         try:
-            copy_in_parallel(local, self._region, self._advance)
+            self._copier.copy(local)
         except BaseException:
             if self._transfer is not None:
                 self._transfer.wait()  # the memory is the next save's only when nothing is on its way there
@@ -135,46 +138,62 @@ class Staging:
             self._transfer.fence()
 
 
-def copy_in_parallel(
-    copies: Sequence[Copy], region: Region, advance: Callable[[int], None] = lambda nbytes: None
-) -> None:
-    """Copy from host memory to host memory with the threads that torch may use; ``advance`` is told of each piece."""
-    threads = min(_MOST_THREADS, torch.get_num_threads())
-    jobs = list(_jobs(copies, region, advance))
-    if threads == 1 or len(jobs) == 1:
-        for job in jobs:
-            job()
-    elif jobs:
-        # This thread takes its share as soon as all are handed out.
-        run_bounded(jobs, workers=threads - 1, ahead=len(jobs))
+class HostCopier:
+    """Copies from host memory into ``region`` with the threads that torch may use; the rest is as in ``Staging``.
 
+    A block whose digest is wanted is hashed right after it was copied, while the processor's cache has it.
+    """
 
-def _jobs(copies: Sequence[Copy], region: Region, advance: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Pieces of large copies, and small ones together."""
-    small: list[Copy] = []
-    held = 0
-    for copy in copies:
-        nbytes = copy.source.nbytes
-        if nbytes > _JOB_BYTES:
-            for start in range(0, nbytes, _JOB_BYTES):
-                stop = min(start + _JOB_BYTES, nbytes)
-                yield partial(_copy_part, copy, start, stop, region, advance)
-            continue
-        small.append(copy)
-        held += nbytes
-        if held >= _JOB_BYTES:
-            yield partial(_copy_all, small, region, advance)
-            small, held = [], 0
-    if small:
-        yield partial(_copy_all, small, region, advance)
+    def __init__(self, region: Region, advance: Callable[[int], None], digests: dict[int, int] | None) -> None:
+        self._region = region
+        self._view = region.view
+        self._advance = advance
+        self._digests = digests
 
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Do all of ``copies``."""
+        threads = min(_MOST_THREADS, torch.get_num_threads())
+        jobs = list(self._jobs(copies))
+        if threads == 1 or len(jobs) == 1:
+            for job in jobs:
+                job()
+        elif jobs:
+            # This thread takes its share as soon as all are handed out.
+            run_bounded(jobs, workers=threads - 1, ahead=len(jobs))
 
-def _copy_part(copy: Copy, start: int, stop: int, region: Region, advance: Callable[[int], None]) -> None:
-    copy.source.copy_out(start, stop, region, copy.at + start)
-    advance(stop - start)
+    def _jobs(self, copies: Sequence[Copy]) -> Iterator[Callable[[], None]]:
+        """Pieces of large copies, and small ones together."""
+        small: list[Copy] = []
+        held = 0
+        for copy in copies:
+            nbytes = copy.source.nbytes
+            if nbytes > _JOB_BYTES:
+                for start in range(0, nbytes, _JOB_BYTES):
+                    yield partial(self._copy_part, copy, start, min(start + _JOB_BYTES, nbytes))
+                continue
+            small.append(copy)
+            held += nbytes
+            if held >= _JOB_BYTES:
+                yield partial(self._copy_all, small)
+                small, held = [], 0
+        if small:
+            yield partial(self._copy_all, small)
 
+    def _copy_part(self, copy: Copy, start: int, stop: int) -> None:
+        self._copy_blocks(copy, start, stop)
+        self._advance(stop - start)
 
-def _copy_all(copies: Sequence[Copy], region: Region, advance: Callable[[int], None]) -> None:
-    for copy in copies:
-        copy.source.copy_out(0, copy.source.nbytes, region, copy.at)
-    advance(sum(copy.source.nbytes for copy in copies))
+    def _copy_all(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            self._copy_blocks(copy, 0, copy.source.nbytes)
+        self._advance(sum(copy.source.nbytes for copy in copies))
+
+    def _copy_blocks(self, copy: Copy, start: int, stop: int) -> None:
+        if self._digests is None:
+            copy.source.copy_out(start, stop, self._region, copy.at + start)
+            return
+        for begin in range(start, stop, BLOCK_BYTES):
+            end = min(begin + BLOCK_BYTES, stop)
+            at = copy.at + begin
+            copy.source.copy_out(begin, end, self._region, at)
+            self._digests[at] = digest(self._view[at : at + end - begin])

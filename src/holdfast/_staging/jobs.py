@@ -135,7 +135,9 @@ class Job(abc.ABC):
         wanted = self._options.copy_now
         return {key for key in keys if any(key == name or key.startswith(f"{name}.") for name in wanted)}
 
-    def _stage(self, copies: list[Copy], region: Region, at_once: Collection[str]) -> None:
+    def _stage(
+        self, copies: list[Copy], region: Region, at_once: Collection[str], digests: dict[int, int] | None = None
+    ) -> None:
         """Begin to copy; the handle knows how to protect what is left for later."""
         options, handle = self._options, self._handle
         handle.enter("staging")
@@ -146,6 +148,7 @@ class Job(abc.ABC):
             accelerator=options.accelerator,
             at_once=at_once,
             advance=self._steps.advance,
+            digests=digests,
         )
         self._staging.begin()
         handle.guard_with(self._staging.fence)
@@ -202,7 +205,7 @@ class NativeJob(PlannedJob):
             self._fingerprints = Fingerprints(image.copies)
         at_once = self._at_once(staged.work.keys) if options.copy_now else ()
         names = {copy.name for key, copy in zip(staged.work.keys, image.copies, strict=True) if key in at_once}
-        self._stage(image.copies, self._region, names)
+        self._stage(image.copies, self._region, names, image.known)
 
     def run(self) -> Metadata:
         """Copy what is left, write, publish."""

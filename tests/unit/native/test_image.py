@@ -14,7 +14,8 @@ from holdfast._native.header import header_entry_bytes
 from holdfast._native.image import Image
 from holdfast._native.image_files import ImageFiles
 from holdfast._native.packer import Chunk, DataFile, Packer
-from holdfast._staging.copies import copy_in_parallel
+from holdfast._staging import copies
+from holdfast._staging.copies import HostCopier
 from holdfast._staging.memory import Region
 from holdfast._state.raw import MemorySource
 from holdfast.errors import StorageError
@@ -45,12 +46,14 @@ def files_in(directory: Path, header_bytes: int) -> Callable[[int, int], DataFil
 
 @pytest.mark.parametrize("header_bytes", [400, 1 << 16], ids=["many files", "one file"])
 @pytest.mark.parametrize("is_small", [False, True], ids=["real blocks", "small blocks"])
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["hashed when written", "hashed when copied"])
 def test_the_image_is_what_the_packer_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header_bytes: int, is_small: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header_bytes: int, is_small: bool, is_hashed: bool
 ) -> None:
     if is_small:
-        for module in (image_module, packer):
+        for module in (image_module, packer, copies):
             monkeypatch.setattr(module, "BLOCK_BYTES", 3000)
+        monkeypatch.setattr(copies, "_JOB_BYTES", 6000)
         monkeypatch.setattr(packer, "SLAB_BYTES", 3 * 4096)
         monkeypatch.setattr(image_files, "_JOB_BYTES", 2 * 4096)
     chunks = chunks_of(SIZES)
@@ -63,7 +66,7 @@ def test_the_image_is_what_the_packer_writes(
     assert image.data_bytes == sum(SIZES)
     region = Region(image.nbytes, is_shared=False)
     region.tensor.fill_(255)
-    copy_in_parallel(image.copies, region)
+    HostCopier(region, lambda nbytes: None, image.known if is_hashed else None).copy(image.copies)
     image.fill_frames(region.view)
     output = ImageFiles()
     written = image.written(output.write(image.files, region.view))
@@ -94,3 +97,17 @@ def test_files_that_are_given_up_are_gone(tmp_path: Path) -> None:
     assert len(list((tmp_path / "image").iterdir())) == 1
     output.abandon()
     assert list((tmp_path / "image").iterdir()) == []
+
+
+def test_digests_are_those_of_the_copy_whatever_becomes_of_the_memory(tmp_path: Path) -> None:
+    chunks = chunks_of([5000])
+    image = Image(files_in(tmp_path / "image", 4096), chunks)
+    region = Region(image.nbytes, is_shared=False)
+    HostCopier(region, lambda nbytes: None, image.known).copy(image.copies)
+    (copied,) = image.known.values()
+    region.view[image.copies[0].at] ^= 1
+    image.fill_frames(region.view)
+    output = ImageFiles()
+    image.written(output.write(image.files, region.view))
+    output.close()
+    assert image.digests == [copied]
