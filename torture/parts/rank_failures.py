@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast._staging import copies
+from holdfast._staging.copies import HostCopier
 from holdfast._values.deadline import Patience
 from holdfast.async_saver import async_save
 from torture.crew import Case, Child, End
@@ -224,7 +224,7 @@ class _Trouble:
 
     def come_by(self) -> None:
         """Have the trouble at a piece that this process copies, writes or reads from here on, if it is for that."""
-        jobs, pwrite, preadv = copies._jobs, os.pwrite, os.preadv
+        jobs, pwrite, preadv = HostCopier._jobs, os.pwrite, os.preadv
 
         def copy_piece(job: Callable[[], None]) -> None:
             self.visit("stage")
@@ -239,7 +239,7 @@ class _Trouble:
                 self.visit("read")
             return preadv(*arguments)
 
-        vars(copies)["_jobs"] = lambda *arguments: (partial(copy_piece, job) for job in jobs(*arguments))
+        HostCopier._jobs = lambda *arguments: (partial(copy_piece, job) for job in jobs(*arguments))  # type: ignore[method-assign]
         os.pwrite, os.preadv = write_piece, read_piece
 
     def visit(self, phase: str) -> None:
