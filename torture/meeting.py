@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from holdfast._coord import rendezvous
-from holdfast._coord.channel import Channel
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.deadline import Patience
@@ -31,9 +30,7 @@ def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
         while not place.exists():
             time.sleep(0.005)
         address = msgspec.json.decode(place.read_bytes(), type=rendezvous.Address)
-    host, clients = rendezvous.reach(address, 0, 30.0)
-    dial = partial(rendezvous.dial, host, address.port)
-    channel = Channel(rank=rank, names=range(world), dial=dial, clients=clients, server=server)
+    channel = rendezvous.join(address, rank=rank, names=range(world), server=server, deadline_s=30.0)
     ranks = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message, patience=patience)
     for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
         setattr(importlib.import_module(name), "participants", lambda *args, **kwargs: ranks())  # noqa: B010

@@ -1,7 +1,8 @@
 """How the ranks of a process group find each other: one connection per group, made once and kept with the group.
 
 The first rank of the group starts a TCPStore and tells its address through the group's own store, or, where the group
-has none, by one broadcast. After that the process group is not used again.
+has none, by one broadcast. After that the process group is not used again. The last rank runs a second one, the
+witness, for those who lose the first, and tells its address through the first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import socket
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -21,10 +23,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from holdfast._coord.channel import Channel, reason_of
+from holdfast._coord.wire import Kind, Message, cut
 from holdfast.errors import RankLostError
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 10.0
+_LOOK_S = 2.0
 _CLIENTS = 2  # one to send, one to receive
 _NEVER = datetime.timedelta(days=30)
 
@@ -64,15 +68,42 @@ def _meet(group: ProcessGroup, deadline_s: float) -> Channel:
     rank, first = group.rank(), Channel.carrier
     server, address = _serve(names[first]) if rank == first else (None, None)
     address = _tell_address(group, address, names[first], deadline_s)
-    host, clients = reach(address, names[first], deadline_s)
-    return Channel(rank=rank, names=names, dial=partial(dial, host, address.port), clients=clients, server=server)
+    return join(address, rank=rank, names=names, server=server, deadline_s=deadline_s)
+
+
+def join(address: Address, *, rank: int, names: Sequence[int], server: TCPStore | None, deadline_s: float) -> Channel:
+    """The end of ``rank`` of the channel whose store is at ``address``; on its first rank that is ``server``."""
+    host, clients = _reach(address, names[Channel.carrier], deadline_s)
+    servers = [server] if server is not None else []
+    if rank == len(names) - 1 and len(names) > 2:  # fewer leave one survivor, who agrees with itself
+        witness, told = _serve(names[rank])
+        servers.append(witness)
+        message = Message(operation=-1, sender=rank, serial=0, kind=Kind.WITNESS, payload=msgspec.json.encode(told))
+        for inbox in map(Channel.inbox, range(len(names))):
+            for piece in cut(message):
+                clients[0].queue_push(inbox, piece)
+        # Once this is answered the address is in every inbox, before the end of any step that needs this rank.
+        clients[0].check([address.token])
+    return Channel(
+        rank=rank,
+        names=names,
+        dial=partial(dial, host, address.port),
+        find=_find_witness,
+        clients=clients,
+        servers=servers,
+    )
+
+
+def _find_witness(told: bytes) -> TCPStore:
+    _, client = _find(msgspec.json.decode(told, type=Address), [], is_suspect=True)
+    return client
 
 
 def dial(host: str, port: int, is_suspect: bool = False) -> TCPStore:
     """A new connection to a store, on which a wait never ends by itself."""
     if is_suspect:
         # A TCPStore tries for long, and noisily, where nobody listens.
-        with socket.create_connection((host, port), timeout=_CONNECT_S):
+        with socket.create_connection((host, port), timeout=_LOOK_S):
             pass
     client = TCPStore(host, port, None, False, datetime.timedelta(seconds=_CONNECT_S), wait_for_workers=False)
     client.set_timeout(_NEVER)
@@ -94,27 +125,19 @@ def _serve(name: int) -> tuple[TCPStore, Address]:
     return server, Address(hostname=hostname, candidates=list(dict.fromkeys(candidates)), port=server.port, token=token)
 
 
-def reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCPStore]]:
+def _reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCPStore]]:
     """The first host of ``address`` where the right store answers, and all connections to it that operations need.
 
     They are made ahead, because a TCPStore looks up names while it connects, which can take seconds. Loopback comes
     first where the host names are the same.
     """
-    is_same_host = socket.gethostname() == address.hostname
-    candidates = [_LOOPBACK, *address.candidates] if is_same_host else address.candidates
     reasons: list[str] = []
     found: list[tuple[str, list[TCPStore]]] = []
 
     def try_all() -> None:
-        for host in candidates:
-            try:
-                clients = [dial(host, address.port) for _ in range(_CLIENTS)]
-                if clients[0].check([address.token]):
-                    found.append((host, clients))
-                    return
-                reasons.append(f"{host}: something else answers")
-            except (RuntimeError, OSError) as error:
-                reasons.append(f"{host}: {reason_of(error)}")
+        with contextlib.suppress(OSError, RuntimeError):
+            host, client = _find(address, reasons)
+            found.append((host, [client, *(dial(host, address.port) for _ in range(_CLIENTS - 1))]))
 
     # A store that is stopped would hold its visitors for ever.
     thread = threading.Thread(target=try_all, name="holdfast-connect", daemon=True)
@@ -123,6 +146,20 @@ def reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCP
     if not found:
         raise _unreachable(name, "; ".join(reasons) or f"no answer within {deadline_s:g} s")
     return found[0]
+
+
+def _find(address: Address, reasons: list[str], is_suspect: bool = False) -> tuple[str, TCPStore]:
+    """The first host of ``address`` where the right store answers, and a connection; else OSError, with ``reasons``."""
+    is_same_host = socket.gethostname() == address.hostname
+    for host in [_LOOPBACK, *address.candidates] if is_same_host else address.candidates:
+        try:
+            client = dial(host, address.port, is_suspect)
+            if client.check([address.token]):
+                return host, client
+            reasons.append(f"{host}: something else answers")
+        except (RuntimeError, OSError) as error:
+            reasons.append(f"{host}: {reason_of(error)}")
+    raise ConnectionError("; ".join(reasons))
 
 
 def _tell_address(group: ProcessGroup, address: Address | None, name: int, deadline_s: float) -> Address:

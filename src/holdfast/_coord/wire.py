@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     VERDICT = "verdict"
     RECEIPT = "receipt"
     LEFT = "left"
+    WITNESS = "witness"
     STOP = "stop"
 
 
