@@ -332,7 +332,8 @@ def keys_at_the_rendezvous() -> list[str]:
     dist.barrier()
     group: Any = dist.group.WORLD
     store = dist.distributed_c10d._get_process_group_store(group)
-    return [name for name in ("address", "readers") if store.check([f"holdfast/{group.group_name}/{name}"])]
+    names = [f"{what}-{rank}" for what in ("address", "readers") for rank in (0, dist.get_world_size() - 1)]
+    return [name for name in names if store.check([f"holdfast/{group.group_name}/{name}"])]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])

@@ -65,7 +65,6 @@ class Mailbox:
         self._open: dict[int, Listener | None] = {}
         self._kept: dict[int, list[Message]] = {}
         self._assembler = Assembler()
-        self.witness: bytes | None = None
 
     def number(self) -> int:
         """The number of a new operation."""
@@ -101,9 +100,6 @@ class Mailbox:
             message = self._assembler.add(data)
             if message is None or message.kind is Kind.STOP:
                 return
-            if message.kind is Kind.WITNESS:
-                self.witness = message.payload
-                return
             number = message.operation
             listener = self._open.get(number)
             if listener is not None:
@@ -118,7 +114,7 @@ class Channel:
     ``rank`` counts within the group, ``names`` are the ranks' numbers in the whole job, ``carrier`` is the rank whose
     process runs the store. When ``clients`` are used up or broken, ``dial`` makes new ones, after a look whether anyone
     listens if its argument is True; it blocks while the carrier is stopped, and raises OSError or RuntimeError when it
-    is gone. ``find`` does that for the witness, a second store at the last rank, from the address that came by message.
+    is gone. ``dial_witness`` connects to a second store, at the last rank, and raises in the same way.
     ``kept`` is what this rank keeps from one operation to the next, by the rank that coordinates.
     """
 
@@ -130,14 +126,14 @@ class Channel:
         rank: int,
         names: Sequence[int],
         dial: Callable[[bool], Client],
-        find: Callable[[bytes], Client] | None = None,
+        dial_witness: Callable[[], Client] | None = None,
         clients: Sequence[Client] = (),
         servers: Sequence[object] = (),
     ) -> None:
         self.rank = rank
         self.names = tuple(names)
         self._dial = dial
-        self._find = find
+        self._dial_witness = dial_witness
         self._servers = servers  # the stores of this rank live as long as the channel
         self._lock = threading.Lock()
         self._mailbox = Mailbox()
@@ -189,13 +185,13 @@ class Channel:
     def visit(self, rank: int) -> Client:
         """A connection to the store that ``rank`` runs, the carrier or the last one; blocks while that is stopped.
 
-        OSError or RuntimeError where it is gone, or not known.
+        OSError or RuntimeError where it is gone.
         """
         if rank == self.carrier:
             return self._dial(True)
-        if self._find is None or self._mailbox.witness is None:
-            raise ConnectionError(f"rank {self.names[rank]} has told no address")
-        return self._find(self._mailbox.witness)
+        if self._dial_witness is None:
+            raise ConnectionError(f"rank {self.names[rank]} runs no store")
+        return self._dial_witness()
 
     def give_back(self, client: Client) -> None:
         """Keep a connection that works for the next operation."""

@@ -1,8 +1,8 @@
 """How the ranks of a process group find each other: one connection per group, made once and kept with the group.
 
 The first rank of the group starts a TCPStore and tells its address through the group's own store, or, where the group
-has none, by one broadcast. After that the process group is not used again. The last rank runs a second one, the
-witness, for those who lose the first, and tells its address through the first.
+has none, by one broadcast; so does the last, whose store is the witness for those who lose the first. After that the
+process group is not used again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from holdfast._coord.channel import Channel, reason_of
-from holdfast._coord.wire import Kind, Message, cut
 from holdfast.errors import RankLostError
 
 _LOOPBACK = "127.0.0.1"
@@ -65,37 +64,39 @@ def connect(process_group: ProcessGroup | None = None, *, deadline_s: float = 12
 
 def _meet(group: ProcessGroup, deadline_s: float) -> Channel:
     names = torch.distributed.get_process_group_ranks(group)
-    rank, first = group.rank(), Channel.carrier
-    server, address = _serve(names[first]) if rank == first else (None, None)
-    address = _tell_address(group, address, names[first], deadline_s)
-    return join(address, rank=rank, names=names, server=server, deadline_s=deadline_s)
+    rank = group.rank()
+    served = {host: serve(names[host]) for host in hosts_of(len(names)) if host == rank}
+    addresses = [
+        _tell_address(group, served[host][1] if host == rank else None, names[host], deadline_s)
+        for host in hosts_of(len(names))
+    ]
+    servers = [server for server, _ in served.values()]
+    return join(addresses, rank=rank, names=names, servers=servers, deadline_s=deadline_s)
 
 
-def join(address: Address, *, rank: int, names: Sequence[int], server: TCPStore | None, deadline_s: float) -> Channel:
-    """The end of ``rank`` of the channel whose store is at ``address``; on its first rank that is ``server``."""
+def hosts_of(size: int) -> list[int]:
+    """The ranks that run a store: the carrier and, where it may leave several survivors, the witness."""
+    return [Channel.carrier, size - 1] if size > 2 else [Channel.carrier]
+
+
+def join(
+    addresses: Sequence[Address], *, rank: int, names: Sequence[int], servers: Sequence[TCPStore], deadline_s: float
+) -> Channel:
+    """The end of ``rank`` of the channel whose stores are at ``addresses``; ``servers`` are those of this rank."""
+    address, *witness = addresses
     host, clients = _reach(address, names[Channel.carrier], deadline_s)
-    servers = [server] if server is not None else []
-    if rank == len(names) - 1 and len(names) > 2:  # fewer leave one survivor, who agrees with itself
-        witness, told = _serve(names[rank])
-        servers.append(witness)
-        message = Message(operation=-1, sender=rank, serial=0, kind=Kind.WITNESS, payload=msgspec.json.encode(told))
-        for inbox in map(Channel.inbox, range(len(names))):
-            for piece in cut(message):
-                clients[0].queue_push(inbox, piece)
-        # Once this is answered the address is in every inbox, before the end of any step that needs this rank.
-        clients[0].check([address.token])
     return Channel(
         rank=rank,
         names=names,
         dial=partial(dial, host, address.port),
-        find=_find_witness,
+        dial_witness=partial(_dial_witness, *witness) if witness else None,
         clients=clients,
         servers=servers,
     )
 
 
-def _find_witness(told: bytes) -> TCPStore:
-    _, client = _find(msgspec.json.decode(told, type=Address), [], is_suspect=True)
+def _dial_witness(address: Address) -> TCPStore:
+    _, client = _find(address, [], is_suspect=True)
     return client
 
 
@@ -110,7 +111,8 @@ def dial(host: str, port: int, is_suspect: bool = False) -> TCPStore:
     return client
 
 
-def _serve(name: int) -> tuple[TCPStore, Address]:
+def serve(name: int) -> tuple[TCPStore, Address]:
+    """A new store, run by this process, which is rank ``name`` of the job, and where it listens."""
     server = TCPStore(_LOOPBACK, 0, None, True, wait_for_workers=False)
     token = secrets.token_hex(16)
     server.set(token, "")
@@ -163,14 +165,14 @@ def _find(address: Address, reasons: list[str], is_suspect: bool = False) -> tup
 
 
 def _tell_address(group: ProcessGroup, address: Address | None, name: int, deadline_s: float) -> Address:
-    """The address, on every rank of the group; the first one has it to begin with."""
+    """The address of the store that rank ``name`` runs, on every rank of the group; that one has it to begin with."""
     store = _store_of(group)
     if store is None:
         box = [None if address is None else msgspec.json.encode(address)]
         torch.distributed.broadcast_object_list(box, src=name, group=group)
         assert box[0] is not None
         return msgspec.json.decode(box[0], type=Address)
-    key, readers = f"holdfast/{group.group_name}/address", f"holdfast/{group.group_name}/readers"
+    key, readers = (f"holdfast/{group.group_name}/{what}-{name}" for what in ("address", "readers"))
     if address is not None:
         if group.size() > 1:
             store.set(key, msgspec.json.encode(address).decode())

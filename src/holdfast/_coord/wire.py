@@ -24,7 +24,6 @@ class Kind(enum.Enum):
     VERDICT = "verdict"
     RECEIPT = "receipt"
     LEFT = "left"
-    WITNESS = "witness"
     STOP = "stop"
 
 
