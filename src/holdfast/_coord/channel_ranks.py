@@ -363,7 +363,7 @@ class ChannelRanks:
     def _overdue(self) -> dict[int, RankLostError]:
         if self._awaited_since is None or self._own:
             return {}
-        awaited: Collection[int] = [self._coordinator]
+        awaited: Collection[int] = [] if self._step in self._wholes else [self._coordinator]
         if self.is_coordinator:
             arrived = self._parts.get(self._step, {})
             awaited = [rank for rank in self._others if rank not in arrived]
