@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from holdfast._coord import rendezvous
-from holdfast._coord.channel import Channel
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.deadline import Patience
@@ -19,21 +18,20 @@ from holdfast._values.deadline import Patience
 def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
     """Make this process a rank of ``world``: every save and load from here on is one of all of them.
 
-    The first rank runs the store and leaves its address at ``place``.
+    Those that run a store leave its address beside ``place``.
     """
-    server = None
-    if rank == 0:
-        server, address = rendezvous._serve(0)
-        draft = place.with_suffix(".draft")
+    servers, hosts = [], rendezvous.hosts_of(world)
+    places = [place.with_suffix(f".{host}") for host in hosts]
+    if rank in hosts:
+        server, address = rendezvous.serve(rank)
+        servers.append(server)
+        draft = place.with_suffix(f".{rank}.draft")
         draft.write_bytes(msgspec.json.encode(address))
-        draft.rename(place)
-    else:
-        while not place.exists():
-            time.sleep(0.005)
-        address = msgspec.json.decode(place.read_bytes(), type=rendezvous.Address)
-    host, clients = rendezvous.reach(address, 0, 30.0)
-    dial = partial(rendezvous.dial, host, address.port)
-    channel = Channel(rank=rank, names=range(world), dial=dial, clients=clients, server=server)
+        draft.rename(places[hosts.index(rank)])
+    while not all(one.exists() for one in places):
+        time.sleep(0.005)
+    addresses = [msgspec.json.decode(one.read_bytes(), type=rendezvous.Address) for one in places]
+    channel = rendezvous.join(addresses, rank=rank, names=range(world), servers=servers, deadline_s=30.0)
     ranks = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message, patience=patience)
     for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
         setattr(importlib.import_module(name), "participants", lambda *args, **kwargs: ranks())  # noqa: B010

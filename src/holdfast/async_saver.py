@@ -94,7 +94,8 @@ def async_save(
         planner: what to write instead of the whole state.
         process_group: the ranks that take part, instead of all.
         async_checkpointer_type: whether a thread writes native files, or a process. Other storage is always a thread's.
-        async_stager: who copies the state, instead of this library; so does a storage writer that is a stager.
+        async_stager: who copies the state, instead of this library; so does a storage writer that is a stager. It
+            cannot show progress: other ranks that wait for it give up after ``deadline_s``.
         no_dist: this process saves alone, whatever others do.
         use_collectives: as for ``save``.
         overwrite: as for ``save``.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast._coord import rendezvous
+from holdfast._coord.channel import Channel
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._coord.rendezvous import connect
 from holdfast._torchformat.messages import decode_message, encode_message
@@ -160,6 +161,45 @@ def signal_self(rank: int, which: int, coordinator: int) -> Any:
         return told(error, started)
 
 
+def lose_in_between(lost: int, coordinator: int, which: int, stopped: int | None = None) -> Any:
+    """A rank is lost when one of the others is in the second phase, and the rest still wait to hear of it.
+
+    The rank ``stopped`` has stopped just before.
+    """
+    sum_over()
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ahead = coordinator if coordinator != lost else next(one for one in range(world) if one != lost)
+    phase = "planning"
+
+    def strike(signal_: int, *after: str) -> None:
+        store.wait(list(after))
+        store.set(f"struck {rank}", str(time.monotonic()))
+        os.kill(os.getpid(), signal_)
+
+    def merge(parts: list[None]) -> None:
+        channel = connect()
+        heard = (rank, ahead)
+        channel.inbox = lambda one: Channel.inbox(one) if one in heard else "lost"
+
+    def go_on() -> None:
+        nonlocal phase
+        phase = "writing"
+        store.set("ahead", "")
+
+    if rank == stopped:
+        threading.Thread(target=strike, args=(signal.SIGSTOP, "ahead"), daemon=True).start()
+    if rank == lost:
+        after = ["ahead"] if stopped is None else ["ahead", f"struck {stopped}"]
+        threading.Thread(target=strike, args=(which, *after), daemon=True).start()
+    try:
+        with together(patience=QUICK, coordinator=coordinator) as ranks:
+            ranks.share("planning", lambda: None, merge)
+            ranks.share("writing", go_on if rank == ahead else lambda: None, lambda parts: None)
+    except CheckpointError as error:
+        return {**told(error, float(store.get(f"struck {lost}"))), "reached": phase}
+
+
 def stop_and_continue(stopped: int) -> Any:
     """One rank is stopped until the others have given it up, then goes on; the next operation works for all."""
     store = dist.distributed_c10d._get_default_store()
@@ -292,7 +332,8 @@ def keys_at_the_rendezvous() -> list[str]:
     dist.barrier()
     group: Any = dist.group.WORLD
     store = dist.distributed_c10d._get_process_group_store(group)
-    return [name for name in ("address", "readers") if store.check([f"holdfast/{group.group_name}/{name}"])]
+    names = [f"{what}-{rank}" for what in ("address", "readers") for rank in (0, dist.get_world_size() - 1)]
+    return [name for name in names if store.check([f"holdfast/{group.group_name}/{name}"])]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
@@ -364,11 +405,37 @@ def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost
         assert error["message"].startswith(f"rank {lost} ")
         assert list(error["failures"]) == [lost]
         assert error["seconds"] < QUICK.silence_s + 5
-    if lost != 0:
-        assert {error["phase"] for error in survivors} == {"writing"}
-        assert len({error["message"] for error in survivors}) == 1
-    else:  # with the carrier goes what was on its way: the survivors may not have come to the next phase yet
-        assert {error["phase"] for error in survivors} <= {"planning", "writing"}
+    assert len({error["message"] for error in survivors}) == 1
+    # With the carrier goes what was on its way: the survivors may not have come to the next phase yet.
+    assert {error["phase"] for error in survivors} <= ({"writing"} if lost != 0 else {"planning", "writing"})
+
+
+@pytest.mark.parametrize(
+    ("lost", "coordinator", "which"),
+    [
+        (0, 0, signal.SIGKILL),
+        (0, 0, signal.SIGSTOP),
+        (1, 1, signal.SIGKILL),
+        (3, 3, signal.SIGKILL),
+        (0, 1, signal.SIGKILL),
+    ],
+)
+def test_survivors_that_know_different_phases_name_the_same(
+    pool: Pool, lost: int, coordinator: int, which: int
+) -> None:
+    found = pool.run(4, lose_in_between, lost, coordinator, int(which), dies=[lost], timeout_s=30)
+    survivors = [error for rank, error in enumerate(found) if rank != lost]
+    assert sorted(error["reached"] for error in survivors) == ["planning", "planning", "writing"]
+    assert {error["type"] for error in survivors} == {"RankLostError"}
+    assert {error["rank"] for error in survivors} == {lost}
+    assert len({(error["message"], error["phase"]) for error in survivors}) == 1
+    assert all(error["seconds"] < QUICK.silence_s + QUICK.witness_s for error in survivors)
+
+
+def test_survivors_of_the_witness_too_each_speak_for_themselves(pool: Pool) -> None:
+    found = pool.run(4, lose_in_between, 0, 0, int(signal.SIGKILL), 3, dies=[0, 3], timeout_s=30)
+    assert [(error["rank"], error["phase"]) for error in found[1:3]] == [(0, "writing"), (0, "planning")]
+    assert all(error["seconds"] < QUICK.silence_s + QUICK.witness_s for error in found[1:3])
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

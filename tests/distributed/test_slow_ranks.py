@@ -17,6 +17,7 @@ import torch
 
 import holdfast
 from holdfast.errors import RankLostError
+from holdfast.staging import BlockingAsyncStager
 
 DEADLINE_S = 2.0
 PARTS = 14
@@ -121,6 +122,31 @@ def test_a_rank_busy_with_an_async_save_stops_soon_too(pool: Any, tmp_path: Path
         assert message == f"rank 0: {phase} failed: ZeroDivisionError: odd"
         assert seconds < 4
     assert list((tmp_path / "one").glob("*")) == []
+
+
+class _StandingStager(BlockingAsyncStager):
+    def stage(self, state_dict: Any) -> Any:
+        time.sleep(5)  # the hang itself, longer than the deadline, which is longer than two beats
+        return super().stage(state_dict)
+
+
+def stage_for_too_long(path: str) -> str:
+    """The stager of rank 1 takes longer than the deadline: what each rank is told."""
+    rank = torch.distributed.get_rank()
+    stager = _StandingStager() if rank == 1 else BlockingAsyncStager()
+    try:
+        holdfast.async_save({f"of rank {rank}": torch.ones(9)}, path, async_stager=stager, deadline_s=2.5).result()
+    except holdfast.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_stager_that_others_give_up_is_named_with_what_to_raise(pool: Any, tmp_path: Path) -> None:
+    said = pool.run(2, stage_for_too_long, str(tmp_path / "checkpoint"), timeout_s=60)
+    assert set(said) == {
+        "rank 1 made no progress for 2.5 s in 'staging the state with _StandingStager'; "
+        "look at what it hangs on, or allow more with deadline_s"
+    }
 
 
 def fail_to_prepare(path: str, when: str) -> str:

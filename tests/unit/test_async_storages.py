@@ -228,14 +228,20 @@ def test_a_stager_that_returns_a_future(tmp_path: Path) -> None:
 
 
 def test_a_stager_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.CheckpointError, match="staging the state failed: RuntimeError: cannot stage"):
+    with pytest.raises(
+        holdfast.CheckpointError, match="staging the state with Recorded failed: RuntimeError: cannot stage"
+    ):
         async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", async_stager=Recorded(fails=True))
     stager = Recorded(is_late=True, fails=True)
     stager.gate.set()
     handle = async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", async_stager=stager)
-    with pytest.raises(holdfast.CheckpointError, match="staging the state failed: RuntimeError: cannot stage"):
+    with pytest.raises(
+        holdfast.CheckpointError, match="staging the state with Recorded failed: RuntimeError: cannot stage"
+    ):
         handle.wait_staged(TIMEOUT_S)
-    with pytest.raises(holdfast.CheckpointError, match="staging the state failed: RuntimeError: cannot stage"):
+    with pytest.raises(
+        holdfast.CheckpointError, match="staging the state with Recorded failed: RuntimeError: cannot stage"
+    ):
         handle.result(TIMEOUT_S)
     handle.fence()
     stager.close()

@@ -260,6 +260,7 @@ class _Trouble:
                 time.sleep(_HANG_S)
             else:
                 os.kill(os.getpid(), signal.SIGKILL if self._fault == "kill" else signal.SIGSTOP)
+                time.sleep(_HANG_S)  # another thread may take the signal, a moment later
 
     def _note(self) -> None:
         draft = self._place.with_suffix(".draft2")

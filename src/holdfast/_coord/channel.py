@@ -39,6 +39,14 @@ class Client(Protocol):
         """The first value of a queue, which is then gone from it."""
         ...
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """The value of ``key``, after it was set to the desired one if it was the expected one, or "" and missing."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """The number at ``key``, after ``amount`` was added to it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
@@ -106,7 +114,8 @@ class Channel:
     ``rank`` counts within the group, ``names`` are the ranks' numbers in the whole job, ``carrier`` is the rank whose
     process runs the store. When ``clients`` are used up or broken, ``dial`` makes new ones, after a look whether anyone
     listens if its argument is True; it blocks while the carrier is stopped, and raises OSError or RuntimeError when it
-    is gone. ``kept`` is what this rank keeps from one operation to the next, by the rank that coordinates.
+    is gone. ``dial_witness`` connects to a second store, at the last rank, and raises in the same way.
+    ``kept`` is what this rank keeps from one operation to the next, by the rank that coordinates.
     """
 
     carrier = 0
@@ -117,13 +126,15 @@ class Channel:
         rank: int,
         names: Sequence[int],
         dial: Callable[[bool], Client],
+        dial_witness: Callable[[], Client] | None = None,
         clients: Sequence[Client] = (),
-        server: object | None = None,
+        servers: Sequence[object] = (),
     ) -> None:
         self.rank = rank
         self.names = tuple(names)
         self._dial = dial
-        self._server = server  # on the carrier: lives as long as the channel
+        self._dial_witness = dial_witness
+        self._servers = servers  # the stores of this rank live as long as the channel
         self._lock = threading.Lock()
         self._mailbox = Mailbox()
         self._receiver: _Receiver | None = None
@@ -171,12 +182,24 @@ class Channel:
         self._is_suspect = False
         return client
 
+    def visit(self, rank: int) -> Client:
+        """A connection to the store that ``rank`` runs, the carrier or the last one; blocks while that is stopped.
+
+        OSError or RuntimeError where it is gone.
+        """
+        if rank == self.carrier:
+            return self._dial(True)
+        if self._dial_witness is None:
+            raise ConnectionError(f"rank {self.names[rank]} runs no store")
+        return self._dial_witness()
+
     def give_back(self, client: Client) -> None:
         """Keep a connection that works for the next operation."""
         with self._lock:
             self._idle.append(client)
 
-    def inbox(self, rank: int) -> str:
+    @staticmethod
+    def inbox(rank: int) -> str:
         """The name of the queue that holds what is sent to ``rank``."""
         return f"inbox/{rank}"
 

@@ -1,8 +1,8 @@
 """The ranks of a job in one save or load, talking over a channel.
 
 Parts go to the coordinator, what it makes of them comes back. The coordinator also keeps watch: it alone decides that
-the operation has failed and tells everyone, so that all ranks raise the same error; only a rank that has lost the
-coordinator, or the process that carries the messages, decides for itself.
+the operation has failed and tells everyone, so that all ranks raise the same error. Ranks that have lost it, or the
+process that carries the messages, all raise what the first of them says; where they cannot meet, each its own.
 
 Invariant: whoever waits wakes up at least four times a second to see whether to give up. No collective of the process
 group is ever called.
@@ -10,6 +10,7 @@ group is ever called.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -22,6 +23,7 @@ from holdfast._coord.courier import Courier, read_sign
 from holdfast._coord.failures import Decode, Encode, Failure, combine, describe, pack, unpack
 from holdfast._coord.watch import Watch
 from holdfast._coord.wire import Kind, Message
+from holdfast._coord.witness import Witness
 from holdfast._values.deadline import Clock, Deadline, Patience, Sign
 from holdfast.errors import CheckpointError, InternalError, RankLostError
 
@@ -99,6 +101,8 @@ class ChannelRanks:
         self._own: dict[int, BaseException] = {}
         self._own_failures: dict[int, Failure] = {}
         self._unheard: Deadline | None = None
+        self._word: dict[int, Failure] = {}
+        self._word_due: Deadline | None = None
 
     def __enter__(self) -> ChannelRanks:
         if self._courier is not None:
@@ -335,6 +339,10 @@ class ChannelRanks:
         with self._changed:
             if self._verdict is not None:
                 return
+            if self._word_due is not None:
+                if self._word_due.passed:
+                    self._conclude()
+                return
             pause_s = self._watch.look()
             if self.is_coordinator:  # the others hear nothing from it and decide for themselves
                 self._lose(self._watch.given_up(self.rank, pause_s, self._phase))
@@ -355,7 +363,7 @@ class ChannelRanks:
     def _overdue(self) -> dict[int, RankLostError]:
         if self._awaited_since is None or self._own:
             return {}
-        awaited: Collection[int] = [self._coordinator]
+        awaited: Collection[int] = [] if self._step in self._wholes else [self._coordinator]
         if self.is_coordinator:
             arrived = self._parts.get(self._step, {})
             awaited = [rank for rank in self._others if rank not in arrived]
@@ -363,17 +371,41 @@ class ChannelRanks:
         return self._watch.overdue(awaited, phase=self._phase, since=self._awaited_since, excuse_waiting=excuse)
 
     def _lose(self, lost: dict[int, RankLostError]) -> None:
-        """Take ranks as lost; those who are not the coordinator lost it, so they decide for themselves."""
+        """Take ranks as lost; whoever has lost the coordinator or the carrier settles that with the other survivors."""
         names = self._channel.names
         failures = {
             names[rank]: describe(error, rank=names[rank], phase=error.phase or self._phase, encode=self._encode)
             for rank, error in lost.items()
         }
-        if not failures or self._verdict is not None:
+        if not failures or self._verdict is not None or self._word_due is not None:
             return
-        self._accuse(failures)
-        if not self.is_coordinator:
-            self._verdict = failures
+        if self.is_coordinator and (self._channel.carrier not in lost or self.rank in lost):
+            self._accuse(failures)
+            return
+        self._word, self._word_due = failures, Deadline(self._patience.witness_s, self._clock)
+        if self.size - len(lost) == 1:
+            self._conclude()
+        else:
+            threading.Thread(target=self._settle, args=(list(lost),), name="holdfast-witness", daemon=True).start()
+
+    def _settle(self, lost: Collection[int]) -> None:
+        """Take the word of the first survivor, on a thread that is left behind if the witness does not answer."""
+        assert self._word_due is not None
+        with contextlib.suppress(OSError, RuntimeError):  # the witness is lost too
+            witness = Witness(self._channel, self._number, lost)
+            word = unpack(witness.settle(pack(self._word)))
+            with self._changed:
+                self._word = word
+            witness.stay(self._word_due)
+        with self._changed:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Fail with the word of the survivors; the coordinator is told, should it still hear."""
+        if self._verdict is None:
+            if not self.is_coordinator:
+                self._accuse(self._word)
+            self._verdict = self._word
             self._changed.notify_all()
 
     def _everyone_told(self) -> bool:

@@ -1,7 +1,8 @@
 """How the ranks of a process group find each other: one connection per group, made once and kept with the group.
 
 The first rank of the group starts a TCPStore and tells its address through the group's own store, or, where the group
-has none, by one broadcast. After that the process group is not used again.
+has none, by one broadcast; so does the last, whose store is the witness for those who lose the first. After that the
+process group is not used again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import socket
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -25,6 +27,7 @@ from holdfast.errors import RankLostError
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 10.0
+_LOOK_S = 2.0
 _CLIENTS = 2  # one to send, one to receive
 _NEVER = datetime.timedelta(days=30)
 
@@ -61,25 +64,55 @@ def connect(process_group: ProcessGroup | None = None, *, deadline_s: float = 12
 
 def _meet(group: ProcessGroup, deadline_s: float) -> Channel:
     names = torch.distributed.get_process_group_ranks(group)
-    rank, first = group.rank(), Channel.carrier
-    server, address = _serve(names[first]) if rank == first else (None, None)
-    address = _tell_address(group, address, names[first], deadline_s)
-    host, clients = reach(address, names[first], deadline_s)
-    return Channel(rank=rank, names=names, dial=partial(dial, host, address.port), clients=clients, server=server)
+    rank = group.rank()
+    served = {host: serve(names[host]) for host in hosts_of(len(names)) if host == rank}
+    addresses = [
+        _tell_address(group, served[host][1] if host == rank else None, names[host], deadline_s)
+        for host in hosts_of(len(names))
+    ]
+    servers = [server for server, _ in served.values()]
+    return join(addresses, rank=rank, names=names, servers=servers, deadline_s=deadline_s)
+
+
+def hosts_of(size: int) -> list[int]:
+    """The ranks that run a store: the carrier and, where it may leave several survivors, the witness."""
+    return [Channel.carrier, size - 1] if size > 2 else [Channel.carrier]
+
+
+def join(
+    addresses: Sequence[Address], *, rank: int, names: Sequence[int], servers: Sequence[TCPStore], deadline_s: float
+) -> Channel:
+    """The end of ``rank`` of the channel whose stores are at ``addresses``; ``servers`` are those of this rank."""
+    address, *witness = addresses
+    host, clients = _reach(address, names[Channel.carrier], deadline_s)
+    return Channel(
+        rank=rank,
+        names=names,
+        dial=partial(dial, host, address.port),
+        dial_witness=partial(_dial_witness, *witness) if witness else None,
+        clients=clients,
+        servers=servers,
+    )
+
+
+def _dial_witness(address: Address) -> TCPStore:
+    _, client = _find(address, [], is_suspect=True)
+    return client
 
 
 def dial(host: str, port: int, is_suspect: bool = False) -> TCPStore:
     """A new connection to a store, on which a wait never ends by itself."""
     if is_suspect:
         # A TCPStore tries for long, and noisily, where nobody listens.
-        with socket.create_connection((host, port), timeout=_CONNECT_S):
+        with socket.create_connection((host, port), timeout=_LOOK_S):
             pass
     client = TCPStore(host, port, None, False, datetime.timedelta(seconds=_CONNECT_S), wait_for_workers=False)
     client.set_timeout(_NEVER)
     return client
 
 
-def _serve(name: int) -> tuple[TCPStore, Address]:
+def serve(name: int) -> tuple[TCPStore, Address]:
+    """A new store, run by this process, which is rank ``name`` of the job, and where it listens."""
     server = TCPStore(_LOOPBACK, 0, None, True, wait_for_workers=False)
     token = secrets.token_hex(16)
     server.set(token, "")
@@ -94,27 +127,19 @@ def _serve(name: int) -> tuple[TCPStore, Address]:
     return server, Address(hostname=hostname, candidates=list(dict.fromkeys(candidates)), port=server.port, token=token)
 
 
-def reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCPStore]]:
+def _reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCPStore]]:
     """The first host of ``address`` where the right store answers, and all connections to it that operations need.
 
     They are made ahead, because a TCPStore looks up names while it connects, which can take seconds. Loopback comes
     first where the host names are the same.
     """
-    is_same_host = socket.gethostname() == address.hostname
-    candidates = [_LOOPBACK, *address.candidates] if is_same_host else address.candidates
     reasons: list[str] = []
     found: list[tuple[str, list[TCPStore]]] = []
 
     def try_all() -> None:
-        for host in candidates:
-            try:
-                clients = [dial(host, address.port) for _ in range(_CLIENTS)]
-                if clients[0].check([address.token]):
-                    found.append((host, clients))
-                    return
-                reasons.append(f"{host}: something else answers")
-            except (RuntimeError, OSError) as error:
-                reasons.append(f"{host}: {reason_of(error)}")
+        with contextlib.suppress(OSError, RuntimeError):
+            host, client = _find(address, reasons)
+            found.append((host, [client, *(dial(host, address.port) for _ in range(_CLIENTS - 1))]))
 
     # A store that is stopped would hold its visitors for ever.
     thread = threading.Thread(target=try_all, name="holdfast-connect", daemon=True)
@@ -125,15 +150,29 @@ def reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCP
     return found[0]
 
 
+def _find(address: Address, reasons: list[str], is_suspect: bool = False) -> tuple[str, TCPStore]:
+    """The first host of ``address`` where the right store answers, and a connection; else OSError, with ``reasons``."""
+    is_same_host = socket.gethostname() == address.hostname
+    for host in [_LOOPBACK, *address.candidates] if is_same_host else address.candidates:
+        try:
+            client = dial(host, address.port, is_suspect)
+            if client.check([address.token]):
+                return host, client
+            reasons.append(f"{host}: something else answers")
+        except (RuntimeError, OSError) as error:
+            reasons.append(f"{host}: {reason_of(error)}")
+    raise ConnectionError("; ".join(reasons))
+
+
 def _tell_address(group: ProcessGroup, address: Address | None, name: int, deadline_s: float) -> Address:
-    """The address, on every rank of the group; the first one has it to begin with."""
+    """The address of the store that rank ``name`` runs, on every rank of the group; that one has it to begin with."""
     store = _store_of(group)
     if store is None:
         box = [None if address is None else msgspec.json.encode(address)]
         torch.distributed.broadcast_object_list(box, src=name, group=group)
         assert box[0] is not None
         return msgspec.json.decode(box[0], type=Address)
-    key, readers = f"holdfast/{group.group_name}/address", f"holdfast/{group.group_name}/readers"
+    key, readers = (f"holdfast/{group.group_name}/{what}-{name}" for what in ("address", "readers"))
     if address is not None:
         if group.size() > 1:
             store.set(key, msgspec.json.encode(address).decode())

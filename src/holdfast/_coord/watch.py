@@ -139,7 +139,7 @@ class Watch:
     def _stall(self, rank: int, pulse: Pulse) -> RankLostError:
         said = (
             f"made no progress for {self._patience.progress_s:g} s in {_place(pulse.sign)}; "
-            "look at what it hangs on, or allow more time"
+            "look at what it hangs on, or allow more with deadline_s"
         )
         return self._lost(rank, pulse.sign.phase, said)
 

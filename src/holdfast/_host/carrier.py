@@ -383,7 +383,7 @@ def _unexpected(name: int) -> InternalError:
 def _lost(name: int, what: str) -> RankLostError:
     phase = "passing blocks on between hosts"
     return RankLostError(
-        f"rank {name} {what} in {phase!r}; look at what it hangs on and at the network, or allow more time",
+        f"rank {name} {what} in {phase!r}; look at what it hangs on and at the network, or allow more with deadline_s",
         rank=name,
         phase=phase,
     )

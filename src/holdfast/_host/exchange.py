@@ -302,7 +302,7 @@ class Exchange:
             place = f"{phase!r} (at {file!r})" if file else repr(phase)
             raise RankLostError(
                 f"rank {name} made no progress for {self._deadline_s:g} s in {place}; "
-                "look at what it hangs on, or allow more time",
+                "look at what it hangs on, or allow more with deadline_s",
                 rank=name,
                 phase=phase,
             )

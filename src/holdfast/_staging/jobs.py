@@ -370,6 +370,8 @@ class StagerJob(Job):
         super().__init__(steps, handle, options)
         self.stager = stager
         self._staged: Any = None
+        # It cannot show progress; an error that others give it up with tells whose work it was.
+        self._phase = f"staging the state with {type(stager).__name__}"
 
     @property
     def is_staged(self) -> bool:
@@ -378,7 +380,7 @@ class StagerJob(Job):
 
     def begin(self, state: Mapping[Any, Any]) -> None:
         """Have the state staged, once the buffers of the stager are free."""
-        self._steps.prepare("staging the state", lambda: self._begin_staging(state))
+        self._steps.prepare(self._phase, lambda: self._begin_staging(state))
 
     def _begin_staging(self, state: Mapping[Any, Any]) -> None:
         self._take_turn()
@@ -400,7 +402,7 @@ class StagerJob(Job):
     def run(self) -> Metadata:
         """Wait for the stager, then save what it staged like any state."""
         steps = self._steps
-        state = steps.prepare("staging the state", self._end_staging)
+        state = steps.prepare(self._phase, self._end_staging)
         plan = steps.plan(state)
 
         def write() -> MutableSequence[WriteResult]:

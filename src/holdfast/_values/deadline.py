@@ -18,7 +18,8 @@ class Patience:
 
     ``beat_s`` passes between two signs of life; without one for ``silence_s`` a rank is lost, without progress for
     ``progress_s`` too. ``settle_s`` lets failures that happen together be told together; ``farewell_s`` is what a
-    failing coordinator gives the others to take notice before it leaves.
+    failing coordinator gives the others to take notice before it leaves; ``witness_s`` is what those who have lost it
+    take at most to agree on what they say.
     """
 
     beat_s: float = 1.0
@@ -26,6 +27,7 @@ class Patience:
     progress_s: float = 120.0
     settle_s: float = 0.25
     farewell_s: float = 1.0
+    witness_s: float = 3.0
 
     def __post_init__(self) -> None:
         if not 0 < self.beat_s < self.silence_s:

@@ -308,6 +308,23 @@ def test_a_rank_that_leaves_early_is_named_at_once() -> None:
     assert str(found[0]) == "rank 1 left before 'writing'; make the same calls on every rank"
 
 
+def test_a_coordinator_that_left_after_its_answer_is_not_lost() -> None:
+    job = Job(2)
+    ranks = job.ranks(1)
+    answer = Message(operation=0, sender=0, serial=1, kind=Kind.WHOLE, step=1, payload=encode_message("all"))
+    for message in (answer, Message(operation=0, sender=0, serial=2, kind=Kind.LEFT)):
+        for piece in cut(message):
+            job.store.queue_push("inbox/1", piece)
+
+    def see_it_leave() -> None:
+        while 0 not in ranks._watch.left:
+            threading.Event().wait(0.01)
+
+    with ranks:
+        assert ranks.share("writing", see_it_leave, lambda parts: None) == "all"
+        ranks.check()
+
+
 def test_ranks_in_different_phases_are_told_apart() -> None:
     found = Job(3).run(lambda ranks: ranks.share("saving" if ranks.rank else "loading", lambda: 1, sum))
     for error in found:

@@ -138,7 +138,10 @@ def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: Hand
         watch.see(2, Sign(beat=beat, phase="writing", progress=7))
         assert overdue(watch, start) == {}
         pass_time(watch, clock, 1)
-    said = "rank 6 made no progress for 120 s in 'writing' (7 bytes done); look at what it hangs on, or allow more time"
+    said = (
+        "rank 6 made no progress for 120 s in 'writing' (7 bytes done); "
+        "look at what it hangs on, or allow more with deadline_s"
+    )
     assert overdue(watch, start + 1) == {}
     assert overdue(watch, start) == {2: said}
     assert overdue(watch, start, awaited=(1, 3)) == {
@@ -180,7 +183,7 @@ def test_a_rank_still_on_its_way_has_time_from_when_we_wait(watch: Watch, clock:
     assert overdue(watch, start) == {}
     pass_time(watch, clock, 1)
     assert overdue(watch, start) == {
-        2: "rank 6 made no progress for 120 s in 'planning'; look at what it hangs on, or allow more time"
+        2: "rank 6 made no progress for 120 s in 'planning'; look at what it hangs on, or allow more with deadline_s"
     }
 
 
