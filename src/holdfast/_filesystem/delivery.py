@@ -27,11 +27,12 @@ from holdfast.planner import LoadPlanner, ReadColumns
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Item:
-    """A stored item and the rows of the plan that want it, or parts of it."""
+    """A stored item and the rows of the plan that want it, or parts of it; ``file`` is the number of its file."""
 
     key: str
     place: StorageInfo
     is_value: bool
+    file: int = -1
     rows: list[int] = field(default_factory=list)
 
 
