@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from enum import Enum
 from typing import Annotated
@@ -78,8 +79,7 @@ def convert_command(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        found = {"tensors": done.tensors, "values": done.values, "bytes": done.bytes, "seconds": done.seconds}
-        typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **found}))
+        typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **dataclasses.asdict(done)}))
         return
     speed = done.bytes / max(done.seconds, 1e-9) / 1e9
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.values, 'value')}"

@@ -27,7 +27,7 @@ from holdfast._io import posix
 from holdfast._io.pages import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import Path, empty_dicts, restorable_paths, unflatten
+from holdfast._state.paths import empty_dicts, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
@@ -212,7 +212,7 @@ class _QuantizedSource:
     after the last.
     """
 
-    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _Progress) -> None:
+    def __init__(self, stored: StoredTensor, progress: _Progress) -> None:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._progress = progress
@@ -264,14 +264,16 @@ class _Leaves:
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         requires_grad = entry.properties.requires_grad
-        kind = _StoredSource if entry.quantizer is None else _QuantizedSource
-        source: Source = kind(self.checkpoint[key], self._lock, self._progress)
-        first = self.metadata.state_dict_metadata.get(entry.alias_of) if entry.alias_of is not None else None
-        if entry.alias_of is not None and isinstance(first, TensorStorageMetadata):
+        source: Source
+        if entry.alias_of is not None and entry.alias_of in self.metadata.state_dict_metadata:
             tied = self.tensor(entry.alias_of)
-            if first.properties.requires_grad == requires_grad:
+            if tied.requires_grad == requires_grad:
                 return tied
             source = tied.source
+        elif entry.quantizer is None:
+            source = _StoredSource(self.checkpoint[key], self._lock, self._progress)
+        else:
+            source = _QuantizedSource(self.checkpoint[key], self._progress)
         return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
 
     def value(self, key: str) -> Any:
@@ -309,11 +311,7 @@ class _Leaves:
             else self.value(key)
             for key, entry in entries.items()
         }
-        return unflatten(leaves, self.paths())
-
-    def paths(self) -> dict[str, Path]:
-        """Where each key is in the state, as far as the checkpoint says so."""
-        return restorable_paths(self.metadata)
+        return unflatten(leaves, restorable_paths(self.metadata))
 
 
 def _check_plain(key: str, value: object) -> None:
@@ -340,7 +338,7 @@ class _CopyPlanner(DefaultSavePlanner):
     ) -> None:
         """Take the paths of the checkpoint; the state that is given is empty."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.mappings = self._leaves.paths()
+        self.mappings = restorable_paths(self._leaves.metadata)
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf."""
