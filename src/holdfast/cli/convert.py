@@ -36,7 +36,8 @@ def convert_command(
         str, typer.Argument(metavar="SRC", help="The directory of a checkpoint, or a .pt file.", show_default=False)
     ],
     target: Annotated[
-        str, typer.Argument(metavar="DST", help="Where the result goes; it must not exist.", show_default=False)
+        str,
+        typer.Argument(metavar="DST", help="Where the result goes; new, unless with --overwrite.", show_default=False),
     ],
     to: Annotated[
         TargetFormat,

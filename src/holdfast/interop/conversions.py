@@ -84,7 +84,9 @@ def convert(
         raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
     for place in (source, target):
         if is_remote(place):
-            raise ValueError(f"files are converted, and {os.fspath(place)!r} is a URL; copy from or to it")
+            raise ValueError(
+                f"only files can be converted, and {os.fspath(place)!r} is a URL; convert in a directory, and copy that"
+            )
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     progress = _Progress(on_progress)

@@ -47,18 +47,18 @@ _CHECKED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtFile:
-    """What a file holds.
+    """The state that a file holds.
 
     ``is_unchanged_file`` says that the tensors are not in memory but stand for the file, and that nobody can have
     written to that memory since.
     """
 
-    state: Any
+    state: Mapping[Any, Any]
     is_unchanged_file: bool
 
 
 def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> PtFile:
-    """What torch.save wrote to ``path``, on the CPU.
+    """The state that torch.save wrote to ``path``, on the CPU.
 
     The tensors stay in the file until they are touched; only those of files in the format before torch 1.6, which is no
     archive, are loaded as a whole. ``verify`` checks the checksums that the archive has. Nothing but weights, plain
@@ -81,6 +81,10 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
+    if not isinstance(state, Mapping):
+        raise InvalidStateError(
+            f"{name!r} holds a {type(state).__name__}, and a state is a dict of names to values; save it within one"
+        )
     # torch swaps bytes in place; and code that a pickle runs may do anything.
     is_unchanged = is_archive and is_native_order and not allow_pickle
     return PtFile(state=state, is_unchanged_file=is_unchanged)

@@ -262,6 +262,13 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
         read_pt(tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize("content", [torch.ones(3), [torch.ones(3)]])
+def test_a_file_without_a_state_is_refused_by_name(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(InvalidStateError, match=rf"a\.pt' holds a {type(content).__name__}, and a state is a dict"):
+        read_pt(tmp_path / "a.pt")
+
+
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nothing-here"):
         read_pt(tmp_path / "nothing-here")
