@@ -16,6 +16,7 @@ import torch
 
 from holdfast._io.buffers import Slab
 from holdfast._state.raw import Target
+from holdfast._state.tensors import quantizer_of
 from holdfast._torchformat.archive import Elements, find_tensor
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._torchformat.places import StorageInfo, find_place
@@ -155,8 +156,11 @@ class Delivery:
             box = self.box(row)
             if loaded.layout is torch.strided and not box.fits(loaded.shape):
                 raise CorruptError(f"the item of {item.key!r} has another size than its metadata says", key=item.key)
-            is_whole = box.lengths == loaded.shape
-            tensor.copy_(loaded if is_whole else loaded[box.slices()])
+            wanted = loaded if box.lengths == loaded.shape else loaded[box.slices()]
+            if tensor.is_quantized and quantizer_of(tensor) is None:
+                tensor.data = wanted  # room that was made without knowing the scales
+            else:
+                tensor.copy_(wanted)
 
     def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
         """Tell the planner that these are filled."""

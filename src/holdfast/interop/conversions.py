@@ -38,7 +38,7 @@ from holdfast.default_planner import DefaultSavePlanner
 from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.interop.pt_files import read_pt, write_pt
-from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, STORAGE_TYPES, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
 from holdfast.saver import save
 from holdfast.storage import StorageWriter
@@ -291,7 +291,7 @@ class _Leaves:
     def is_quantized(self, key: str) -> bool:
         """Whether ``key`` is a quantised tensor, which storage takes only as it is."""
         entry = self.metadata.state_dict_metadata[key]
-        return isinstance(entry, TensorStorageMetadata) and entry.quantizer is not None
+        return isinstance(entry, TensorStorageMetadata) and torch.empty(0, dtype=entry.properties.dtype).is_quantized
 
     def real_tensor(self, key: str) -> torch.Tensor:
         """The tensor of ``key``, read now."""
@@ -299,21 +299,17 @@ class _Leaves:
         self._progress.add(stored.nbytes)
         return stored[...]
 
-    def is_array(self, key: str) -> bool:
-        """Whether ``key`` was a numpy array."""
-        entry = self.metadata.state_dict_metadata[key]
-        return isinstance(entry, TensorStorageMetadata) and entry.kind == "numpy"
-
     def state(self) -> dict[Any, Any]:
         """All of it, nested as it was saved."""
-        entries = self.metadata.state_dict_metadata
-        leaves = {
-            key: self.tensor(key)
-            if isinstance(entry, TensorStorageMetadata) and not self.is_array(key)
-            else self.value(key)
-            for key, entry in entries.items()
-        }
+        leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
         return unflatten(leaves, restorable_paths(self.metadata))
+
+    def _leaf(self, key: str, entry: STORAGE_TYPES) -> Any:
+        if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
+            return self.value(key)
+        # The scales of torch's format are in its data files: only the tensor itself has them.
+        knows_scales = entry.quantizer is not None or not self.is_quantized(key)
+        return self.tensor(key) if knows_scales else self.real_tensor(key)
 
 
 def _check_plain(key: str, value: object) -> None:
