@@ -65,9 +65,7 @@ class FileSystemReader(StorageReader):
         self.verify = verify
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[Any, Any] = {}
-        self.rank: int | None = None
         self.own_rank: int | None = None
-        self.use_collectives = True
         self._registry = _extension_registry
         self._layouts: Layouts = {}
         self._bytes_read = 0
@@ -172,8 +170,6 @@ class FileSystemReader(StorageReader):
         if not isinstance(metadata.storage_data, dict):
             raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
         self.storage_data = metadata.storage_data
-        self.rank = kwargs.get("rank")
-        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """``plan``, unchanged."""

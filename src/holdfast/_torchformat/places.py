@@ -36,4 +36,4 @@ def find_place(storage_data: Mapping[Any, Any], key: str, offset: Sequence[int] 
 
 def is_of_a_save(name: str) -> bool:
     """Whether a save makes a file of that ``name`` before it is published; what has only such was never finished."""
-    return name.endswith(".distcp") or (name.startswith(".metadata") and name.endswith(".tmp"))
+    return name.endswith(".distcp") or (".metadata" in name and name.endswith(".tmp"))
