@@ -158,7 +158,7 @@ class Delivery:
                 raise CorruptError(f"the item of {item.key!r} has another size than its metadata says", key=item.key)
             wanted = loaded if box.lengths == loaded.shape else loaded[box.slices()]
             if tensor.is_quantized and quantizer_of(tensor) is None:
-                tensor.data = wanted  # room that was made without knowing the scales
+                tensor.data = wanted.to(tensor.device)  # room that was made without knowing the scales
             else:
                 tensor.copy_(wanted)
 
