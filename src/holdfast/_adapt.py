@@ -220,8 +220,7 @@ class PickledValue:
 
 def _told_apart(buffer: io.BytesIO, key: str) -> io.BytesIO:
     """``buffer``; with the value that it holds, where torch.save made it, so that storage can keep it typed."""
-    data = buffer.getvalue()
-    if isinstance(buffer, ValueBuffer) or not data.startswith(_ZIP):
+    if isinstance(buffer, ValueBuffer) or not (data := buffer.getvalue()).startswith(_ZIP):
         return buffer
     try:
         value = deserialize_object(io.BytesIO(data), key=key, allow_pickle=False)

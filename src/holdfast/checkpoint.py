@@ -106,9 +106,9 @@ class Checkpoint(Mapping[str, Any]):
     def _read(self, key: str, stored: TensorStorageMetadata, box: Box) -> torch.Tensor:
         if stored.quantizer is None:
             tensor = empty_tensor(box.lengths, stored.properties.dtype)
-        elif box == whole(stored.size):
-            tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
         else:
+            tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
+        if tensor.is_quantized and box != whole(stored.size):
             raise InvalidStateError(
                 f"{key!r} is quantised and cannot be read in parts; read it whole, by [...]", key=key
             )

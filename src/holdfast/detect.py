@@ -1,4 +1,4 @@
-"""Which format a checkpoint is in, told by what is there; and what both formats say of the nesting of its keys."""
+"""Which format a checkpoint is in, told by what is there."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from holdfast._torchformat.objects import serialize_object
 from holdfast._values.box import Box
 from holdfast._values.value_buffer import ValueBuffer
 from holdfast.default_planner import DefaultLoadPlanner
-from holdfast.errors import CheckpointError, Difference, InternalError, InvalidStateError, MismatchError
+from holdfast.errors import CheckpointError, Difference, InternalError, MismatchError
 from holdfast.interop.conversions import convert
 from holdfast.interop.pt_files import read_pt
 from holdfast.metadata import (
@@ -177,9 +177,7 @@ class BroadcastingTorchSaveReader(StorageReader):
     def _leaves(self, *, flat: bool) -> dict[str, Any]:
         assert self.checkpoint_id is not None
         state = read_pt(self.checkpoint_id, allow_pickle=self.allow_pickle).state
-        if not isinstance(state, dict):
-            raise InvalidStateError(f"{os.fspath(self.checkpoint_id)!r} holds a {type(state).__name__}, no dict")
-        return flatten(state)[0] if flat else state
+        return flatten(state)[0] if flat else dict(state)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:

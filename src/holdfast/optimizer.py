@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.interop.torch_state import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
 __all__ = ["load_sharded_optimizer_state_dict"]

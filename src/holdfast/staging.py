@@ -19,6 +19,7 @@ from holdfast._native.image import Copy
 from holdfast._staging.accelerator import CUDA
 from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.memory import HostMemory, Region
+from holdfast._state.paths import tuple_like
 from holdfast._state.raw import source_of
 from holdfast.metadata import STATE_DICT_TYPE
 
@@ -176,9 +177,7 @@ class _Copied:
             return {key: self._copy(entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
             entries = [self._copy(entry) for entry in value]
-            if isinstance(value, list):
-                return entries
-            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+            return entries if isinstance(value, list) else tuple_like(value, entries)
         return self._copy_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -188,12 +187,7 @@ class _Copied:
                 warnings.simplefilter("ignore", FutureWarning)  # torch's, at every touch of a ShardedTensor
                 return tensor.detach().cpu().clone()
         _, at = self._places[_memory(local)]
-        nbytes = local.numel() * local.dtype.itemsize
-        if nbytes:
-            raw = torch.frombuffer(self.region.view[at : at + nbytes], dtype=torch.uint8)
-            staged = raw.view(local.dtype).view(local.shape)
-        else:
-            staged = torch.empty(local.shape, dtype=local.dtype)
+        staged = self.region.tensor_at(at, local.dtype, local.shape)
         if _is_distributed(tensor):
             distributed: Any = tensor
             rebuilt = type(distributed)(staged, distributed._spec, requires_grad=tensor.requires_grad)

@@ -1,8 +1,11 @@
-"""torch's helpers that take the state of a model and its optimizers apart and put it back, as they are."""
+"""torch's helpers that take the state of a model and its optimizers apart and put it back, as they are.
+
+They belong to models (FSDP, DDP, tensor parallel, compiled), not to checkpoints: what they give goes into any storage.
+"""
 
 from __future__ import annotations
 
-from holdfast.interop.torch_state import (
+from torch.distributed.checkpoint.state_dict import (
     FQNS_T,
     DictValueType,
     ListDictValueType,

@@ -246,11 +246,14 @@ def test_reads_add_up(stored: str) -> None:
             assert checkpoint.bytes_read == count * 80
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantised_tensors_are_read_whole_or_not_at_all(path: str) -> None:
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("storage", [holdfast.NativeWriter, holdfast.FileSystemWriter])
+def test_quantised_tensors_are_read_whole_or_not_at_all(path: str, storage: Callable[[str], Any]) -> None:
     values = torch.linspace(-1, 1, 12).view(3, 4)
     channels = torch.quantize_per_channel(values, torch.ones(3) / 8, torch.arange(3), 0, torch.qint8)
-    holdfast.save({"tensor": torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "channels": channels}, path)
+    state = {"tensor": torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "channels": channels}
+    holdfast.save(state, storage_writer=storage(path))
+    assert holdfast.load(path)["tensor"].q_scale() == 0.1
     with holdfast.open(path) as checkpoint:
         assert checkpoint["tensor"][...].q_scale() == 0.1
         assert torch.equal(checkpoint["channels"][...].dequantize(), channels.dequantize())

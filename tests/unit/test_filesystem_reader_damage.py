@@ -146,7 +146,7 @@ def test_chunks_that_do_not_tile_are_refused_before_anything_is_read(plain: Path
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such directory"):
         FileSystemReader(tmp_path / "none").read_metadata()
-    for name in ("", "__0_0.distcp", ".metadata-0123.tmp"):
+    for name in ("", "__0_0.distcp", ".metadata-0123.tmp", "__0.metadata-0123.tmp", ".metadata.tmp"):
         (tmp_path / name).exists() or (tmp_path / name).touch()
         with pytest.raises(NotFoundError, match="no finished checkpoint") as caught:
             FileSystemReader(tmp_path).read_metadata()

@@ -98,3 +98,8 @@ class FileSystem(FileSystemBase):
     def ls(self, path: PathLike) -> list[str]:
         """What is in the directory ``path``, as full names."""
         return [os.path.join(path, name) for name in posix.list_names(path)]
+
+
+def is_local(fs: FileSystemBase) -> bool:
+    """Whether files of ``fs`` are plain local files; a subclass may do anything with them."""
+    return type(fs) is FileSystem

@@ -16,51 +16,46 @@ import torch
 
 from holdfast._io.buffers import Slab
 from holdfast._state.raw import Target
+from holdfast._state.tensors import quantizer_of
 from holdfast._torchformat.archive import Elements, find_tensor
 from holdfast._torchformat.objects import deserialize_object
-from holdfast._torchformat.places import StorageInfo
+from holdfast._torchformat.places import StorageInfo, find_place
 from holdfast._values.box import Box
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, Difference, InternalError, MismatchError
-from holdfast.metadata import MetadataIndex
 from holdfast.planner import LoadPlanner, ReadColumns
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Item:
-    """A stored item and the rows of the plan that want it, or parts of it."""
+    """A stored item and the rows of the plan that want it, or parts of it; ``file`` is the number of its file."""
 
     key: str
     place: StorageInfo
     is_value: bool
+    file: int = -1
     rows: list[int] = field(default_factory=list)
 
 
-def wanted_items(columns: ReadColumns, storage_data: Mapping[MetadataIndex, Any]) -> list[Item]:
+def wanted_items(columns: ReadColumns, storage_data: Mapping[Any, Any]) -> list[Item]:
     """The items that hold what ``columns`` want, each once."""
     items: dict[tuple[str, int, int, bool], Item] = {}
     places = zip(columns.key.tolist(), columns.chunk_lo.tolist(), strict=True)
     for row, (which, chunk_lo) in enumerate(places):
         key, dimensions = columns.storage_keys[which], columns.dimensions[which]
-        place = _place(storage_data, key, None if dimensions < 0 else chunk_lo[:dimensions])
+        offset = None if dimensions < 0 else chunk_lo[:dimensions]
+        place = find_place(storage_data, key, offset)
+        if place is None:
+            raise CorruptError(
+                f"the checkpoint does not say where {key!r}{'' if offset is None else f' at {offset}'} is stored; "
+                "use another checkpoint",
+                key=key,
+            )
         name = place.relative_path, place.offset, place.length, dimensions < 0
         if name not in items:
             items[name] = Item(key=key, place=place, is_value=dimensions < 0)
         items[name].rows.append(row)
     return list(items.values())
-
-
-def _place(storage_data: Mapping[MetadataIndex, Any], key: str, offset: list[int] | None) -> StorageInfo:
-    place = storage_data.get(MetadataIndex(key, offset))
-    if place is None and offset is not None and not any(offset):
-        place = storage_data.get(MetadataIndex(key))
-    if not isinstance(place, StorageInfo):
-        raise CorruptError(
-            f"the checkpoint does not say where {key!r}{'' if offset is None else f' at {offset}'} is stored; "
-            "use another checkpoint",
-            key=key,
-        )
-    return place
 
 
 def buffer_of(data: bytes | bytearray) -> Slab:
@@ -161,8 +156,11 @@ class Delivery:
             box = self.box(row)
             if loaded.layout is torch.strided and not box.fits(loaded.shape):
                 raise CorruptError(f"the item of {item.key!r} has another size than its metadata says", key=item.key)
-            is_whole = box.lengths == loaded.shape
-            tensor.copy_(loaded if is_whole else loaded[box.slices()])
+            wanted = loaded if box.lengths == loaded.shape else loaded[box.slices()]
+            if tensor.is_quantized and quantizer_of(tensor) is None:
+                tensor.data = wanted.to(tensor.device)  # room that was made without knowing the scales
+            else:
+                tensor.copy_(wanted)
 
     def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
         """Tell the planner that these are filled."""

@@ -22,6 +22,7 @@ from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.pages import PageJob, filled_slab, following, write_pages
+from holdfast._native.segments import uses_cuda
 from holdfast._state.raw import Buffer, Source, source_of
 from holdfast._torchformat.archive_writing import DATA_ALIGNMENT, TensorArchive, tensor_archive
 from holdfast._values.checksum import combine_checksums
@@ -158,8 +159,7 @@ class FilePacker:
     def write(self, files: list[tuple[str, list[int]]]) -> list[WriteResult]:
         """Write the named ``files``, each with its rows; on an error they are left to ``abandon``."""
         workers = min(_MOST_WORKERS, default_workers())
-        pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
-        ring = SlabRing(workers + _AHEAD + 1, pinned=pinned)
+        ring = SlabRing(workers + _AHEAD + 1, pinned=uses_cuda())
         try:
             run_bounded((self._runner(job, ring) for job in self._jobs(files)), workers=workers, ahead=_AHEAD)
         finally:

@@ -48,13 +48,15 @@ class LocalFiles:
     def bytes_read(self) -> int:
         """Bytes that the system delivered from these files."""
         with self._lock:
-            open_files = [file for file, _, _ in self._lent.values()] + [file for file, _ in self._idle.values()]
-            return self._bytes_read + sum(file.bytes_read for file in open_files)
+            return self._bytes_read + sum(file.bytes_read for file in self._open_files())
+
+    def _open_files(self) -> list[InputFile]:
+        return [file for file, _, _ in self._lent.values()] + [file for file, _ in self._idle.values()]
 
     def close(self) -> None:
         """Close all files; nobody reads any more."""
         with self._lock:
-            files = [file for file, _, _ in self._lent.values()] + [file for file, _ in self._idle.values()]
+            files = self._open_files()
             self._lent.clear()
             self._idle.clear()
             self._bytes_read += sum(file.bytes_read for file in files)

@@ -12,8 +12,7 @@ import contextlib
 import os
 from collections.abc import Collection, Sequence
 
-from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
-from holdfast._filesystem.reader import METADATA_NAME, rank_metadata_name
+from holdfast._filesystem.base import FileSystemBase, PathLike, is_local
 from holdfast._io import posix
 from holdfast._torchformat.pickling import encode_metadata
 from holdfast._torchformat.unpickling import decode_metadata
@@ -22,16 +21,6 @@ from holdfast.errors import AlreadyPublishedError, CheckpointError
 from holdfast.metadata import Metadata
 
 DATA_SUFFIX = ".distcp"
-
-
-def metadata_name(rank: int | None) -> str:
-    """The name of the metadata of all ranks, or of one that saves on its own."""
-    return METADATA_NAME if rank is None else rank_metadata_name(rank)
-
-
-def is_local(fs: FileSystemBase) -> bool:
-    """Whether files of ``fs`` are plain local files; a subclass may do anything with them."""
-    return type(fs) is FileSystem
 
 
 def file_prefixes(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int], *, save_id: str) -> list[str]:

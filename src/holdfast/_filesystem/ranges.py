@@ -46,33 +46,23 @@ Layouts = dict[tuple[str, int], Elements | None]
 
 
 def read_ranges(
-    items: Sequence[Item],
-    files: LocalFiles,
-    numbers: Sequence[int],
-    delivery: Delivery,
-    layouts: Layouts,
-    *,
-    verify: bool | None,
+    items: Sequence[Item], files: LocalFiles, delivery: Delivery, layouts: Layouts, *, verify: bool | None
 ) -> None:
     """Read ``items``, each from the file of its number, and deliver them.
 
     ``verify`` says whether chunks that are read whole must have their checksums; None: those from files that are not in
     the page cache, and small ones.
     """
-    small = [at for at, item in enumerate(items) if _is_small(item)]
+    small = [item for item in items if item.place.length <= _SMALL_BYTES]
     if small:
-        _SmallItems(items, files, numbers, small, delivery).run()
-    large = [at for at, item in enumerate(items) if not _is_small(item)]
-    _find_layouts([(items[at], numbers[at]) for at in large], files, layouts)
-    odd = [at for at in large if not items[at].is_value and layouts[_name(items[at])] is None]
-    plain = sorted(set(large) - set(odd))
-    for chosen in (plain, *([at] for at in odd)):
-        if chosen:
-            _LargeItems(items, files, numbers, chosen, delivery, layouts, verify=verify).run()
-
-
-def _is_small(item: Item) -> bool:
-    return item.place.length <= _SMALL_BYTES
+        _SmallItems(small, files, delivery).run()
+    large = [item for item in items if item.place.length > _SMALL_BYTES]
+    _find_layouts(large, files, layouts)
+    plain = [item for item in large if item.is_value or layouts[_name(item)] is not None]
+    odd = [item for item in large if not item.is_value and layouts[_name(item)] is None]
+    for together in (plain, *([item] for item in odd)):
+        if together:
+            _LargeItems(together, files, delivery, layouts, verify=verify).run()
 
 
 def _name(item: Item) -> tuple[str, int]:
@@ -114,15 +104,13 @@ class _SmallItem:
 
 
 class _ItemFetch(SegmentFetch[Destination]):
-    """What reads of small and of large items share: items, their files and what an error says."""
+    """What reads of small and of large items share: their files and what an error says."""
 
     max_gap = _MAX_GAP
 
     def __init__(
         self,
-        items: Sequence[Item],
         files: LocalFiles,
-        numbers: Sequence[int],
         *,
         segments: Segments,
         boxes: int,
@@ -130,9 +118,7 @@ class _ItemFetch(SegmentFetch[Destination]):
         close_target: Callable[[int, Destination], None],
     ) -> None:
         super().__init__(segments, boxes=boxes, open_targets=open_targets, close_target=close_target)
-        self._items = items
         self._files = files
-        self._numbers = numbers
 
     def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
         """File ``number``, and whether it is in the page cache."""
@@ -154,34 +140,31 @@ class _ItemFetch(SegmentFetch[Destination]):
 
 
 class _SmallItems(_ItemFetch):
-    def __init__(
-        self, items: Sequence[Item], files: LocalFiles, numbers: Sequence[int], chosen: list[int], delivery: Delivery
-    ) -> None:
+    """Each box is an item."""
+
+    def __init__(self, items: Sequence[Item], files: LocalFiles, delivery: Delivery) -> None:
         rows = _Rows()
-        for box, at in enumerate(chosen):
-            rows.add(box, numbers[at], items[at].place.offset, [0], [items[at].place.length])
+        for box, item in enumerate(items):
+            rows.add(box, item.file, item.place.offset, [0], [item.place.length])
         super().__init__(
-            items,
             files,
-            numbers,
             segments=rows.segments(),
-            boxes=len(chosen),
+            boxes=len(items),
             open_targets=self._open_items,
             close_target=self._close_item,
         )
-        self._chosen = chosen
+        self._items = items
         self._delivery = delivery
 
     def _open_items(self, boxes: list[int]) -> list[Destination]:
-        items = [self._items[self._chosen[box]] for box in boxes]
         return [
             _SmallItem(item, [] if item.is_value else self._delivery.resolve(item.rows), self._delivery)
-            for item in items
+            for item in (self._items[box] for box in boxes)
         ]
 
     def _close_item(self, box: int, target: Destination) -> None:
         assert isinstance(target, _SmallItem)
-        item = self._items[self._chosen[box]]
+        item = self._items[box]
         if item.place.length == 0:
             raise CorruptError(f"{item.key!r} is stored in no bytes; use another checkpoint", key=item.key)
         target.close()
@@ -190,18 +173,18 @@ class _SmallItems(_ItemFetch):
 # --- large items ----------------------------------------------------------------------------------------------------
 
 
-def _find_layouts(items: Sequence[tuple[Item, int]], files: LocalFiles, layouts: Layouts) -> None:
+def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts) -> None:
     """Find out where the elements of the archives lie that nobody has looked at."""
-    unknown = [(item, number) for item, number in items if not item.is_value and _name(item) not in layouts]
-    unknown.sort(key=lambda pair: (pair[1], pair[0].place.offset))
+    unknown = [item for item in items if not item.is_value and _name(item) not in layouts]
+    unknown.sort(key=lambda item: (item.file, item.place.offset))
 
-    def look(batch: Sequence[tuple[Item, int]]) -> None:
-        for item, number in batch:
-            with files.lend(number) as (file, _):
+    def look(batch: Sequence[Item]) -> None:
+        for item in batch:
+            with files.lend(item.file) as (file, _):
                 layouts[_name(item)] = locate(item, Ends(file, item.place).read, item.place.length)
 
     is_cached = True
-    for number in dict.fromkeys(number for _, number in unknown):
+    for number in dict.fromkeys(item.file for item in unknown):
         with files.lend(number) as (_, is_here):
             is_cached = is_cached and is_here
     # From memory it takes less time than threads need to start.
@@ -240,39 +223,34 @@ class _LargeItems(_ItemFetch):
         self,
         items: Sequence[Item],
         files: LocalFiles,
-        numbers: Sequence[int],
-        chosen: list[int],
         delivery: Delivery,
         layouts: Layouts,
         *,
         verify: bool | None,
     ) -> None:
-        self._boxes: list[tuple[int, int | None]] = []
+        self._boxes: list[tuple[Item, int | None]] = []
         self._tensors: dict[int, torch.Tensor] = {}
         self._delivery = delivery
         self._layouts = layouts
         self._sums: dict[int, list[tuple[int, int, int]]] = {}
         self._sum_lock = threading.Lock()
         rows = _Rows()
-        checks = {number: _checks(files, number, verify) for number in {numbers[at] for at in chosen}}
-        for at in chosen:
-            item = items[at]
+        checks = {number: _checks(files, number, verify) for number in {item.file for item in items}}
+        for item in items:
             elements = None if item.is_value else layouts[_name(item)]
             if elements is None:
-                self._boxes.append((at, None))
+                self._boxes.append((item, None))
                 blocks = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length), block=HOT_BYTES)
-                rows.add(len(self._boxes) - 1, numbers[at], item.place.offset, *blocks)
+                rows.add(len(self._boxes) - 1, item.file, item.place.offset, *blocks)
                 continue
             base = item.place.offset + elements.begin
             for row in item.rows:
-                self._boxes.append((at, row))
+                self._boxes.append((item, row))
                 starts, stops, is_whole = _spans(elements, delivery.box(row))
-                checked = checks[numbers[at]] and is_whole and elements.checksum is not None
-                rows.add(len(self._boxes) - 1, numbers[at], base, starts, stops, checked=checked)
+                checked = checks[item.file] and is_whole and elements.checksum is not None
+                rows.add(len(self._boxes) - 1, item.file, base, starts, stops, checked=checked)
         super().__init__(
-            items,
             files,
-            numbers,
             segments=rows.segments(),
             boxes=len(self._boxes),
             open_targets=self._open_boxes,
@@ -282,8 +260,7 @@ class _LargeItems(_ItemFetch):
     def _open_boxes(self, boxes: list[int]) -> list[Destination]:
         targets: list[Destination] = []
         for box in boxes:
-            at, row = self._boxes[box]
-            item = self._items[at]
+            item, row = self._boxes[box]
             elements = self._layouts.get(_name(item))
             if row is None or elements is None:
                 whole = torch.empty(item.place.length, dtype=torch.uint8)
@@ -294,8 +271,7 @@ class _LargeItems(_ItemFetch):
         return targets
 
     def _close_box(self, box: int, target: Destination) -> None:
-        at, row = self._boxes[box]
-        item = self._items[at]
+        item, row = self._boxes[box]
         if row is not None:
             self._delivery.commit_row(row, self._tensors.pop(box))
             return
@@ -310,8 +286,7 @@ class _LargeItems(_ItemFetch):
     def is_intact(self, box: int, start: int, view: memoryview, expected: int) -> bool:
         """Whether the record has its checksum; told when the last of its bytes have come."""
         checksum = zlib.crc32(view)
-        at, _ = self._boxes[box]
-        elements = self._layouts[_name(self._items[at])]
+        elements = self._layouts[_name(self._boxes[box][0])]
         assert elements is not None
         with self._sum_lock:
             sums = self._sums.setdefault(box, [])
@@ -323,10 +298,10 @@ class _LargeItems(_ItemFetch):
 
     def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
         """The error that names the file, the key and the bytes of the record."""
-        at, _ = self._boxes[box]
-        elements = self._layouts[_name(self._items[at])]
+        item, _ = self._boxes[box]
+        elements = self._layouts[_name(item)]
         assert elements is not None
-        return damaged(self._items[at], elements.begin, elements.nbytes)
+        return damaged(item, elements.begin, elements.nbytes)
 
 
 def _checks(files: LocalFiles, number: int, verify: bool | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_load_plan
-from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
+from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local
 from holdfast._filesystem.delivery import Delivery, Item, wanted_items
 from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Layouts, read_ranges
@@ -32,9 +32,9 @@ from holdfast.storage import StorageReader
 METADATA_NAME = ".metadata"
 
 
-def rank_metadata_name(rank: int) -> str:
-    """The name of the metadata that a rank wrote for itself alone."""
-    return f"__{rank}{METADATA_NAME}"
+def metadata_name(rank: int | None) -> str:
+    """The name of the metadata of all ranks, or of what one rank wrote for itself alone."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 class FileSystemReader(StorageReader):
@@ -65,9 +65,7 @@ class FileSystemReader(StorageReader):
         self.verify = verify
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[Any, Any] = {}
-        self.rank: int | None = None
         self.own_rank: int | None = None
-        self.use_collectives = True
         self._registry = _extension_registry
         self._layouts: Layouts = {}
         self._bytes_read = 0
@@ -115,9 +113,8 @@ class FileSystemReader(StorageReader):
         gets its own.
         """
         rank = kwargs.get("rank")
-        name = METADATA_NAME if rank is None else rank_metadata_name(rank)
         try:
-            metadata = self._decode(name)
+            metadata = self._decode(metadata_name(rank))
         except NotFoundError:
             names = self.metadata_names()
             if rank is not None or not names:
@@ -135,7 +132,7 @@ class FileSystemReader(StorageReader):
         """The files that describe the checkpoint: that of all ranks, or those that each wrote for itself."""
         if self._exists(METADATA_NAME):
             return [METADATA_NAME]
-        return list(itertools.takewhile(self._exists, map(rank_metadata_name, itertools.count())))
+        return list(itertools.takewhile(self._exists, map(metadata_name, itertools.count())))
 
     def _exists(self, name: str) -> bool:
         return self.fs.exists(self.fs.concat_path(self.path, name))
@@ -146,7 +143,7 @@ class FileSystemReader(StorageReader):
 
     def _read_whole(self, path: PathLike) -> bytes:
         try:
-            if self._is_local():
+            if is_local(self.fs):
                 return posix.read_whole(path, limit=MAX_METADATA_BYTES)
             with self.fs.create_stream(path, "rb") as stream:
                 data: bytes = stream.read(MAX_METADATA_BYTES + 1)
@@ -162,23 +159,17 @@ class FileSystemReader(StorageReader):
 
     def _nothing_there(self) -> NotFoundError:
         with contextlib.suppress(StorageError):  # it may be a file, or not be there
-            if self._is_local() and all(map(is_of_a_save, posix.list_names(self.path))):
+            if is_local(self.fs) and all(map(is_of_a_save, posix.list_names(self.path))):
                 return NotFoundError(f"{str(self.path)!r} holds no finished checkpoint: no save to it was published")
         if self.fs.exists(self.path):
             return NotACheckpointError(f"{str(self.path)!r} is not a checkpoint: it has no {METADATA_NAME}")
         return NotFoundError(f"there is no checkpoint at {str(self.path)!r}: no such directory")
-
-    def _is_local(self) -> bool:
-        """Whether files can be read by range; a file system derived from the local one may mean something else."""
-        return type(self.fs) is FileSystem
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of where everything is."""
         if not isinstance(metadata.storage_data, dict):
             raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
         self.storage_data = metadata.storage_data
-        self.rank = kwargs.get("rank")
-        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """``plan``, unchanged."""
@@ -196,10 +187,12 @@ class FileSystemReader(StorageReader):
         delivery = Delivery(
             columns, planner, cast=self.cast, allow_pickle=self.allow_pickle, verify=self.verify is not False
         )
-        by_range = [item for item in items if self._is_local() and not item.place.transform_descriptors]
-        chosen = set(map(id, by_range))
+        by_range: list[Item] = []
+        by_stream: list[Item] = []
+        for item in items:
+            (by_range if is_local(self.fs) and not item.place.transform_descriptors else by_stream).append(item)
         self._read_ranges(by_range, delivery)
-        self._read_streams([item for item in items if id(item) not in chosen], delivery)
+        self._read_streams(by_stream, delivery)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -209,14 +202,14 @@ class FileSystemReader(StorageReader):
         for item in items:
             place = item.place
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        paths = [local_path(self.path, name) for name in ends]
         numbers = {name: number for number, name in enumerate(ends)}
+        for item in items:
+            item.file = numbers[item.place.relative_path]
         with contextlib.ExitStack() as stack:
-            self._files = LocalFiles(paths, list(ends.values()))
+            self._files = LocalFiles([local_path(self.path, name) for name in ends], list(ends.values()))
             stack.callback(self._count)
             stack.callback(self._files.close)
-            chosen = [numbers[item.place.relative_path] for item in items]
-            read_ranges(items, self._files, chosen, delivery, self._layouts, verify=self.verify)
+            read_ranges(items, self._files, delivery, self._layouts, verify=self.verify)
 
     def _read_streams(self, items: list[Item], delivery: Delivery) -> None:
         if items:
@@ -249,5 +242,5 @@ def own_rank() -> int:
 
 def has_torch_metadata(path: str | os.PathLike[str]) -> bool:
     """Whether the local directory ``path`` holds a checkpoint in torch's format."""
-    names = METADATA_NAME, rank_metadata_name(0)
+    names = metadata_name(None), metadata_name(0)
     return any(posix.exists(os.path.join(os.fspath(path), name)) for name in names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,11 +46,8 @@ class StreamRead:
         by_file: dict[str, list[Item]] = {}
         for item in sorted(items, key=lambda each: (each.place.relative_path, each.place.offset)):
             by_file.setdefault(item.place.relative_path, []).append(item)
-        run_bounded(self._jobs(by_file), workers=_FILES_AT_ONCE, ahead=0)
-
-    def _jobs(self, by_file: dict[str, list[Item]]) -> Iterator[Callable[[], None]]:
-        for name, items in by_file.items():
-            yield partial(self._read_file, name, items)
+        jobs = (partial(self._read_file, name, items) for name, items in by_file.items())
+        run_bounded(jobs, workers=_FILES_AT_ONCE, ahead=0)
 
     def _read_file(self, name: str, items: list[Item]) -> None:
         path = self._fs.concat_path(self._directory, name)

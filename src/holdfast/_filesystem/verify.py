@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from holdfast._filesystem.delivery import Item
@@ -25,10 +25,10 @@ from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.verify import Damage, VerifyReport, problem_of
 from holdfast._torchformat.archive import Record, find_tensor, records
-from holdfast._torchformat.places import StorageInfo
+from holdfast._torchformat.places import StorageInfo, find_place
 from holdfast.errors import CorruptError, StorageError
-from holdfast.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner_helpers import check_tiling
+from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.planner_helpers import tiling_faults
 
 _Progress = Callable[[int, int], None]
 _DIRECT_BYTES = 1 << 20
@@ -50,8 +50,8 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
     metadata = reader.read_metadata()
     names = reader.metadata_names()
     # Ranks that saved apart may have other things under the same key: each of them is somebody's.
-    parts = [metadata] if names == [METADATA_NAME] else [reader.read_metadata(rank=rank) for rank in range(len(names))]
-    verification = _Verification(path, metadata, parts, on_progress)
+    apart = {name: reader.read_metadata(rank=rank) for rank, name in enumerate(names) if name != METADATA_NAME}
+    verification = _Verification(path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
     damage = verification.run()
     return VerifyReport(
         files=len(verification.names) + len(names),
@@ -68,7 +68,7 @@ class _Verification:
         self,
         path: str | os.PathLike[str],
         metadata: Metadata,
-        parts: Sequence[Metadata],
+        parts: Mapping[str, Metadata],
         on_progress: _Progress | None,
     ) -> None:
         self._metadata = metadata
@@ -77,39 +77,32 @@ class _Verification:
         self._damage: list[tuple[int, int, Damage]] = []
         self._unchecked: Counter[str] = Counter()
         self._done = 0
-        self._items = [item for part in parts for item in self._places(part)]
-        ends: dict[str, int] = {}
-        for item, _ in self._items:
-            place = item.place
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        self.names = list(ends)
+        self._items = [item for name, part in parts.items() for item in self._places(name, part)]
+        self.names = list(dict.fromkeys(item.place.relative_path for item, _ in self._items))
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._files = LocalFiles([local_path(path, name) for name in self.names], [0] * len(self.names))
-        self._sizes = {name: self._size(local_path(path, name)) for name in self.names}
+        paths = [local_path(path, name) for name in self.names]
+        self._files = LocalFiles(paths, [0] * len(paths))
+        statuses = zip(self.names, map(posix.file_status, paths), strict=True)
+        self._sizes = {name: None if status is None else status.st_size for name, status in statuses}
         self.total_bytes = sum(item.place.length for item, _ in self._items)
 
-    def _places(self, metadata: Metadata) -> Iterator[tuple[Item, ChunkStorageMetadata | None]]:
-        """Every item of ``metadata`` with its chunk; None for a value. Those without a place are damage."""
+    def _places(self, name: str, metadata: Metadata) -> Iterator[tuple[Item, ChunkStorageMetadata | None]]:
+        """Every item of ``metadata`` with its chunk; None for a value. Those without a place are damage of ``name``."""
         storage_data = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
         for key, stored in metadata.state_dict_metadata.items():
             chunks = list(stored.chunks) if isinstance(stored, TensorStorageMetadata) else [None]
             for chunk in chunks:
-                place = storage_data.get(MetadataIndex(key, None if chunk is None else chunk.offsets))
-                if place is None and (chunk is None or not any(chunk.offsets)):
-                    place = storage_data.get(MetadataIndex(key))
-                if isinstance(place, StorageInfo):
+                place = find_place(storage_data, key, None if chunk is None else chunk.offsets)
+                if place is not None:
                     yield Item(key=key, place=place, is_value=chunk is None), chunk
                 else:
                     where = "" if chunk is None else f" at {list(chunk.offsets)}"
-                    self._note_metadata(key, f"does not say where{where} it is stored")
-
-    def _size(self, path: str) -> int | None:
-        status = posix.file_status(path)
-        return None if status is None else status.st_size
+                    self._note_metadata(name, key, f"does not say where{where} it is stored")
 
     def run(self) -> tuple[Damage, ...]:
         """All damage, in file order; that of the metadata first."""
-        self._check_tiling()
+        for key, problem in tiling_faults(self._metadata):
+            self._note_metadata(METADATA_NAME, key, problem)
         self._check_overlaps()
         workers = default_workers()
         ring = SlabRing(workers)
@@ -124,16 +117,6 @@ class _Verification:
         """What the format gives nothing to check by."""
         yield "the metadata has no checksum"
         yield from (f"{counted} items {why}" for why, counted in self._unchecked.items())
-
-    def _check_tiling(self) -> None:
-        try:
-            check_tiling(self._metadata)
-        except CorruptError:
-            for key, stored in self._metadata.state_dict_metadata.items():
-                try:
-                    check_tiling(Metadata({key: stored}))
-                except CorruptError as error:
-                    self._note_metadata(key, error.message.partition(": ")[2])
 
     def _check_overlaps(self) -> None:
         """Two items in the same bytes: an honest writer may name one item twice, but never parts of it."""
@@ -195,8 +178,8 @@ class _Verification:
             damage = Damage(file=file, key=key, span=span, problem=problem)
             self._damage.append((self._numbers[file], span[0], damage))
 
-    def _note_metadata(self, key: str, problem: str) -> None:
-        damage = Damage(file=METADATA_NAME, key=key, span=(0, 0), problem=problem)
+    def _note_metadata(self, name: str, key: str, problem: str) -> None:
+        damage = Damage(file=name, key=key, span=(0, 0), problem=problem)
         with self._lock:
             self._damage.append((-1, len(self._damage), damage))
 

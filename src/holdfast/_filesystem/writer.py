@@ -19,18 +19,17 @@ import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_save_plan, is_torchs
-from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike
+from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local
 from holdfast._filesystem.file_packer import FilePacker
 from holdfast._filesystem.items import ChangedInfo, PlannedItems
 from holdfast._filesystem.publish import (
     DATA_SUFFIX,
     check_unpublished,
     file_prefixes,
-    is_local,
     may_be_published,
-    metadata_name,
     publish,
 )
+from holdfast._filesystem.reader import metadata_name
 from holdfast._filesystem.stream_packer import StreamPacker, StreamTransform, _StorageWriterTransforms
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
@@ -128,10 +127,11 @@ class _FileSystemWriter(StorageWriter):
     @property
     def metadata_path(self) -> PathLike:
         """The file whose presence is the checkpoint, or this rank's part of it where ranks save on their own."""
-        return self._get_metadata_path(None if self.use_collectives else self.rank)
+        return self.fs.concat_path(self.path, self._metadata_name)
 
-    def _get_metadata_path(self, rank: int | None = None) -> PathLike:
-        return self.fs.concat_path(self.path, metadata_name(rank))
+    @property
+    def _metadata_name(self) -> str:
+        return metadata_name(None if self.use_collectives else self.rank)
 
     def storage_meta(self) -> StorageMeta | None:
         """The directory and the id of this save."""
@@ -209,7 +209,7 @@ class _FileSystemWriter(StorageWriter):
             self.fs,
             self.path,
             metadata,
-            name=metadata_name(None if self.use_collectives else self.rank),
+            name=self._metadata_name,
             save_id=self.save_id,
             overwrite=self.overwrite,
             sync=self.sync_files,

@@ -321,15 +321,12 @@ class ForeignJob(PlannedJob):
 
 
 def _kept(data: torch.Tensor | io.BytesIO, region: Region, at: int) -> torch.Tensor | io.BytesIO:
-    """What the storage gets: a tensor in ``region``, with a memory of just its size, or the bytes as they are now."""
+    """What the storage gets: a tensor in ``region``, or the bytes as they are now."""
     if not isinstance(data, torch.Tensor):
         return io.BytesIO(data.getvalue())
     if data.is_quantized:
         return data.detach().cpu().clone()
-    nbytes = data.numel() * data.dtype.itemsize
-    if nbytes == 0:
-        return torch.empty(data.shape, dtype=data.dtype)
-    return torch.frombuffer(region.view[at : at + nbytes], dtype=torch.uint8).view(data.dtype).view(data.shape)
+    return region.tensor_at(at, data.dtype, data.shape)
 
 
 class _CopiedPlanner(SavePlanner):

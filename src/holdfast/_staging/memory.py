@@ -68,6 +68,13 @@ class Region:
         """All of it, writable."""
         return self.tensor.numpy().data
 
+    def tensor_at(self, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """The tensor whose bytes begin at ``at``, over memory of just its size."""
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.view[at : at + nbytes], dtype=torch.uint8).view(dtype).view(shape)
+
     @property
     def is_pinned(self) -> bool:
         """Whether a device can copy into it directly."""

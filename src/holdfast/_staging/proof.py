@@ -7,7 +7,7 @@ attackers. And a memory of the last save, to tell which tensors have not changed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -62,7 +62,7 @@ def _number(source: Source) -> torch.Tensor:
     """One number as a tensor without dimensions, on the device of the bytes."""
     assert isinstance(source, (MemorySource, ScatteredSource)), "only what is in memory is staged"
     total: torch.Tensor | None = None
-    for piece in _pieces(source):
+    for piece in source.pieces(_PIECE_BYTES):
         rest = piece.numel() % 8
         if rest:
             piece = torch.nn.functional.pad(piece, (0, 8 - rest))
@@ -72,25 +72,6 @@ def _number(source: Source) -> torch.Tensor:
         part = (words * _weights(piece.device)[: len(words)]).sum()
         total = part if total is None else total * _weights(piece.device)[0] + part
     return torch.zeros((), dtype=torch.int64) if total is None else total
-
-
-def _pieces(source: Source) -> Iterator[torch.Tensor]:
-    """All bytes in order, as uint8 tensors where they are; those that have to be fetched, in memory of the host."""
-    if isinstance(source, (MemorySource, ScatteredSource)):
-        yield from source.pieces(_PIECE_BYTES)
-        return
-    for start in range(0, source.nbytes, _PIECE_BYTES):
-        buffer = _Fetched(min(_PIECE_BYTES, source.nbytes - start))
-        source.copy_out(start, start + buffer.tensor.numel(), buffer, 0)
-        yield buffer.tensor
-
-
-class _Fetched:
-    """Memory for bytes that have to be fetched."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
-        self.address = self.tensor.data_ptr()
 
 
 @lru_cache(maxsize=16)

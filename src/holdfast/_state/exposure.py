@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast._state.paths import is_one_value
+from holdfast._state.paths import is_one_value, tuple_like
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.stateful import is_stateful
@@ -41,9 +41,7 @@ def _exposed(value: Any, trail: tuple[object, ...]) -> Any:
         }
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
         entries = [_exposed(entry, (*trail, position)) for position, entry in enumerate(value)]
-        if isinstance(value, list):
-            return entries
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        return entries if isinstance(value, list) else tuple_like(value, entries)
     if is_stateful(value):
         return _exposed(value.state_dict(), trail)
     return value
@@ -69,10 +67,9 @@ def _handed_back(original: Any, loaded: Any) -> Any:
         return original
     if isinstance(original, tuple) and isinstance(loaded, tuple) and len(original) == len(loaded):
         entries = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
-        if hasattr(original, "_fields"):
-            return type(original)(*entries)
         # What holds nothing to hand back is the value itself, such as a torch.Size.
-        return loaded if all(map(operator.is_, entries, loaded)) else tuple(entries)
+        is_value = not hasattr(original, "_fields") and all(map(operator.is_, entries, loaded))
+        return loaded if is_value else tuple_like(original, entries)
     if is_stateful(original):
         _load_into(original, loaded)
         return original

@@ -7,7 +7,7 @@ torch's (str for dict keys, int for positions); the subclasses ``TypedKey`` and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,11 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
     return {_dict_key(element): _grown(child) for element, child in root.items()}
 
 
+def tuple_like(value: tuple[Any, ...], entries: Iterable[Any]) -> Any:
+    """``entries`` as a tuple; a named one where ``value`` is."""
+    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+
+
 class _Branch(dict[PathElement, Any]):
     """A container under reconstruction: path element -> leaf or branch."""
 
@@ -224,7 +229,7 @@ def set_element(container: Any, path: Path, value: Any) -> Any:
     if isinstance(container, tuple) and isinstance(element, int):
         entries = list(container)
         entries[element] = set_element(entries[element], rest, value)
-        return type(container)(*entries) if hasattr(container, "_fields") else tuple(entries)
+        return tuple_like(container, entries)
     if isinstance(container, torch.Tensor):
         # The context of a tensor subclass is compared, never set; its inner tensors are filled in place.
         return container

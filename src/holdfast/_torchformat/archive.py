@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast._torchformat.archive_writing import STORAGE_CLASSES
 from holdfast._torchformat.opcodes import unpickle
 from holdfast.errors import CorruptError, UnsafeError
 
@@ -250,18 +251,7 @@ class _NoView(Exception):
 
 # Each kind of storage is told by its dtype; an untyped one counts bytes.
 _CONSTANTS: dict[str, Any] = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.ComplexFloatStorage": torch.complex64,
+    **{f"torch.{storage_class.__name__}": dtype for dtype, storage_class in STORAGE_CLASSES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
     "torch.Size": torch.Size,
     "collections.OrderedDict": dict,

@@ -22,8 +22,7 @@ import torch
 
 DATA_ALIGNMENT = 64
 
-# torch's first dtypes have a storage class each; all later ones are an untyped storage and a dtype.
-_STORAGE_CLASSES: dict[torch.dtype, type] = {
+STORAGE_CLASSES: dict[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
     torch.float16: torch.HalfStorage,
@@ -37,6 +36,15 @@ _STORAGE_CLASSES: dict[torch.dtype, type] = {
     torch.complex64: torch.ComplexFloatStorage,
     torch.complex128: torch.ComplexDoubleStorage,
 }
+"""torch's first dtypes have a storage class each; all later ones are an untyped storage and a dtype."""
+
+_QUANTIZED_CLASSES: dict[torch.dtype, type] = {
+    torch.quint8: torch.QUInt8Storage,
+    torch.qint8: torch.QInt8Storage,
+    torch.qint32: torch.QInt32Storage,
+    torch.quint4x2: torch.QUInt4x2Storage,
+    torch.quint2x4: torch.QUInt2x4Storage,
+}
 
 # The zip format: its signatures, and its way of saying that a number is in the 64-bit field instead.
 _LOCAL, _CENTRAL, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
@@ -44,7 +52,8 @@ _END_64, _LOCATOR_64, _END = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
 _ELSEWHERE = 0xFFFFFFFF
 _FLAGS = 0x0808  # checksum and sizes follow the data; names are UTF-8
 _MADE_BY, _NEEDED = 0x031E, 45
-_PADDING = b"FB"  # torch's mark on the extra field that aligns the data
+PADDING_FIELD = b"FB"
+"""torch's mark on the extra field that aligns the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +78,7 @@ def tensor_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
     data_bytes = dtype.itemsize * math.prod(shape)
     head = bytearray()
     directory = bytearray()
-    records = {
-        "data.pkl": _pickled_tensor(dtype, shape, data_bytes),
-        ".format_version": b"1",
-        ".storage_alignment": b"%d" % DATA_ALIGNMENT,
-        "byteorder": sys.byteorder.encode(),
-        "version": b"3\n",
-    }
+    records = first_records(_pickled_tensor(dtype, shape, data_bytes))
     for name, content in records.items():
         crc = zlib.crc32(content)
         directory += _central_entry(name, crc, len(content), len(head))
@@ -92,6 +95,36 @@ def tensor_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
         _between=descriptor[8:] + bytes(directory) + data_entry[:16],
         _after=data_entry[20:] + end,
     )
+
+
+def first_records(pickled: bytes) -> dict[str, bytes]:
+    """What an archive has before the data: the pickle, and what readers must know."""
+    return {
+        "data.pkl": pickled,
+        ".format_version": b"1",
+        ".storage_alignment": b"%d" % DATA_ALIGNMENT,
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
+    }
+
+
+def storage_reference(number: int, dtype: torch.dtype | None, nbytes: int) -> tuple[Any, ...]:
+    """How a pickle names the record ``data/<number>``: elements of ``dtype``, or bytes where it has no class."""
+    storage_class = None if dtype is None else STORAGE_CLASSES.get(dtype) or _QUANTIZED_CLASSES.get(dtype)
+    if dtype is None or storage_class is None:
+        return "storage", torch.UntypedStorage, str(number), "cpu", nbytes
+    return "storage", storage_class, str(number), "cpu", nbytes // dtype.itemsize
+
+
+def rebuilding_call(
+    storage: Any, dtype: torch.dtype, shape: tuple[int, ...], *, requires_grad: bool = False
+) -> tuple[Any, tuple[Any, ...]]:
+    """The call that torch.load makes to build a row-major tensor from what stands for its storage."""
+    stride = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
+    arguments: tuple[Any, ...] = (storage, 0, shape, stride, requires_grad, OrderedDict())
+    if dtype in STORAGE_CLASSES:
+        return torch._utils._rebuild_tensor_v2, arguments
+    return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
 
 
 class _Storage:
@@ -118,17 +151,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...], data_bytes: int) -> bytes:
-    """The call that torch.load makes to build the tensor from its storage."""
-    storage_class = _STORAGE_CLASSES.get(dtype)
-    count = data_bytes if storage_class is None else data_bytes // dtype.itemsize
-    storage = _Storage(("storage", storage_class or torch.UntypedStorage, "0", "cpu", count))
-    stride = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
-    arguments: tuple[Any, ...] = (storage, 0, shape, stride, False, OrderedDict())
-    call = _Reduced(torch._utils._rebuild_tensor_v2, arguments)
-    if storage_class is None:
-        call = _Reduced(torch._utils._rebuild_tensor_v3, (*arguments, dtype))
+    storage = _Storage(storage_reference(0, dtype, data_bytes))
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(call)
+    _Pickler(buffer, protocol=2).dump(_Reduced(*rebuilding_call(storage, dtype, shape)))
     return buffer.getvalue()
 
 
@@ -141,7 +166,7 @@ def _local_header(name: str, size: int, at: int) -> bytes:
     title = f"archive/{name}".encode()
     extra = struct.pack("<HHQQ", 1, 16, size, size) if _large(size) else b""
     padding = -(at + 30 + len(title) + len(extra) + 4) % DATA_ALIGNMENT
-    extra += struct.pack("<2sH", _PADDING, padding) + b"Z" * padding
+    extra += struct.pack("<2sH", PADDING_FIELD, padding) + b"Z" * padding
     sizes = (_ELSEWHERE, _ELSEWHERE) if _large(size) else (0, 0)
     return struct.pack("<4s5H3I2H", _LOCAL, 0, _FLAGS, 0, 0, 0, 0, *sizes, len(title), len(extra)) + title + extra
 

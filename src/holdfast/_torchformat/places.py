@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from holdfast.metadata import MetadataIndex
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,14 @@ class StoragePrefix:
     prefix: str
 
 
+def find_place(storage_data: Mapping[Any, Any], key: str, offset: Sequence[int] | None) -> StorageInfo | None:
+    """Where the chunk of ``key`` at ``offset`` is, or its value; the first chunk may be listed without an offset."""
+    place = storage_data.get(MetadataIndex(key, offset))
+    if place is None and offset is not None and not any(offset):
+        place = storage_data.get(MetadataIndex(key))
+    return place if isinstance(place, StorageInfo) else None
+
+
 def is_of_a_save(name: str) -> bool:
     """Whether a save makes a file of that ``name`` before it is published; what has only such was never finished."""
-    return name.endswith(".distcp") or (name.startswith(".metadata") and name.endswith(".tmp"))
+    return name.endswith(".distcp") or (".metadata" in name and name.endswith(".tmp"))

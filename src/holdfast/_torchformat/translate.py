@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ from holdfast.planner import (
     WriteItem,
     WriteItemType,
 )
+
+_PROPERTIES = operator.attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 
 # ``theirs`` of an item is no parameter: what dataclasses.replace makes has none, for it says something else.
 
@@ -168,13 +171,7 @@ def _chunk(chunk: Any) -> ChunkStorageMetadata:
 
 
 def _properties(properties: Any) -> TensorProperties:
-    return TensorProperties(
-        properties.dtype,
-        properties.layout,
-        properties.requires_grad,
-        properties.memory_format,
-        properties.pin_memory,
-    )
+    return TensorProperties(*_PROPERTIES(properties))
 
 
 # To torch.
@@ -296,13 +293,7 @@ def _chunk_to_torch(chunk: ChunkStorageMetadata) -> Any:
 def _properties_to_torch(properties: TensorProperties) -> Any:
     from torch.distributed.checkpoint import metadata
 
-    return metadata.TensorProperties(
-        properties.dtype,
-        properties.layout,
-        properties.requires_grad,
-        properties.memory_format,
-        properties.pin_memory,
-    )
+    return metadata.TensorProperties(*_PROPERTIES(properties))
 
 
 # Both at once.

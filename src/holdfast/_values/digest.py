@@ -6,7 +6,6 @@ accidents, not attackers. Never reads a file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,8 +14,6 @@ import xxhash
 
 BLOCK_BYTES = 1 << 20
 """How many bytes one block digest covers; the last block of a chunk may be shorter."""
-
-_HEX_DIGITS = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
 def digest(buffer: bytes | bytearray | memoryview) -> int:
@@ -35,11 +32,6 @@ def combine(digests: npt.NDArray[np.uint64]) -> int:
     return digest(np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
 
-def block_count(nbytes: int) -> int:
-    """How many blocks ``nbytes`` take; none when there are none."""
-    return -(-nbytes // BLOCK_BYTES)
-
-
 def block_counts(nbytes: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     """How many blocks each of ``nbytes`` takes."""
     sizes = np.asarray(nbytes, dtype=np.int64)
@@ -51,10 +43,3 @@ def to_hex(value: int) -> str:
     if not 0 <= value < 1 << 64:
         raise ValueError(f"{value} is not a 64-bit digest")
     return f"{value:016x}"
-
-
-def from_hex(text: str) -> int:
-    """The digest that ``to_hex`` wrote as ``text``; ValueError for anything that it does not write."""
-    if _HEX_DIGITS.fullmatch(text) is None:
-        raise ValueError(f"{text[:40]!r} is not a digest of 16 lower-case hexadecimal digits")
-    return int(text, 16)

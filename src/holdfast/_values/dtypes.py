@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from holdfast.errors import CorruptError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
@@ -76,11 +74,3 @@ _TABLE = (
 )
 
 DTYPES: Mapping[str, Dtype] = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
-
-
-def lookup(name: str) -> Dtype:
-    """The dtype called ``name``; CorruptError when there is none, because names come from checkpoints."""
-    dtype = DTYPES.get(name)
-    if dtype is None:
-        raise CorruptError(f"the checkpoint names the unknown dtype {name!r}; use another checkpoint")
-    return dtype

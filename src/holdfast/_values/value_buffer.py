@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
+
+
+def _of_the_value(name: str) -> Any:
+    """The method ``name`` of BytesIO, on the serialized value."""
+    method = getattr(io.BytesIO, name)
+
+    @functools.wraps(method)
+    def on_value(self: ValueBuffer, *arguments: Any) -> Any:
+        self._fill()
+        return method(self, *arguments)
+
+    return on_value
 
 
 class ValueBuffer(io.BytesIO):
@@ -25,40 +38,15 @@ class ValueBuffer(io.BytesIO):
             super().write(serialize(self.value))
             super().seek(0)
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        """As BytesIO.read, on the serialized value."""
-        self._fill()
-        return super().read(size)
-
-    def read1(self, size: int | None = -1, /) -> bytes:
-        """As BytesIO.read1, on the serialized value."""
-        self._fill()
-        return super().read1(size)
-
-    def readinto(self, buffer: Any, /) -> int:
-        """As BytesIO.readinto, on the serialized value."""
-        self._fill()
-        return super().readinto(buffer)
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        """As BytesIO.readline, on the serialized value."""
-        self._fill()
-        return super().readline(size)
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """As BytesIO.seek, on the serialized value."""
-        self._fill()
-        return super().seek(offset, whence)
-
-    def getvalue(self) -> bytes:
-        """The serialized value."""
-        self._fill()
-        return super().getvalue()
-
-    def getbuffer(self) -> memoryview:
-        """The serialized value, without a copy."""
-        self._fill()
-        return super().getbuffer()
+    read = _of_the_value("read")
+    read1 = _of_the_value("read1")
+    readinto = _of_the_value("readinto")
+    readline = _of_the_value("readline")
+    readlines = _of_the_value("readlines")
+    seek = _of_the_value("seek")
+    getvalue = _of_the_value("getvalue")
+    getbuffer = _of_the_value("getbuffer")
+    __next__ = _of_the_value("__next__")
 
 
 class SavedValueBuffer(ValueBuffer):

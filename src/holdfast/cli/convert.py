@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from enum import Enum
 from typing import Annotated
@@ -35,7 +36,8 @@ def convert_command(
         str, typer.Argument(metavar="SRC", help="The directory of a checkpoint, or a .pt file.", show_default=False)
     ],
     target: Annotated[
-        str, typer.Argument(metavar="DST", help="Where the result goes; it must not exist.", show_default=False)
+        str,
+        typer.Argument(metavar="DST", help="Where the result goes; new, unless with --overwrite.", show_default=False),
     ],
     to: Annotated[
         TargetFormat,
@@ -78,8 +80,7 @@ def convert_command(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        found = {"tensors": done.tensors, "values": done.values, "bytes": done.bytes, "seconds": done.seconds}
-        typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **found}))
+        typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **dataclasses.asdict(done)}))
         return
     speed = done.bytes / max(done.seconds, 1e-9) / 1e9
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.values, 'value')}"

@@ -20,7 +20,7 @@ from holdfast._native.manifest import TensorEntry, ValueEntry
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.tree import decode_path
 from holdfast._state.paths import Path, restorable_paths
-from holdfast._torchformat.places import StorageInfo
+from holdfast._torchformat.places import StorageInfo, find_place
 from holdfast._values.dtypes import DTYPES
 from holdfast.detect import reader_for
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -227,7 +227,7 @@ def _torch_leaves(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], 
 def _torch_chunks(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], leaf: StoredLeaf) -> list[StoredChunk]:
     stored = metadata.state_dict_metadata[leaf.key]
     assert isinstance(stored, TensorStorageMetadata)
-    found = ((chunk, places.get(MetadataIndex(leaf.key, chunk.offsets))) for chunk in stored.chunks)
+    found = ((chunk, find_place(places, leaf.key, chunk.offsets)) for chunk in stored.chunks)
     return [
         StoredChunk(
             lo=tuple(chunk.offsets),

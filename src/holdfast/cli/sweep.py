@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from holdfast._filesystem.remote import is_remote
 from holdfast._native.sweep import Leftover, SweepReport, sweep
 from holdfast.cli.terminal import counted, error_console, one_line, output_console, shown_bytes, shown_name
 
@@ -28,7 +28,7 @@ _STYLES = {"dead": "yellow", "living": "green", "unknown": "red"}
 
 def sweep_command(
     root: Annotated[
-        Path,
+        str,
         typer.Argument(metavar="ROOT", help="A checkpoint, or a directory with checkpoints below.", show_default=False),
     ],
     delete: Annotated[
@@ -51,6 +51,8 @@ def sweep_command(
     writer holds locks, which the kernel drops when it dies. Links are not followed. Exits with 0, or with 1 when ROOT
     is missing or something could not be looked at or removed.
     """
+    if is_remote(root):
+        raise typer.BadParameter("only directories can be swept; at a URL nothing tells a dead save from a living one")
     report = sweep(root, delete=delete, attempts=attempt or ())
     if as_json:
         typer.echo(json.dumps(_as_json(report, delete=delete)))

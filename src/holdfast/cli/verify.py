@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from typing import Annotated
@@ -88,22 +89,11 @@ def _part(text: str) -> float:
 
 
 def _as_json(path: str, report: VerifyReport) -> dict[str, object]:
-    unchecked = {"unchecked": list(report.unchecked)} if report.unchecked else {}
-    return {
-        "path": path,
-        "ok": report.ok,
-        "files": report.files,
-        "bytes": report.bytes,
-        "keys": report.keys,
-        "seconds": report.seconds,
-        "damaged_keys": list(report.damaged_keys),
-        "damaged_files": list(report.damaged_files),
-        "damage": [
-            {"file": damage.file, "key": damage.key, "span": list(damage.span), "problem": damage.problem}
-            for damage in report.damage
-        ],
-        **unchecked,
-    }
+    fields = dataclasses.asdict(report)
+    if not report.unchecked:
+        del fields["unchecked"]
+    lists = {"damaged_keys": list(report.damaged_keys), "damaged_files": list(report.damaged_files)}
+    return {"path": path, "ok": report.ok, **fields, **lists}
 
 
 def _print_report(console: Console, report: VerifyReport) -> None:

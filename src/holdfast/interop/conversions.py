@@ -27,7 +27,7 @@ from holdfast._io import posix
 from holdfast._io.pages import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import Path, empty_dicts, restorable_paths, unflatten
+from holdfast._state.paths import empty_dicts, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
@@ -38,7 +38,7 @@ from holdfast.default_planner import DefaultSavePlanner
 from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.interop.pt_files import read_pt, write_pt
-from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, STORAGE_TYPES, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
 from holdfast.saver import save
 from holdfast.storage import StorageWriter
@@ -84,7 +84,9 @@ def convert(
         raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
     for place in (source, target):
         if is_remote(place):
-            raise ValueError(f"files are converted, and {os.fspath(place)!r} is a URL; copy from or to it")
+            raise ValueError(
+                f"only files can be converted, and {os.fspath(place)!r} is a URL; convert in a directory, and copy that"
+            )
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     progress = _Progress(on_progress)
@@ -212,7 +214,7 @@ class _QuantizedSource:
     after the last.
     """
 
-    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _Progress) -> None:
+    def __init__(self, stored: StoredTensor, progress: _Progress) -> None:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._progress = progress
@@ -264,14 +266,16 @@ class _Leaves:
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         requires_grad = entry.properties.requires_grad
-        kind = _StoredSource if entry.quantizer is None else _QuantizedSource
-        source: Source = kind(self.checkpoint[key], self._lock, self._progress)
-        first = self.metadata.state_dict_metadata.get(entry.alias_of) if entry.alias_of is not None else None
-        if entry.alias_of is not None and isinstance(first, TensorStorageMetadata):
+        source: Source
+        if entry.alias_of is not None and entry.alias_of in self.metadata.state_dict_metadata:
             tied = self.tensor(entry.alias_of)
-            if first.properties.requires_grad == requires_grad:
+            if tied.requires_grad == requires_grad:
                 return tied
             source = tied.source
+        elif entry.quantizer is None:
+            source = _StoredSource(self.checkpoint[key], self._lock, self._progress)
+        else:
+            source = _QuantizedSource(self.checkpoint[key], self._progress)
         return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
 
     def value(self, key: str) -> Any:
@@ -287,7 +291,7 @@ class _Leaves:
     def is_quantized(self, key: str) -> bool:
         """Whether ``key`` is a quantised tensor, which storage takes only as it is."""
         entry = self.metadata.state_dict_metadata[key]
-        return isinstance(entry, TensorStorageMetadata) and entry.quantizer is not None
+        return isinstance(entry, TensorStorageMetadata) and torch.empty(0, dtype=entry.properties.dtype).is_quantized
 
     def real_tensor(self, key: str) -> torch.Tensor:
         """The tensor of ``key``, read now."""
@@ -295,25 +299,17 @@ class _Leaves:
         self._progress.add(stored.nbytes)
         return stored[...]
 
-    def is_array(self, key: str) -> bool:
-        """Whether ``key`` was a numpy array."""
-        entry = self.metadata.state_dict_metadata[key]
-        return isinstance(entry, TensorStorageMetadata) and entry.kind == "numpy"
-
     def state(self) -> dict[Any, Any]:
         """All of it, nested as it was saved."""
-        entries = self.metadata.state_dict_metadata
-        leaves = {
-            key: self.tensor(key)
-            if isinstance(entry, TensorStorageMetadata) and not self.is_array(key)
-            else self.value(key)
-            for key, entry in entries.items()
-        }
-        return unflatten(leaves, self.paths())
+        leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
+        return unflatten(leaves, restorable_paths(self.metadata))
 
-    def paths(self) -> dict[str, Path]:
-        """Where each key is in the state, as far as the checkpoint says so."""
-        return restorable_paths(self.metadata)
+    def _leaf(self, key: str, entry: STORAGE_TYPES) -> Any:
+        if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
+            return self.value(key)
+        # The scales of torch's format are in its data files: only the tensor itself has them.
+        knows_scales = entry.quantizer is not None or not self.is_quantized(key)
+        return self.tensor(key) if knows_scales else self.real_tensor(key)
 
 
 def _check_plain(key: str, value: object) -> None:
@@ -340,7 +336,7 @@ class _CopyPlanner(DefaultSavePlanner):
     ) -> None:
         """Take the paths of the checkpoint; the state that is given is empty."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.mappings = self._leaves.paths()
+        self.mappings = restorable_paths(self._leaves.metadata)
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf."""

@@ -13,7 +13,6 @@ import pickle
 import secrets
 import sys
 import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,40 +24,22 @@ from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.raw import Source, source_of
 from holdfast._state.tensors import empty_quantized
+from holdfast._torchformat.archive_writing import (
+    DATA_ALIGNMENT,
+    PADDING_FIELD,
+    first_records,
+    rebuilding_call,
+    storage_reference,
+)
 from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError
 
 _Path = str | os.PathLike[str]
-
-ALIGNMENT = 64
-"""Storages begin at multiples of this, as torch's do, so that they can be used from a mapping of the file."""
 
 _ARCHIVE = "archive"
 _ZIP64_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
-_PADDING_FIELD = b"FB"
 _CHECKED_BYTES = 1 << 20
-
-_TYPED_STORAGES: dict[torch.dtype, type] = {
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.uint8: torch.ByteStorage,
-    torch.int8: torch.CharStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int32: torch.IntStorage,
-    torch.int64: torch.LongStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-    torch.quint8: torch.QUInt8Storage,
-    torch.qint8: torch.QInt8Storage,
-    torch.qint32: torch.QInt32Storage,
-    torch.quint4x2: torch.QUInt4x2Storage,
-    torch.quint2x4: torch.QUInt2x4Storage,
-}
-"""The dtypes that a pickle names by a storage class; all others go as bytes with their dtype beside them."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -66,19 +47,18 @@ _TYPED_STORAGES: dict[torch.dtype, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtFile:
-    """What a file holds.
+    """The state that a file holds.
 
-    ``is_mapped`` says that the tensors are not in memory but stand for the file; ``is_unchanged_file`` that nobody can
-    have written to that memory since.
+    ``is_unchanged_file`` says that the tensors are not in memory but stand for the file, and that nobody can have
+    written to that memory since.
     """
 
-    state: Any
-    is_mapped: bool
+    state: Mapping[Any, Any]
     is_unchanged_file: bool
 
 
 def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> PtFile:
-    """What torch.save wrote to ``path``, on the CPU.
+    """The state that torch.save wrote to ``path``, on the CPU.
 
     The tensors stay in the file until they are touched; only those of files in the format before torch 1.6, which is no
     archive, are loaded as a whole. ``verify`` checks the checksums that the archive has. Nothing but weights, plain
@@ -101,9 +81,13 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
+    if not isinstance(state, Mapping):
+        raise InvalidStateError(
+            f"{name!r} holds a {type(state).__name__}, and a state is a dict of names to values; save it within one"
+        )
     # torch swaps bytes in place; and code that a pickle runs may do anything.
     is_unchanged = is_archive and is_native_order and not allow_pickle
-    return PtFile(state=state, is_mapped=is_archive, is_unchanged_file=is_unchanged)
+    return PtFile(state=state, is_unchanged_file=is_unchanged)
 
 
 def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
@@ -163,9 +147,7 @@ def write_pt(state: Mapping[Any, Any], path: _Path, *, overwrite: bool = False) 
 def _write_archive(stream: io.IOBase, content: bytes, storages: list[Source]) -> None:
     ring = SlabRing(1)
     with zipfile.ZipFile(stream, "w") as archive, ring.lend() as slab:
-        records = {"data.pkl": content, ".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode()}
-        records |= {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
-        for record, data in records.items():
+        for record, data in first_records(content).items():
             with _record(archive, stream, record, len(data)) as file:
                 file.write(data)
         for number, source in enumerate(storages):
@@ -181,8 +163,8 @@ def _record(archive: zipfile.ZipFile, stream: io.IOBase, name: str, nbytes: int)
     info = zipfile.ZipInfo(f"{_ARCHIVE}/{name}")
     is_large = nbytes >= _ZIP64_BYTES
     header = _LOCAL_HEADER_BYTES + len(info.filename) + (_ZIP64_EXTRA_BYTES if is_large else 0) + 4
-    padding = -(stream.tell() + header) % ALIGNMENT
-    info.extra = _PADDING_FIELD + padding.to_bytes(2, "little") + bytes(padding)
+    padding = -(stream.tell() + header) % DATA_ALIGNMENT
+    info.extra = PADDING_FIELD + padding.to_bytes(2, "little") + bytes(padding)
     return archive.open(info, "w", force_zip64=is_large)
 
 
@@ -200,8 +182,8 @@ def _pickled(state: object) -> tuple[bytes, list[Source]]:
 class _StorageName:
     """Stands in the pickle for the storage with that number."""
 
-    def __init__(self, number: int, kind: type, elements: int) -> None:
-        self.persistent = ("storage", kind, str(number), "cpu", elements)
+    def __init__(self, number: int, dtype: torch.dtype | None, nbytes: int) -> None:
+        self.persistent = storage_reference(number, dtype, nbytes)
 
 
 class _Pickler(pickle.Pickler):
@@ -227,28 +209,18 @@ class _Pickler(pickle.Pickler):
         """A LazyTensor as the call that rebuilds a tensor; everything else as usual."""
         if not isinstance(obj, LazyTensor):
             return NotImplemented
-        strides = torch.empty(obj.shape, device="meta").stride()
-        typed = obj.dtype in _TYPED_STORAGES
-        nbytes = obj.source.nbytes
-        kind = _TYPED_STORAGES[obj.dtype] if typed else torch.UntypedStorage
-        storage = _StorageName(self._number_of(obj.source), kind, nbytes // obj.dtype.itemsize if typed else nbytes)
+        storage = _StorageName(self._number_of(obj.source), obj.dtype, obj.source.nbytes)
         if obj.quantizer is not None:
             rebuild, (_, *rest) = empty_quantized(obj.shape, obj.dtype, obj.quantizer).__reduce_ex__(2)
             return rebuild, (storage, *rest)
-        arguments: tuple[Any, ...] = (storage, 0, tuple(obj.shape), strides, obj.requires_grad, OrderedDict())
-        if typed:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
+        return rebuilding_call(storage, obj.dtype, tuple(obj.shape), requires_grad=obj.requires_grad)
 
     def _named(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> _StorageName:
         """The name of a storage that is in memory, which is written as it is."""
         storage = storage.cpu()
         source = source_of(torch.empty(0, dtype=torch.uint8).set_(storage))
         self._kept.append(source)
-        number = self._number_of(source, storage._cdata)
-        if dtype is None:
-            return _StorageName(number, torch.UntypedStorage, storage.nbytes())
-        return _StorageName(number, _TYPED_STORAGES[dtype], storage.nbytes() // dtype.itemsize)
+        return _StorageName(self._number_of(source, storage._cdata), dtype, storage.nbytes())
 
     def _number_of(self, source: Source, identity: int | None = None) -> int:
         number = self._numbers.setdefault(id(source) if identity is None else identity, len(self.storages))

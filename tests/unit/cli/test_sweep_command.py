@@ -31,6 +31,12 @@ def test_nothing_to_do_is_one_line(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "nothing dead in 1 directory\n")
 
 
+def test_a_url_is_refused_by_name() -> None:
+    result = run("s3://bucket/checkpoints")
+    assert result.exit_code == 2
+    assert "only directories can be swept" in result.stderr
+
+
 def test_a_dry_run_lists_what_is_dead_and_how_to_remove_it(root: Path) -> None:
     result = run(root)
     assert result.exit_code == 0

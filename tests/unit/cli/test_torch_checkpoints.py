@@ -70,6 +70,15 @@ def test_show_draws_the_tree(path: Path) -> None:
     assert f"[0:600, 0:1000] 2.3 MiB, {place.relative_path} at {place.offset}" in chunks
 
 
+def test_show_finds_chunks_that_are_listed_without_their_offset(path: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.storage_data = {type(index)(index.fqn): place for index, place in metadata.storage_data.items()}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    place = place_of(path, "model.weight")
+    chunks = run("show", path, "*.weight", "--chunks").stdout
+    assert f"[0:600, 0:1000] 2.3 MiB, {place.relative_path} at {place.offset}" in chunks
+
+
 def test_show_as_json_leaves_out_what_does_not_exist(path: Path) -> None:
     found = json.loads(run("show", path, "--json", "--chunks").stdout)
     assert list(found["keys"]) == ["model.weight", "model.bias", "groups.0.lr", "groups.1", "step"]
@@ -210,6 +219,10 @@ def test_what_each_rank_saved_apart_is_checked(tmp_path: Path) -> None:
     result = run("verify", "--json", path)
     assert result.exit_code == 1, result.output
     assert json.loads(result.stdout)["damaged_files"] == ["__1_0.distcp"]
+    metadata = pickle.loads((path / "__1.metadata").read_bytes())
+    metadata.storage_data.clear()
+    (path / "__1.metadata").write_bytes(pickle.dumps(metadata))
+    assert json.loads(run("verify", "--json", path).stdout)["damaged_files"] == ["__1.metadata"]
 
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.raw import Buffer, source_of
 from holdfast._state.tensors import TORCH_DTYPES
+from holdfast._torchformat.archive_writing import DATA_ALIGNMENT
 from holdfast.errors import (
     AlreadyPublishedError,
     CorruptError,
@@ -80,7 +81,7 @@ def test_tied_tensors_share_memory_again(tmp_path: Path) -> None:
 def test_storages_are_aligned_and_checksums_right(tmp_path: Path) -> None:
     write_pt({str(size): lazy(torch.ones(size, dtype=torch.int8)) for size in (1, 2, 63, 64, 65)}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
-    assert {tensor.data_ptr() % pt_files.ALIGNMENT for tensor in loaded.values()} == {0}
+    assert {tensor.data_ptr() % DATA_ALIGNMENT for tensor in loaded.values()} == {0}
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         assert archive.testzip() is None
 
@@ -92,7 +93,7 @@ def test_records_of_more_than_a_zip_can_count_have_long_headers(
     write_pt({"a": lazy(torch.arange(5)), "b": lazy(torch.ones(3))}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
     assert loaded["a"].tolist() == [0, 1, 2, 3, 4]
-    assert loaded["b"].data_ptr() % pt_files.ALIGNMENT == 0
+    assert loaded["b"].data_ptr() % DATA_ALIGNMENT == 0
 
 
 def test_large_tensors_pass_in_pieces(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_an_archive_is_mapped_and_an_old_file_loaded(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "new.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     new, old = read_pt(tmp_path / "new.pt"), read_pt(tmp_path / "old.pt")
-    assert (new.is_mapped, old.is_mapped) == (True, False)
+    assert (new.is_unchanged_file, old.is_unchanged_file) == (True, False)
     for found in (new, old):
         assert found.state["a"].tolist() == [0, 1, 2, 3, 4]
         assert found.state["b"] == [1]
@@ -258,6 +259,13 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
     os.truncate(tmp_path / "a.pt", 3000)
     with pytest.raises(NotACheckpointError, match=r"a\.pt"):
+        read_pt(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("content", [torch.ones(3), [torch.ones(3)]])
+def test_a_file_without_a_state_is_refused_by_name(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(InvalidStateError, match=rf"a\.pt' holds a {type(content).__name__}, and a state is a dict"):
         read_pt(tmp_path / "a.pt")
 
 

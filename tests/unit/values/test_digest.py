@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast._values.digest import BLOCK_BYTES, block_count, block_counts, combine, digest, from_hex, to_hex
+from holdfast._values.digest import BLOCK_BYTES, block_counts, combine, digest, to_hex
 
 
 def test_digest_is_xxh3() -> None:
@@ -49,7 +49,6 @@ def test_combine_is_the_digest_of_the_little_endian_bytes() -> None:
     [(0, 0), (1, 1), (BLOCK_BYTES - 1, 1), (BLOCK_BYTES, 1), (BLOCK_BYTES + 1, 2), (2**62, 2**42)],
 )
 def test_blocks(nbytes: int, blocks: int) -> None:
-    assert block_count(nbytes) == blocks
     counts = block_counts(np.array([nbytes]))
     assert counts.tolist() == [blocks]
     assert counts.dtype == np.int64
@@ -61,26 +60,14 @@ def test_block_counts_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, 0xABCDEF, 2**64 - 1])
-def test_hex_round_trip(value: int) -> None:
+def test_hex_is_16_lower_case_digits(value: int) -> None:
     text = to_hex(value)
     assert len(text) == 16
     assert text == text.lower()
-    assert from_hex(text) == value
+    assert int(text, 16) == value
 
 
 @pytest.mark.parametrize("value", [-1, 2**64])
 def test_to_hex_refuses_what_is_no_digest(value: int) -> None:
     with pytest.raises(ValueError, match="64-bit"):
         to_hex(value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "0", "0" * 15, "0" * 17, "ABCDEF0123456789", "0x00000000000000", "+000000000000000"),
-        *(" 00000000000000f", "000000000000000g", "0000000000000_00", "000000000000000f\n", "\u0660" * 16),
-    ],
-)
-def test_from_hex_refuses_everything_else(text: str) -> None:
-    with pytest.raises(ValueError, match="not a digest"):
-        from_hex(text)

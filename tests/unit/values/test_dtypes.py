@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from holdfast._values.dtypes import DTYPES, Dtype, lookup
-from holdfast.errors import CorruptError
+from holdfast._values.dtypes import DTYPES
 
 TORCH_DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -53,13 +52,3 @@ def test_names_that_old_readers_reject_are_not_used() -> None:
         *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"),
         *("F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"),
     }
-
-
-def test_lookup_finds_by_name() -> None:
-    assert lookup("bfloat16") == Dtype(name="bfloat16", itemsize=2, safetensors="BF16", is_floating=True)
-
-
-@pytest.mark.parametrize("name", ["", "torch.float32", "Float32", "float31", "float32 "])
-def test_unknown_names_are_corruption(name: str) -> None:
-    with pytest.raises(CorruptError, match="unknown dtype"):
-        lookup(name)
