@@ -85,8 +85,8 @@ class Catalog:
         numbers = [ids.get(key, -1) for key in keys]
         # The last one stands for -1.
         storing = [ids[entry.alias_of] if entry.alias_of else number for number, entry in enumerate(entries)] + [-1]
-        firsts: np.ndarray = np.append(self.row_bounds[:-1], -1)
-        return firsts[np.array(storing)[numbers]]
+        firsts: np.ndarray = np.append(self.row_bounds[:-1], -1)[np.array(storing)[numbers]]
+        return firsts
 
     def rows_of(self, key: str) -> range:
         """The index rows of the chunks that hold ``key``."""

@@ -32,6 +32,11 @@ HEADER_FRAME_BYTES = 16  # the length in front, the braces
 _WAITING_SLABS = 4
 
 
+def slabs_for(nbytes: int) -> int:
+    """How many slabs suit ``nbytes``: a new one costs as much as a copy, so each is to be used twice at least."""
+    return min(default_workers() + _WAITING_SLABS, -(-nbytes // (2 * SLAB_BYTES)))
+
+
 class Chunk(NamedTuple):
     """Bytes to be stored under a name; ``dtype`` and ``shape`` as the safetensors header says them.
 

@@ -204,6 +204,11 @@ class WriterWork:
         self._numbers.append(number)
 
     @property
+    def planned_bytes(self) -> int:
+        """The bytes of all chunks, as planned."""
+        return sum(self._planned_bytes)
+
+    @property
     def keys(self) -> list[str]:
         """The key of each chunk that there has been."""
         keys = list(self._written)
