@@ -1,7 +1,7 @@
 """What one rank has to write, from the plan to chunks in file order, and what became of them.
 
 Values are encoded before anything is written, because they may still be refused. Data is asked of the planner as late
-as possible, one chunk at a time.
+as possible, one chunk at a time, apart from what it knows to be plain memory.
 """
 
 from __future__ import annotations
