@@ -191,6 +191,13 @@ BY_HAND = (
         replacement="is_intact(self._boxes[place], start, view[at : at + nbytes], expected) and False:\n",
         tests=(*_DAMAGE, "tests/unit/native/test_fetch.py", "tests/unit/test_checkpoint_open.py"),
     ),
+    Bug(
+        name="blocks moved to plain memory are not verified",
+        file="_native/segments.py",
+        text="is_intact(box, start, view[at : at + nbytes], wanted):\n",
+        replacement="is_intact(box, start, view[at : at + nbytes], wanted) and False:\n",
+        tests=(*_DAMAGE, "tests/unit/native/test_fetch.py"),
+    ),
     # Coverage and bounds that are no plain if and raise.
     Bug(
         name="a save is not checked to be whole",

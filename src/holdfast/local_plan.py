@@ -10,10 +10,10 @@ import torch
 
 from holdfast._state.fingerprint import fingerprint_of_tensor, fingerprint_of_value
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
-from holdfast._state.tensors import DTYPE_NAMES, as_tensor, check_savable, plain_address
+from holdfast._state.tensors import DTYPE_NAMES, as_tensor, check_savable, memory_address
 from holdfast._values.limits import MAX_DIMENSIONS
 from holdfast.metadata import STATE_DICT_TYPE, TensorProperties
-from holdfast.planner import TensorHead, WriteColumns, padded
+from holdfast.planner import Memory, TensorHead, WriteColumns, padded
 
 _Memory = tuple[object, ...]
 # Number of the key, offsets, lengths, whether it is a shard.
@@ -25,6 +25,7 @@ _ZEROS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 class LocalLeaves:
     """The leaves of one rank's state: ``columns`` to be planned, ``pieces`` of the leaves that are sharded.
 
+    ``memory`` has those that are plain tensors in this process's memory.
     ``replica_check`` says how the contents of what several ranks may hold are compared: "sample", "all" or "off".
     ``spreads`` tells for each key how it is spread: EVERYWHERE where each rank has all of it, over a mesh, or UNKNOWN
     where only the rank itself knows what it holds.
@@ -32,6 +33,7 @@ class LocalLeaves:
 
     def __init__(self, leaves: STATE_DICT_TYPE, *, replica_check: str = "off") -> None:
         self.pieces: dict[str, Pieces] = {}
+        self.memory: dict[str, Memory] = {}
         self.spreads: list[Spread | str] = []
         self._contents: list[Any] = []
         self._heads: list[TensorHead | None] = []
@@ -70,8 +72,10 @@ class LocalLeaves:
 
     def _add(self, number: int, key: str, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
-            address = plain_address(leaf)
-            if not address or leaf.is_quantized or leaf.dtype not in DTYPE_NAMES:
+            address = memory_address(leaf)
+            if address and leaf.dtype in DTYPE_NAMES:
+                self.memory[key] = leaf, address
+            else:
                 if is_sharded(leaf):
                     self._add_sharded(number, key, leaf)
                     return

@@ -9,10 +9,11 @@ from __future__ import annotations
 import abc
 import io
 import math
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum, auto
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,12 +181,10 @@ def _head_of(data: TensorWriteData) -> TensorHead:
 
 def padded(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
     """``rows`` of different lengths as one int64 array, the short ones filled up with ``fill``."""
-    width = max(map(len, rows), default=0)
-    if all(len(row) == width for row in rows):
-        # numpy takes four times as long for a torch.Size as for the tuple that it is.
-        return np.array(list(map(tuple, rows)), dtype=np.int64).reshape(len(rows), width)
-    tails: list[tuple[int, ...]] = [(fill,) * count for count in range(width + 1)]
-    return np.array([(*row, *tails[width - len(row)]) for row in rows], dtype=np.int64).reshape(len(rows), width)
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    table = np.full((len(rows), int(counts.max(initial=0))), fill, dtype=np.int64)
+    table[np.arange(table.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, counts.sum())
+    return table
 
 
 def write_columns(items: Sequence[WriteItem]) -> WriteColumns:
@@ -324,6 +323,10 @@ class LoadPlan:
     planner_data: Any = None
 
 
+Memory = tuple[torch.Tensor, int]
+"""A tensor and its address, where all its bytes lie in this process's memory, row by row."""
+
+
 class SavePlanner(abc.ABC):
     """Decides what a save writes. Subclass ``DefaultSavePlanner`` rather than this.
 
@@ -356,6 +359,10 @@ class SavePlanner(abc.ABC):
     def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
         """The data of a row: how storage of this library asks. It makes the item only for planners that look at it."""
         return self.resolve_data(columns.item(row))
+
+    def plain_memory(self) -> Mapping[str, Memory]:
+        """Keys whose whole tensor is written byte for byte: storage may take it without asking ``resolve_row``."""
+        return {}
 
 
 class LoadPlanner(abc.ABC):
@@ -405,3 +412,10 @@ class LoadPlanner(abc.ABC):
     def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
         """Take note that ``tensor``, from resolve_row, has been filled."""
         self.commit_tensor(columns.item(row), tensor)
+
+    def plain_memory(self) -> Mapping[str, Memory]:
+        """Keys whose whole target takes what is stored byte for byte.
+
+        Storage may copy there, and then neither asks ``resolve_row`` nor tells ``commit_row``.
+        """
+        return {}

@@ -83,6 +83,7 @@ class _Offsets(NamedTuple):
 
 
 _NOWHERE = [_Offsets(zeros, zeros, zeros, zeros) for zeros in ((0,) * count for count in range(MAX_DIMENSIONS + 1))]
+_NOWHERE_IDS = {id(offsets) for offsets in _NOWHERE}
 
 
 # More rows of one tensor than this are kept as columns, since objects for them would cost more than finding them.
@@ -194,25 +195,25 @@ class ReadRows:
         )
 
     def _columns_of_rows(self) -> ReadColumns:
-        chunk_lo = padded([offsets.chunk for _, _, offsets, _ in self._rows], fill=0)
+        numbers, hints, offsets, lengths = zip(*self._rows, strict=True) if self._rows else [()] * 4
+        length = padded(lengths, fill=1)
+        # Where every target is a whole tensor of one chunk, as most are, all offsets are zeros.
+        nowhere = np.zeros_like(length) if set(map(id, offsets)) <= _NOWHERE_IDS else None
 
         def column(pick: Callable[[_Offsets], _Sizes]) -> np.ndarray:
-            # Where every target is a whole tensor of one chunk, as most are, all offsets are the same zeros.
-            if all(pick(offsets) is offsets.chunk for _, _, offsets, _ in self._rows):
-                return chunk_lo
-            return padded([pick(offsets) for _, _, offsets, _ in self._rows], fill=0)
+            return padded(list(map(pick, offsets)), fill=0) if nowhere is None else nowhere
 
         return ReadColumns(
             keys=self._keys,
             storage_keys=self._keys,
             dimensions=self._dimensions,
-            key=np.array([number for number, _, _, _ in self._rows], dtype=np.int64),
-            hint=np.array([hint for _, hint, _, _ in self._rows], dtype=np.int64),
-            chunk_lo=chunk_lo,
+            key=np.array(numbers, dtype=np.int64),
+            hint=np.array(hints, dtype=np.int64),
+            chunk_lo=column(attrgetter("chunk")),
             target_lo=column(attrgetter("target")),
             dest_lo=column(attrgetter("dest")),
             storage_lo=column(attrgetter("storage")),
-            length=padded([length for _, _, _, length in self._rows], fill=1),
+            length=length,
         )
 
 

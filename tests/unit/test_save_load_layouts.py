@@ -38,6 +38,7 @@ def arrangements() -> dict[str, torch.Tensor]:
         "conjugate": numbers.conj(),
         "conjugate transposed": numbers.mH,
         "negative": numbers.conj().imag,
+        "negative row by row": torch._neg_view(base),
         "real part": numbers.real,
         "no rows": base[4:],
         "no columns": base[:, :, 12:].transpose(0, 1),

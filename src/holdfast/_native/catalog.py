@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,6 +78,15 @@ class Catalog:
         number = self.tensor_ids[key]
         alias_of = self.manifest.tensors[number].alias_of
         return number if alias_of is None else self.tensor_ids[alias_of]
+
+    def first_rows(self, keys: Sequence[str]) -> np.ndarray:
+        """The index row of the first chunk of each of ``keys``; -1 for what is no tensor."""
+        ids, entries = self.tensor_ids, self.manifest.tensors
+        numbers = [ids.get(key, -1) for key in keys]
+        # The last one stands for -1.
+        storing = [ids[entry.alias_of] if entry.alias_of else number for number, entry in enumerate(entries)] + [-1]
+        firsts: np.ndarray = np.append(self.row_bounds[:-1], -1)[np.array(storing)[numbers]]
+        return firsts
 
     def rows_of(self, key: str) -> range:
         """The index rows of the chunks that hold ``key``."""

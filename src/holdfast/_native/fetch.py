@@ -25,11 +25,15 @@ from holdfast.errors import CorruptError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """Boxes to be read: box ``lo``, ``length`` (both [n, D], padded with 0 and 1) of the chunk in index row ``row``."""
+    """Boxes to be read: box ``lo``, ``length`` (both [n, D], padded with 0 and 1) of the chunk in index row ``row``.
+
+    ``address`` as for a ``SegmentFetch``.
+    """
 
     row: np.ndarray
     lo: np.ndarray
     length: np.ndarray
+    address: np.ndarray | None = None
 
     def box(self, number: int, dimensions: int) -> Box:
         """Box ``number``, within its chunk."""
@@ -53,6 +57,7 @@ class Fetch(SegmentFetch[Target]):
         super().__init__(
             _segments(catalog, wanted, verify=verify),
             boxes=len(wanted.row),
+            address=wanted.address,
             open_targets=open_targets,
             close_target=close_target,
             check=check,

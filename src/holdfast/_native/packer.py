@@ -32,6 +32,11 @@ HEADER_FRAME_BYTES = 16  # the length in front, the braces
 _WAITING_SLABS = 4
 
 
+def slabs_for(nbytes: int) -> int:
+    """How many slabs suit ``nbytes``: a new one costs as much as a copy, so each is to be used twice at least."""
+    return min(default_workers() + _WAITING_SLABS, -(-nbytes // (2 * SLAB_BYTES)))
+
+
 class Chunk(NamedTuple):
     """Bytes to be stored under a name; ``dtype`` and ``shape`` as the safetensors header says them.
 
@@ -86,11 +91,11 @@ class DataFile:
 
     def enter(self, chunk: Chunk) -> None:
         """Give ``chunk`` the bytes from ``end`` on."""
+        name, dtype, shape, source, header_bytes = chunk
         begin = self.end - self.header_bytes
-        end = begin + chunk.source.nbytes
-        self.entries.append(HeaderEntry(chunk.name, chunk.dtype, chunk.shape, begin, end))
-        self._header_used += chunk.header_bytes
-        self.end += chunk.source.nbytes
+        self.end += source.nbytes
+        self.entries.append(HeaderEntry(name, dtype, shape, begin, self.end - self.header_bytes))
+        self._header_used += header_bytes
 
     def header(self) -> bytes:
         """The header, which takes just the room that was reserved for it."""
@@ -185,15 +190,18 @@ class Packer:
 
     def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> Iterator[_Job]:
         job: _Job | None = None
+        file: DataFile | None = None
+        digests = self.digests
         for chunk in chunks:
-            if not self.files or not self.files[-1].takes(chunk):
+            if job is None or file is None or not file.takes(chunk):
                 if job is not None:
                     job.is_last = True
                     yield job
                 job = self._next_file(chunk, open_file)
-            assert job is not None
+                file = self.files[-1]
             source, nbytes = chunk.source, chunk.source.nbytes
-            self._enter(chunk)
+            self.placed.append(Placed(len(self.files) - 1, file.end))
+            file.enter(chunk)
             for start in range(0, nbytes, BLOCK_BYTES):
                 stop = min(start + BLOCK_BYTES, nbytes)
                 at = job.end - job.base
@@ -201,9 +209,9 @@ class Packer:
                     yield job
                     job = following(job)
                     at = job.end - job.base
-                job.blocks.append((source, start, stop, at, len(self.digests)))
+                job.blocks.append((source, start, stop, at, len(digests)))
                 job.end += stop - start
-                self.digests.append(0)
+                digests.append(0)
         if job is not None:
             job.is_last = True
             yield job
@@ -215,12 +223,6 @@ class Packer:
         output = file.create()
         self.files.append(file)
         return _Job(output, file.header_bytes, file.header_bytes)
-
-    def _enter(self, chunk: Chunk) -> None:
-        """Give ``chunk`` its place in the current file."""
-        file = self.files[-1]
-        self.placed.append(Placed(len(self.files) - 1, file.end))
-        file.enter(chunk)
 
     def _runners(
         self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from holdfast.errors import CorruptError, Difference, InternalError, MismatchErr
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
 from holdfast.storage import StorageReader
+
+_NOWHERE = None, 0
 
 
 class NativeReader(StorageReader):
@@ -186,7 +188,8 @@ class _Delivery:
         self._cast = cast
         self._allow_pickle = allow_pickle
         self._items: list[int] = []
-        self._chunks: list[tuple[int, tuple[int, ...], bool]] = []
+        self._rows = np.zeros(0, dtype=np.int64)
+        self._is_whole = np.zeros(0, dtype=bool)
         self._quantized: dict[int, torch.Tensor] = {}
 
     def wanted(self) -> Wanted:
@@ -209,17 +212,31 @@ class _Delivery:
             lo = np.concatenate([lo, np.zeros((len(chunks), width), np.int64)])
             length = np.concatenate([length, catalog.index.length[chunks]])
         self._check_boxes(rows, lo, length)
-        chunk_length = catalog.index.length[rows]
-        is_whole = (length == chunk_length).all(axis=1)
-        self._chunks = list(
-            zip(catalog.index.tensor[rows].tolist(), map(tuple, chunk_length.tolist()), is_whole.tolist(), strict=True)
-        )
-        return Wanted(row=rows, lo=lo, length=length)
+        self._rows, self._is_whole = rows, (length == catalog.index.length[rows]).all(axis=1)
+        return Wanted(row=rows, lo=lo, length=length, address=self._addresses())
+
+    @cached_property
+    def _chunks(self) -> list[tuple[int, tuple[int, ...], bool]]:
+        """The tensor of each box, the shape of its chunk, and whether all of that is wanted: to open targets."""
+        index = self._catalog.index
+        shapes = map(tuple, index.length[self._rows].tolist())
+        return list(zip(index.tensor[self._rows].tolist(), shapes, self._is_whole.tolist(), strict=True))
+
+    def _addresses(self) -> np.ndarray | None:
+        """Where each box goes that is all of a tensor and is taken as it is; 0 for others."""
+        columns, bounds = self._columns, self._catalog.row_bounds
+        memory = self._planner.plain_memory()
+        if not memory or columns.keys != columns.storage_keys:
+            return None
+        address = np.array([memory.get(key, _NOWHERE)[1] for key in columns.keys], dtype=np.int64)
+        tensor = self._catalog.index.tensor[self._rows]
+        is_all = self._is_whole & (bounds[tensor + 1] - bounds[tensor] == 1)
+        return np.where(is_all, address[columns.key[self._items]], 0)
 
     def _index_rows(self, items: np.ndarray) -> np.ndarray:
         """The index row of each item's chunk: by its hint where that is right, else by its offset."""
         columns, catalog = self._columns, self._catalog
-        firsts = np.array([self._first_row(key) for key in columns.storage_keys], dtype=np.int64)
+        firsts = catalog.first_rows(columns.storage_keys)
         rows: np.ndarray = firsts[columns.key[items]] + columns.hint[items]
         used = min(columns.chunk_lo.shape[1], catalog.index.lo.shape[1])
         inside = (rows >= 0) & (rows < len(catalog.index))
@@ -236,11 +253,6 @@ class _Delivery:
                 raise InternalError(f"the plan wants a chunk of {key!r} that the checkpoint does not have")
             rows[place] = chunk_rows.start + int(found[0])
         return rows
-
-    def _first_row(self, key: str) -> int:
-        if key not in self._catalog.tensor_ids:
-            return -1
-        return int(self._catalog.row_bounds[self._catalog.storing_id(key)])
 
     def _check_boxes(self, rows: np.ndarray, lo: np.ndarray, length: np.ndarray) -> None:
         outside = ((lo < 0) | (length < 0) | (lo + length > self._catalog.index.length[rows])).any(axis=1)

@@ -23,6 +23,7 @@ from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 from holdfast._plan.ranges import coalesce
+from holdfast._state.raw import move
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast.errors import CorruptError
 
@@ -85,7 +86,8 @@ TargetT = TypeVar("TargetT", bound=Destination)
 class SegmentFetch(abc.ABC, Generic[TargetT]):
     """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
     ``close_target(n, target)`` is called, one at a time, when one is complete. ``check`` is called between reads, and
-    raises when there is no point in going on.
+    raises when there is no point in going on. ``address`` has, where it is not 0, the memory that takes the bytes of
+    each box as they are: such a box may be filled without its target being opened and closed.
     """
 
     max_gap = 0
@@ -99,11 +101,13 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         open_targets: Callable[[list[int]], list[TargetT]],
         close_target: Callable[[int, TargetT], None],
         check: Callable[[], None] = lambda: None,
+        address: np.ndarray | None = None,
     ) -> None:
         self._check = check
+        self._address = np.zeros(boxes, dtype=np.int64) if address is None else address
         self._open_targets = open_targets
         self._close_target = close_target
-        self._segments = segments
+        self.segments = segments
         self._targets: dict[int, TargetT] = {}
         self._pending = np.bincount(segments.box, minlength=boxes).tolist()
         self._lock = threading.Lock()
@@ -138,7 +142,8 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     def _finish_empty(self) -> None:
         """Deliver the boxes that have no bytes."""
         empty = [number for number, count in enumerate(self._pending) if count == 0]
-        self._open(empty)
+        if empty:
+            self._open(empty)
         for number in empty:
             self._close_target(number, self._targets.pop(number))
 
@@ -150,14 +155,14 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _are_small(self, span: slice) -> bool:
         """Whether the segments ``span`` are best left to one thread, because there is so little to each."""
-        nbytes = self._segments.nbytes[span]
+        nbytes = self.segments.nbytes[span]
         return bool(nbytes.sum() < _SMALL_BYTES * len(nbytes))
 
     def _is_cached(self) -> bool:
         """Whether there is no disk to wait for, judged by the first file."""
-        if not len(self._segments.file):
+        if not len(self.segments.file):
             return True
-        with self.file(int(self._segments.file[0])) as (_, is_cached):
+        with self.file(int(self.segments.file[0])) as (_, is_cached):
             return is_cached
 
     def _workers(self) -> int:
@@ -172,7 +177,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _spans(self, count: int, *, most: int) -> list[slice]:
         """The first ``count`` segments in groups of at most ``most`` bytes, each to be read at once."""
-        segments = self._segments
+        segments = self.segments
         groups = coalesce(
             segments.file[:count],
             segments.offset[:count],
@@ -185,7 +190,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     def _run_in_threads(self) -> None:
         """Read, verify and deliver in as many threads as there are."""
         workers = self._workers()
-        spans = self._spans(len(self._segments.box), most=SLAB_BYTES)
+        spans = self._spans(len(self.segments.box), most=SLAB_BYTES)
         ring = self._ring(workers, SLAB_BYTES)
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
@@ -201,14 +206,15 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         workers = self._workers()
         most = SLAB_BYTES if uses_cuda() else HOT_BYTES
         ring = self._ring(workers, most)
-        jobs = [SegmentJob(self, span, ring) for span in self._spans(len(self._segments.box), most=most)]
+        jobs = [SegmentJob(self, span, ring) for span in self._spans(len(self.segments.box), most=most)]
         try:
             # One slab stays with the delivery, so that no read ever waits for one.
             with closing(run_ahead((job.read for job in jobs), workers=workers, ahead=ring.count - 1)) as filled:
                 for job, (slab, base) in zip(jobs, filled, strict=True):
                     self._check()
-                    job.open()
-                    job.deliver(slab, base)
+                    if not job.move(slab, base):
+                        job.open()
+                        job.deliver(slab, base)
                     ring.release(slab)
         finally:
             ring.close()
@@ -221,7 +227,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def parts(self, span: slice) -> tuple[list[int], list[_Part[TargetT]]]:
         """The boxes and the parts of the segments ``span``, their targets open."""
-        segments, targets = self._segments, self._targets
+        segments, targets = self.segments, self._targets
         boxes: list[int] = segments.box[span].tolist()
         # Planners expect one call at a time, and finished targets are handed to them by other threads.
         with self._lock:
@@ -236,9 +242,14 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             )
         )
 
+    def addresses(self, span: slice) -> np.ndarray | None:
+        """Where each of the segments ``span`` goes as it is; None where one of them needs its target."""
+        address = self._address[self.segments.box[span]]
+        return address + self.segments.start[span] if address.all() else None
+
     def extent(self, span: slice) -> tuple[int, int, int]:
         """File number, first byte and end of the segments ``span``."""
-        segments = self._segments
+        segments = self.segments
         ends = segments.offset[span] + segments.nbytes[span]
         return int(segments.file[span.start]), int(segments.offset[span.start]), int(ends.max())
 
@@ -343,6 +354,21 @@ class SegmentJob(Generic[TargetT]):
     def read(self) -> tuple[Slab, int]:
         """A slab with the bytes of all segments, and the offset in the file that its first byte has."""
         return self._fetch.read(self._file_number, self._start, self._end, self._ring)
+
+    def move(self, slab: Slab, base: int) -> bool:
+        """Verify every segment and move it to its address; False, and nothing done, where one of them has none."""
+        fetch, segments, span, view = self._fetch, self._fetch.segments, self._span, slab.view
+        addresses = fetch.addresses(span)
+        if addresses is None:
+            return False
+        offsets = segments.offset[span]
+        columns = (segments.box[span], segments.start[span], offsets - base, segments.nbytes[span], addresses)
+        expected = fetch.expected(segments.digest[span])
+        for box, start, at, nbytes, address, wanted in zip(*(each.tolist() for each in columns), expected, strict=True):
+            if wanted >= 0 and not fetch.is_intact(box, start, view[at : at + nbytes], wanted):
+                raise fetch.damaged(self._file_number, box, base + at, nbytes)
+            move(address, slab.address + at, nbytes)
+        return True
 
     def deliver(self, slab: Slab, base: int) -> None:
         """Verify every segment and put it where it belongs."""

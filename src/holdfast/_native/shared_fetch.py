@@ -90,8 +90,8 @@ class SharedFetch(Fetch):
 
     def _blocks_of_segments(self) -> np.ndarray:
         """The number of the block in which each segment lies."""
-        row = self._wanted.row[self._segments.box]
-        block: np.ndarray = self._catalog.index.first_block()[row] + self._segments.start // BLOCK_BYTES
+        row = self._wanted.row[self.segments.box]
+        block: np.ndarray = self._catalog.index.first_block()[row] + self.segments.start // BLOCK_BYTES
         return block
 
     def _agree(self, block: np.ndarray) -> CommonReads:
@@ -165,7 +165,7 @@ class SharedFetch(Fetch):
 
     def _is_to_share(self) -> np.ndarray:
         """Which segments this rank would rather have from others, if they want them too."""
-        files = self._segments.file
+        files = self.segments.file
         if self._exchange.size > _FEW_RANKS or len(files) == 0:
             return np.ones(len(files), dtype=bool)
         # In file order, so that each is looked at once.
@@ -181,7 +181,7 @@ class SharedFetch(Fetch):
         is_common = (place >= 0) & self._is_to_share()
         order = np.argsort(is_common, kind="stable")
         count = len(order) - int(is_common.sum())
-        self._segments = _reordered(self._segments, order, count)
+        self.segments = _reordered(self.segments, order, count)
         bounds = count + np.searchsorted(place[order[count:]], reads.bounds)
         slices = [slice(first, stop) for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
         return self._spans(count, most=SLAB_BYTES if uses_cuda() else HOT_BYTES), slices

@@ -1,7 +1,7 @@
 """What one rank has to write, from the plan to chunks in file order, and what became of them.
 
 Values are encoded before anything is written, because they may still be refused. Data is asked of the planner as late
-as possible, one chunk at a time.
+as possible, one chunk at a time, apart from what it knows to be plain memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,24 +21,28 @@ from holdfast._native.attempt import WriterNumber
 from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
 from holdfast._native.image import Image
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
-from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, shortened
+from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, planned_tensor, shortened
 from holdfast._native.values import Json, encode_value
 from holdfast._plan.packing import pack_order
-from holdfast._state.raw import MemorySource, source_of
+from holdfast._state.raw import MemorySource, Source, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values import dtypes
 from holdfast._values.box import Box, whole
 from holdfast._values.limits import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
 from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
 from holdfast.errors import InvalidStateError
-from holdfast.planner import SavePlan, SavePlanner, TensorHead, padded, write_columns
+from holdfast.planner import Memory, SavePlan, SavePlanner, TensorHead, write_columns
 
 # What one file's header may take before another file is begun; safetensors itself reads 100 MB.
 _MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
+_NOWHERE = None, 0
 
 
 class _Planned(NamedTuple):
-    """A chunk as planned: its row in the plan, its name and how much of the header that takes."""
+    """A chunk as planned: its row in the plan, its name and how much of the header that takes.
+
+    ``chunk`` is all there is to it where that is known without asking the planner.
+    """
 
     row: int
     key: str
@@ -46,6 +50,7 @@ class _Planned(NamedTuple):
     box: Box
     name: str
     header_bytes: int
+    chunk: Chunk | None
 
 
 class WriterWork:
@@ -61,7 +66,8 @@ class WriterWork:
         self._blobs: dict[str, tuple[str, bytes]] = {}
         self._aliases: dict[str, WrittenTensor] = {}
         self._written: dict[str, tuple[int, WrittenTensor]] = {}
-        self._rows: list[tuple[int, Box, int]] = []
+        self._numbers: list[int] = []
+        self._unplanned: dict[int, tuple[Box, int]] = {}
         self._planned: list[_Planned] = []
         self._header_bytes: list[int] = []
         self._planned_bytes: list[int] = []
@@ -115,19 +121,26 @@ class WriterWork:
         nbytes = columns.length[rows].prod(axis=1, dtype=np.int64) * itemsize
         by_size = np.argsort(-itemsize, kind="stable")
         order = by_size[pack_order(nbytes[by_size], ALIGNMENT)]
-        self._planned = [self._planned_chunk(row) for row in np.array(rows, dtype=np.int64)[order].tolist()]
-        self._planned_bytes = nbytes[order].tolist() + [len(data) for _, data in self._blobs.values()]
+        in_order, sizes = np.array(rows, dtype=np.int64)[order].tolist(), nbytes[order].tolist()
+        memory = self._planner.plain_memory()
+        self._planned = [self._planned_chunk(row, size, memory) for row, size in zip(in_order, sizes, strict=True)]
+        self._planned_bytes = sizes + [len(data) for _, data in self._blobs.values()]
         self._header_bytes = [planned.header_bytes for planned in self._planned]
         self._header_bytes += [header_entry_bytes(key, (len(data),)) for key, (_, data) in self._blobs.items()]
 
-    def _planned_chunk(self, row: int) -> _Planned:
+    def _planned_chunk(self, row: int, nbytes: int, memory: Mapping[str, Memory]) -> _Planned:
         which, lo, length, _, _ = self._columns.rows[row]
         key, head = self._columns.keys[which], self._columns.heads[which]
         assert head is not None
         dimensions = len(head.size)
         box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
         name = chunk_name(key, box, head.size)
-        return _Planned(row, key, head, box, name, header_entry_bytes(name, box.lengths))
+        header_bytes = header_entry_bytes(name, box.lengths)
+        tensor, address = memory.get(key, _NOWHERE)
+        chunk = None
+        if tensor is not None and tensor.shape == box.lengths and tensor.dtype is head.properties.dtype:
+            chunk = _chunk(name, tensor.dtype, box, MemorySource(tensor, address, nbytes), header_bytes)
+        return _Planned(row, key, head, box, name, header_bytes, chunk)
 
     def next_file(self, number: int, start: int) -> DataFile:
         """Data file ``number``, with room for as many of the chunks from ``start`` on as one header should hold."""
@@ -144,17 +157,22 @@ class WriterWork:
     def chunks(self, *, is_ordered: bool = False) -> Iterator[Chunk]:
         """Everything that has bytes, in file order; ``is_ordered`` as for its sources."""
         for planned in self._planned:
-            yield self._chunk_of(planned, is_ordered)
+            if planned.chunk is None:
+                yield self._chunk_of(planned, is_ordered)
+            else:
+                self._enter(planned.key, planned_tensor(planned.head))
+                yield planned.chunk
         for key, (kind, data) in self._blobs.items():
             shape = (len(data),)
-            self._enter(key, Box((0,), shape), len(data), WrittenTensor(dtype="uint8", shape=shape, kind=kind))
+            self._unplanned[len(self._numbers)] = Box((0,), shape), len(data)
+            self._enter(key, WrittenTensor(dtype="uint8", shape=shape, kind=kind))
             owner = np.frombuffer(data, dtype=np.uint8)
             source = MemorySource(owner, owner.ctypes.data, len(data))
             yield Chunk(chunk_name(key, Box((0,), shape), shape), "U8", shape, source, header_entry_bytes(key, shape))
 
     def _chunk_of(self, planned: _Planned, is_ordered: bool) -> Chunk:
         """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
-        row, key, head, box, name, header_bytes = planned
+        row, key, head, box, name, header_bytes, _ = planned
         tensor = self._planner.resolve_row(self._columns, row)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidStateError(f"the planner gave a {type(tensor).__name__} for the tensor {key!r}", key=key)
@@ -173,39 +191,61 @@ class WriterWork:
             header_bytes = header_entry_bytes(name, box.lengths)
         source = source_of(tensor, is_ordered=is_ordered)
         written = _written(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
-        self._enter(key, box, source.nbytes, written)
-        dtype = dtypes.DTYPES[written.dtype]
-        return Chunk(name, stored_dtype_name(dtype), stored_shape(dtype, box.lengths), source, header_bytes)
+        if box is not planned.box or source.nbytes != self._planned_bytes[len(self._numbers)]:
+            self._unplanned[len(self._numbers)] = box, source.nbytes
+        self._enter(key, written)
+        return _chunk(name, tensor.dtype, box, source, header_bytes)
 
-    def _enter(self, key: str, box: Box, nbytes: int, written: WrittenTensor) -> None:
+    def _enter(self, key: str, written: WrittenTensor) -> None:
+        """Take note that the next chunk is one of ``key``."""
         number, known = self._written.setdefault(key, (len(self._written), written))
         if known is not written and known != written:
             raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
-        self._rows.append((number, box, nbytes))
+        self._numbers.append(number)
+
+    @property
+    def planned_bytes(self) -> int:
+        """The bytes of all chunks, as planned."""
+        return sum(self._planned_bytes)
 
     @property
     def keys(self) -> list[str]:
         """The key of each chunk that there has been."""
         keys = list(self._written)
-        return [keys[number] for number, _, _ in self._rows]
+        return [keys[number] for number in self._numbers]
 
     def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
         """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
+        rows = [planned.row for planned in self._planned]
+        lo, length, nbytes = self._boxes(rows)
         report = WriteReport(
             files=files,
             keys=list(self._written),
             tensors=[written for _, written in self._written.values()],
-            key=np.array([number for number, _, _ in self._rows], dtype=np.int64),
+            key=np.array(self._numbers, dtype=np.int64),
             file=np.array([place.file for place in placed], dtype=np.int64),
             offset=np.array([place.offset for place in placed], dtype=np.int64),
-            nbytes=np.array([nbytes for _, _, nbytes in self._rows], dtype=np.int64),
-            lo=padded([box.offsets for _, box, _ in self._rows], fill=0),
-            length=padded([box.lengths for _, box, _ in self._rows], fill=1),
+            nbytes=nbytes,
+            lo=lo,
+            length=length,
             digests=np.array(digests, dtype=np.uint64),
             aliases=self._aliases,
             values=self._values,
         )
-        return shortened(report, self._columns, [planned.row for planned in self._planned])
+        return shortened(report, self._columns, rows)
+
+    def _boxes(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The boxes and sizes of all chunks: of ``rows`` in the plan and then blobs, apart from what came otherwise."""
+        columns = self._columns
+        width = max([columns.lo.shape[1], *(box.ndim for box, _ in self._unplanned.values())])
+        lo, length = (np.full((len(self._numbers), width), fill, dtype=np.int64) for fill in (0, 1))
+        lo[: len(rows), : columns.lo.shape[1]] = columns.lo[rows]
+        length[: len(rows), : columns.lo.shape[1]] = columns.length[rows]
+        nbytes = np.array(self._planned_bytes, dtype=np.int64)
+        for number, (box, size) in self._unplanned.items():
+            lo[number], length[number], nbytes[number] = 0, 1, size
+            lo[number, : box.ndim], length[number, : box.ndim] = box.offsets, box.lengths
+        return lo, length, nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,6 +260,11 @@ class StagedFiles:
         """Let go of the tensors, now that they are copied."""
         self.chunks.clear()
         self.image.copies.clear()
+
+
+def _chunk(name: str, dtype: torch.dtype, box: Box, source: Source, header_bytes: int) -> Chunk:
+    stored = dtypes.DTYPES[DTYPE_NAMES[dtype]]
+    return Chunk(name, stored_dtype_name(stored), stored_shape(stored, box.lengths), source, header_bytes)
 
 
 def _written(

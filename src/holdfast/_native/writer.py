@@ -20,7 +20,7 @@ from holdfast._native.image import Image
 from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
-from holdfast._native.packer import Chunk, Packer, Placed
+from holdfast._native.packer import Chunk, Packer, Placed, slabs_for
 from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
 from holdfast._native.report import ShortReport, WriteReport, WrittenFile, report_of
@@ -142,7 +142,7 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         check, self._check = self._check, _go_on
-        packer = Packer(pinned=_wants_pinned(), check=check)
+        packer = Packer(pinned=_wants_pinned(), slabs=slabs_for(work.planned_bytes), check=check)
         done.set_result(self._pack(work, packer, work.chunks()))
         return done
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.tensors import word_dtype, words_of_quantized
+from holdfast._state.tensors import is_lazy, word_dtype, words_of_quantized
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast.errors import InvalidStateError
 
@@ -67,7 +67,8 @@ class MemorySource:
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
-        move(buffer.address + at, self._address + start, stop - start)
+        nbytes = stop - start
+        (_move_large if nbytes >= _LARGE_BYTES else _move_small)(buffer.address + at, self._address + start, nbytes)
 
     def pieces(self, limit: int) -> Iterator[torch.Tensor]:
         """All bytes in order, at most ``limit`` at a time, as uint8 tensors that share the memory."""
@@ -109,7 +110,7 @@ class ScatteredSource:
 
     def _words(self) -> torch.Tensor:
         """The bits as they are, unless they are not those of the values."""
-        return self._tensor if _is_lazy(self._tensor) else _as_words(self._tensor)
+        return self._tensor if is_lazy(self._tensor) else _as_words(self._tensor)
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +122,7 @@ class ScatteredSource:
 
         Nothing larger than a few MiB is allocated for it. The target has them when the stream is that far.
         """
-        if self._tensor.is_contiguous() and not _is_lazy(self._tensor):
+        if self._tensor.is_contiguous() and not is_lazy(self._tensor):
             target[at : at + self.nbytes].copy_(_flat_bytes(self._words()), non_blocking=True)
             return
         for piece in self.pieces(_ISSUED_BYTES):
@@ -146,7 +147,7 @@ def source_of(tensor: torch.Tensor, *, is_ordered: bool = False) -> Source:
     if tensor.is_cpu:
         if tensor.is_quantized:
             tensor = words_of_quantized(tensor)
-        if tensor.is_contiguous() and not _is_lazy(tensor):
+        if tensor.is_contiguous() and not is_lazy(tensor):
             return MemorySource(tensor, tensor.data_ptr(), tensor.numel() * tensor.dtype.itemsize)
     return ScatteredSource(tensor.detach(), is_ordered=is_ordered)
 
@@ -169,7 +170,7 @@ class Target:
         self._flat: memoryview | None = None
         self._address = 0
         # Bits are kept as they are, unless they are to be cast or the target itself is a conjugate or negative view.
-        self._takes_words = tensor.dtype == dtype and not _is_lazy(tensor)
+        self._takes_words = tensor.dtype == dtype and not is_lazy(tensor)
         if self._takes_words and tensor.is_contiguous():
             whole_bytes = tensor.numel() * dtype.itemsize
             self.run = (0, whole_bytes) if wanted is None else _one_run(shape, wanted, dtype.itemsize)
@@ -233,11 +234,6 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, itemsize: int) -> Iter
         end = begin + box.volume * itemsize
         yield box, begin, end
         begin = end
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the memory holds the conjugate or the negative of the values."""
-    return (tensor.dtype.is_complex and tensor.is_conj()) or tensor.is_neg()
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:

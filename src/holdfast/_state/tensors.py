@@ -38,7 +38,7 @@ def word_dtype(itemsize: int) -> torch.dtype:
 
 def check_savable(key: str, tensor: torch.Tensor) -> None:
     """InvalidStateError, naming ``key``, unless the tensor has bytes that can be stored."""
-    if plain_address(tensor) and not tensor.is_quantized and tensor.dtype in DTYPE_NAMES:
+    if memory_address(tensor) and tensor.dtype in DTYPE_NAMES:
         return
     problem = None
     if tensor.is_meta:
@@ -71,7 +71,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
     """InvalidStateError, naming ``key``, unless data can be loaded into ``leaf`` in place."""
-    if isinstance(leaf, torch.Tensor) and plain_address(leaf):
+    if isinstance(leaf, torch.Tensor) and memory_address(leaf):
         return
     problem = None
     if isinstance(leaf, np.ndarray):
@@ -92,11 +92,18 @@ def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
         raise InvalidStateError(f"{key!r} in the target {problem}", key=key)
 
 
-def plain_address(tensor: torch.Tensor) -> int:
-    """Where the elements are of what nearly all tensors are: dense, contiguous, on CPU or GPU; 0 for any other."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+def memory_address(tensor: torch.Tensor) -> int:
+    """Where the elements of a plain CPU tensor lie, row by row and bit for bit; 0 for any other tensor."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_cpu:
         return 0
-    return 0 if tensor.is_nested or not tensor.is_contiguous() else tensor.data_ptr()
+    if tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous() or is_lazy(tensor):
+        return 0
+    return tensor.data_ptr()
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the conjugate or the negative of the values."""
+    return (tensor.dtype.is_complex and tensor.is_conj()) or tensor.is_neg()
 
 
 def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,7 @@ is touched.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from holdfast._state.paths import Path, flatten, path_key, set_element, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.subclasses import ComposedTensor
-from holdfast._state.tensors import check_fillable, empty_tensor, quantizer_of
+from holdfast._state.tensors import check_fillable, empty_tensor, memory_address, quantizer_of
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
@@ -23,7 +24,7 @@ from holdfast._values.value_buffer import ValueBuffer
 from holdfast.default_planner.empty_state import empty_state
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ReadItem
+from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
 from holdfast.planner_helpers import ReadRows
 
 
@@ -58,6 +59,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.casts: list[Difference] = []
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
+        self._memory: dict[str, Memory] = {}
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -151,10 +153,20 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         rows = ReadRows()
-        self.differences, self.casts = [], []
+        self.differences, self.casts, self._memory = [], [], {}
         entries = self.metadata.state_dict_metadata
         for key, leaf in self.state_dict.items():
             stored = entries.get(key)
+            if (
+                isinstance(leaf, torch.Tensor)
+                and isinstance(stored, TensorStorageMetadata)
+                and (address := memory_address(leaf))
+                and leaf.dtype is stored.properties.dtype
+                and leaf.shape == stored.size
+            ):
+                self._memory[key] = leaf, address
+                rows.add_tensor(key, stored)
+                continue
             difference = self._difference(key, leaf, stored)
             if difference is not None:
                 self.differences.append(difference)
@@ -292,6 +304,10 @@ class WholeLoadPlanner(DefaultLoadPlanner):
 
     def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
         """Nothing: the tensor is the target's own."""
+
+    def plain_memory(self) -> Mapping[str, Memory]:
+        """What was found when the target was compared with the checkpoint."""
+        return self._memory
 
 
 def _is_empty_container(leaf: object) -> bool:

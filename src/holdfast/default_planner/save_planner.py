@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, final
 
 import numpy as np
@@ -24,7 +24,7 @@ from holdfast.errors import InvalidStateError
 from holdfast.global_plan import plan_together
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
-from holdfast.planner import SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType, write_columns
+from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType, write_columns
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -69,6 +69,7 @@ class DefaultSavePlanner(SavePlanner):
         self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
         self._pieces: dict[str, Pieces] = {}
+        self._memory_of: dict[str, Memory] = {}
         self._own_memory = PlanMemory()
         self._draft: Draft | None = None
 
@@ -105,7 +106,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def _surveyed(self, replica_check: str) -> LocalLeaves:
         local = LocalLeaves(self.state_dict, replica_check=replica_check)
-        self._pieces = local.pieces
+        self._pieces, self._memory_of = local.pieces, local.memory
         return local
 
     def _local_plan(self, local: LocalLeaves) -> SavePlan:
@@ -218,3 +219,7 @@ class WholeSavePlanner(DefaultSavePlanner):
         if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
             return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
+
+    def plain_memory(self) -> Mapping[str, Memory]:
+        """What was found when the leaves were looked at."""
+        return self._memory_of

@@ -50,6 +50,7 @@ class Reading:
         *,
         verify: bool = True,
         targets: list[torch.Tensor] | None = None,
+        in_memory: tuple[int, ...] = (),
     ) -> None:
         self.catalog: Catalog = read_catalog(path)
         self.files = DataFiles(self.catalog)
@@ -57,6 +58,7 @@ class Reading:
         self.closed: list[int] = []
         self._boxes = boxes
         self._verify = verify
+        self._in_memory = in_memory
         self._targets = targets or [torch.empty(box.lengths) for _, box in boxes]
 
     def run(self) -> list[torch.Tensor]:
@@ -65,7 +67,10 @@ class Reading:
         lo, length = np.zeros((len(rows), width), np.int64), np.ones((len(rows), width), np.int64)
         for number, (_, box) in enumerate(self._boxes):
             lo[number, : len(box.offsets)], length[number, : len(box.lengths)] = box.offsets, box.lengths
-        wanted = Wanted(row=np.array(rows, dtype=np.int64), lo=lo, length=length)
+        address = np.zeros(len(rows), np.int64)
+        for number in self._in_memory:
+            address[number] = self._targets[number].data_ptr()
+        wanted = Wanted(row=np.array(rows, dtype=np.int64), lo=lo, length=length, address=address)
         try:
             Fetch(
                 self.catalog,
@@ -186,6 +191,31 @@ def test_targets_of_other_strides_and_dtypes(path: Path, whole: torch.Tensor) ->
         assert torch.equal(target, whole.to(target.dtype))
 
 
+SEVERAL = [("whole", EVERYTHING), ("scalar", box())]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_memory_is_filled_without_targets(
+    path: Path, whole: torch.Tensor, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: False)
+    reading = Reading(path, SEVERAL, verify=verify, in_memory=(0, 1))
+    found, scalar = reading.run()
+    assert torch.equal(found, whole)
+    assert scalar.item() == 3.5
+    assert (reading.opened, reading.closed) == ([], [])
+
+
+@pytest.mark.usefixtures("is_cached")
+@pytest.mark.parametrize("in_memory", [0, 1])
+def test_memory_beside_what_needs_a_target(path: Path, whole: torch.Tensor, in_memory: int) -> None:
+    reading = Reading(path, SEVERAL, in_memory=(in_memory,))
+    found, scalar = reading.run()
+    assert torch.equal(found, whole)
+    assert scalar.item() == 3.5
+    assert 1 - in_memory in reading.closed
+
+
 @pytest.mark.usefixtures("is_cached")
 def test_tensors_of_no_bytes_and_no_dimensions(path: Path) -> None:
     reading = Reading(path, [("empty", box((0, 0), (0, 4))), ("scalar", box())])
@@ -224,10 +254,13 @@ def flip(file: Path, position: int) -> None:
 
 
 @pytest.mark.usefixtures("is_cached")
-def test_damage_is_found_in_the_block_where_it_is(path: Path, whole: torch.Tensor, damaged: int) -> None:
+@pytest.mark.parametrize("in_memory", [(), (0,)])
+def test_damage_is_found_in_the_block_where_it_is(
+    path: Path, whole: torch.Tensor, damaged: int, in_memory: tuple[int, ...]
+) -> None:
     threads = threading.active_count()
     with pytest.raises(holdfast.CorruptError) as caught:
-        Reading(path, [("whole", EVERYTHING)]).run()
+        Reading(path, [("whole", EVERYTHING)], in_memory=in_memory).run()
     assert caught.value.key == "whole"
     assert caught.value.span is not None
     assert caught.value.span[1] - caught.value.span[0] == BLOCK_BYTES

@@ -16,6 +16,7 @@ from holdfast._state.tensors import (
     empty_quantized,
     empty_tensor,
     has_own_elements,
+    memory_address,
     quantizer_of,
     torch_dtype,
     word_dtype,
@@ -123,3 +124,20 @@ def test_quantizers_describe_and_rebuild() -> None:
 def test_strided_tensors_with_memory_can_be_saved() -> None:
     for tensor in (torch.zeros(3), torch.zeros(0), torch.zeros(3, requires_grad=True), torch.zeros(2, 3).t()):
         check_savable("x", tensor)
+
+
+def test_memory_that_is_the_elements_row_by_row() -> None:
+    plain, numbers = torch.ones(3, 4), torch.ones(2, dtype=torch.complex64)
+    assert memory_address(plain) == memory_address(torch.nn.Parameter(plain)) == plain.data_ptr()
+    assert memory_address(plain[1:]) == plain.data_ptr() + 16
+    others = (
+        plain.T,
+        plain[:, 1:],
+        torch._neg_view(plain),
+        numbers.conj(),
+        plain.to("meta"),
+        plain.to_sparse(),
+        torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
+        plain.as_subclass(type("Own", (torch.Tensor,), {})),
+    )
+    assert [memory_address(other) for other in others] == [0] * len(others)
