@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast._plan.balance import SPLIT_BYTES, Held, assign, replica_groups
+from holdfast._plan.chunks import widened
 from holdfast._plan.coverage import check_coverage
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast._values.limits import MAX_FILE_BYTES
@@ -205,19 +206,14 @@ def _joined(tables: list[WriteColumns], heads: Mapping[str, TensorHead | None]) 
     return _Rows(
         rank=np.repeat(np.arange(len(tables)), [len(table) for table in tables]),
         key=np.concatenate(keys),
-        lo=np.concatenate([_widened(table.lo, width, 0) for table in tables]),
-        length=np.concatenate([_widened(table.length, width, 1) for table in tables]),
+        lo=np.concatenate([widened(table.lo, width, 0) for table in tables]),
+        length=np.concatenate([widened(table.length, width, 1) for table in tables]),
         hint=np.concatenate([table.hint for table in tables]),
         is_shard=np.concatenate([table.is_shard for table in tables]),
         fingerprint=np.concatenate(
             [np.zeros(len(table), np.uint64) if table.fingerprint is None else table.fingerprint for table in tables]
         ),
     )
-
-
-def _widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
-    missing = width - table.shape[1]
-    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill) if missing else table
 
 
 def _held(rows: _Rows, heads: list[TensorHead | None]) -> Held:
@@ -385,9 +381,9 @@ def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:
         fault
         for fault in check_coverage(
             rows.key,
-            _widened(rows.lo, width, 0),
-            _widened(rows.length, width, 1),
-            _widened(padded(sizes, fill=1), width, 1),
+            widened(rows.lo, width, 0),
+            widened(rows.length, width, 1),
+            widened(padded(sizes, fill=1), width, 1),
         )
         if is_tensor[fault.tensor]
     ]

@@ -24,6 +24,7 @@ from holdfast._native.packer import Chunk, Packer, Placed, slabs_for
 from holdfast._native.planner_data import check_user_metadata, with_planner_data
 from holdfast._native.publish import check_unpublished, may_be_published, publish
 from holdfast._native.report import ShortReport, WriteReport, WrittenFile, report_of
+from holdfast._native.segments import uses_cuda
 from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import encode_value
 from holdfast._native.work import StagedFiles, WriterWork
@@ -142,7 +143,7 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         check, self._check = self._check, _go_on
-        packer = Packer(pinned=_wants_pinned(), slabs=slabs_for(work.planned_bytes), check=check)
+        packer = Packer(pinned=uses_cuda(), slabs=slabs_for(work.planned_bytes), check=check)
         done.set_result(self._pack(work, packer, work.chunks()))
         return done
 
@@ -168,7 +169,7 @@ class NativeWriter(StorageWriter):
 
         ``check`` is called again and again and raises to give up.
         """
-        packer = Packer(pinned=_wants_pinned(), slabs=slabs, on_filled=on_copied, check=check)
+        packer = Packer(pinned=uses_cuda(), slabs=slabs, on_filled=on_copied, check=check)
         return self._pack(staged.work, packer, staged.chunks)
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
@@ -304,7 +305,3 @@ class NativeWriter(StorageWriter):
 
 def _go_on() -> None:
     """Nobody to hear of: nothing to give up for."""
-
-
-def _wants_pinned() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
