@@ -124,7 +124,6 @@ class Exchange:
         self._free: deque[int] = deque()
         self._in_use: dict[int, set[int]] = {}
         self._told: set[int] = set()
-        self._huge: set[int] = set()
         self._slabs: dict[int, Slab] = {}
 
     def gather_wishes(self, wanted: np.ndarray) -> np.ndarray:
@@ -177,7 +176,11 @@ class Exchange:
         self._untaken.difference_update(read for read, _ in self._filled)  # by ranks that began before this one
         if len(mine):
             first = sorted(set(reads.reader.tolist())).index(self.place) * self.slots_each
-            self._free.extend(range(first, first + self.slots_each))
+            count = min(self.slots_each, len(mine))
+            self._free.extend(range(first, first + count))
+            # At once, because every request has the kernel wait for all processors.
+            layout = self._link.layout
+            self._link.memory.make_huge(layout.slot(first)[0], layout.slot(first + count)[0])
 
     @property
     def is_done(self) -> bool:
@@ -214,13 +217,6 @@ class Exchange:
         if number not in self._slabs:
             self._slabs[number] = self._link.memory.slab(*self._link.layout.slot(number))
         return self._slabs[number]
-
-    def slot_to_fill(self, number: int) -> Slab:
-        """The memory of a slot of this rank's, in huge pages, which a disk fills several times as fast; any thread."""
-        if number not in self._huge:
-            self._huge.add(number)
-            self._link.memory.make_huge(*self._link.layout.slot(number))
-        return self.slot(number)
 
     @property
     def slots(self) -> Slab:

@@ -68,7 +68,7 @@ def work(exchange: Exchange, reads: CommonReads, seed: int) -> list[int]:
             exchange.tell_taken(read, slot)
         elif (to_fill := exchange.next_to_fill()) is not None:
             read, slot = to_fill
-            exchange.slot_to_fill(slot).view[:8] = read.to_bytes(8, "little")
+            exchange.slot(slot).view[:8] = read.to_bytes(8, "little")
             exchange.tell_read(read, slot)
         elif (own := exchange.next_read()) is not None:
             read, slot = own
