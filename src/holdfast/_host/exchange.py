@@ -1,9 +1,9 @@
 """Blocks that several ranks of a host want, passed on through shared memory by the one that read them.
 
-Every rank has slots of its own there. It fills one with what it has read and verified, tells those who want some of it,
-and fills it again when all of them are done. Where hosts pass blocks on to each other, the leader also runs a carrier
-with slots of its own: to the ranks it is one more of them, which fills slots with what comes from other hosts and takes
-what they want.
+Every rank has slots of its own there. It reads into one, verifies what it has read, tells the others who want some of
+it, and reads into it again when all of them, and itself, are done. Where hosts pass blocks on to each other, the leader
+also runs a carrier with slots of its own: to the ranks it is one more of them, which fills slots with what comes from
+other hosts and takes what they want.
 
 Invariant: only the thread that feeds the work waits, and it waits only when there is nothing left to do without the
 others; taking what has been filled needs nobody's help. So whoever waits, waits for someone who works. Each wait looks
@@ -35,8 +35,10 @@ WISHES = 2
 """The section of the shared memory where every rank, then every host, says which blocks it wants, a bit for each."""
 
 _MOST_READERS = 16
-_MOST_SLOTS_EACH = 4
-_RING_BYTES = 96 << 20
+# Enough for reads under way, for those that others have not taken yet, and to have left the processor's caches before
+# the disk fills them again.
+_MOST_SLOTS_EACH = 16
+_RING_BYTES = 128 << 20
 _LEAST_SLOT_BYTES = 2 << 20
 _MESSAGE = struct.Struct("<iiii")
 assert _MESSAGE.size == MESSAGE_BYTES
@@ -50,6 +52,8 @@ class _Kind(enum.IntEnum):
     FILLED = 2
     TAKEN = 3
     HOSTS = 4
+    READ = 5
+    FAILED = 6
 
 
 def most_readers(size: int) -> int:
@@ -105,18 +109,22 @@ class Exchange:
         self._inbox = link.carrier_inbox if carries and link.carrier_inbox is not None else link.inbox
         self.slot_bytes = link.layout.slot_bytes
         self.most_readers = most_readers(self.size)
-        self._slots_each = link.layout.slots // (self.most_readers + bool(link.layout.hosts))
+        self.slots_each = link.layout.slots // (self.most_readers + bool(link.layout.hosts))
         self.waits = 0
         self._heard: set[int] = set()
         self._hosts_heard = False
         self._reads: CommonReads | None = None
         self._files: Sequence[str] = ()
-        self._takes_own = False
+        self.has_failed = False
         self._to_fill: deque[int] = deque()
         self._untaken: set[int] = set()
         self._filled: deque[tuple[int, int]] = deque()
-        self._free: list[int] = []
-        self._in_use: dict[int, tuple[int, set[int]]] = {}
+        self._unpassed: set[int] = set()
+        self._read: deque[tuple[int, int]] = deque()
+        self._free: deque[int] = deque()
+        self._in_use: dict[int, set[int]] = {}
+        self._told: set[int] = set()
+        self._slabs: dict[int, Slab] = {}
 
     def gather_wishes(self, wanted: np.ndarray) -> np.ndarray:
         """The blocks that each rank of the host wants, as booleans [ranks, blocks], given those of this one."""
@@ -128,7 +136,7 @@ class Exchange:
                 self._post(place, _Kind.WISHES)
         deadline = self._deadline()
         while len(self._heard) < self.size:
-            deadline = self._wait(deadline, set(range(self.size)) - self._heard)
+            deadline = self._wait(deadline, lambda: (min(set(range(self.size)) - self._heard), ""))
         return np.unpackbits(room[: self.size], axis=1, count=len(wanted)).view(bool)
 
     def tell_hosts(self, wishes: Sequence[bytes], blocks: int) -> None:
@@ -144,7 +152,7 @@ class Exchange:
         self._deadline_s *= _HOSTS_PATIENCE
         deadline = self._deadline()
         while not self._hosts_heard:
-            deadline = self._wait(deadline, {0})
+            deadline = self._wait(deadline, lambda: (0, ""))
         return np.unpackbits(self._wishes(blocks)[self.size :], axis=1, count=blocks).view(bool)
 
     def _wishes(self, blocks: int) -> np.ndarray:
@@ -155,32 +163,37 @@ class Exchange:
             raise InternalError("the wishes of a rank do not fit where they belong; please report it")
         return room[:, :nbytes]
 
-    def begin(self, reads: CommonReads, *, takes_own: bool = False, names: Sequence[str] = ()) -> None:
-        """Take up the reads that all ranks of the host have agreed on, of files that errors name by ``names``.
-
-        With ``takes_own`` this rank is told of its own reads too, and takes them from their slots like everyone else.
-        """
+    def begin(self, reads: CommonReads, *, names: Sequence[str] = ()) -> None:
+        """Take up the reads that all ranks of the host have agreed on, of files that errors name by ``names``."""
         self._reads = reads
         self._files = names
-        self._takes_own = takes_own
         mine = np.flatnonzero(reads.reader == self.place)
         if not self._carries:
             self._to_fill.extend(mine.tolist())
-        wants = reads.takers[:, self.place] & (takes_own | (reads.reader != self.place))
+            self._unpassed.update(self._to_fill)
+        wants = reads.takers[:, self.place] & (reads.reader != self.place)
         self._untaken.update(np.flatnonzero(wants).tolist())
         self._untaken.difference_update(read for read, _ in self._filled)  # by ranks that began before this one
         if len(mine):
-            first = sorted(set(reads.reader.tolist())).index(self.place) * self._slots_each
-            self._free.extend(range(first, first + self._slots_each))
+            first = sorted(set(reads.reader.tolist())).index(self.place) * self.slots_each
+            count = min(self.slots_each, len(mine))
+            self._free.extend(range(first, first + count))
+            # At once, because every request has the kernel wait for all processors.
+            layout = self._link.layout
+            self._link.memory.make_huge(layout.slot(first)[0], layout.slot(first + count)[0])
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has begun all its reads and has been told of everything it wants."""
-        return not self._to_fill and not self._untaken and not self._filled
+        """Whether this rank has passed on all its reads and has been told of everything it wants."""
+        return not self._unpassed and not self._untaken and not self._filled
 
     def next_filled(self) -> tuple[int, int] | None:
         """A read of another rank that this one wants and can take now, and the slot it lies in."""
         return self._filled.popleft() if self._filled else None
+
+    def next_read(self) -> tuple[int, int] | None:
+        """A read of this rank's own that is there to be passed on, and the slot it lies in."""
+        return self._read.popleft() if self._read else None
 
     def next_to_fill(self) -> tuple[int, int] | None:
         """A read that is this rank's to do, and the slot for it; None while all its slots are in use."""
@@ -195,16 +208,15 @@ class Exchange:
 
     def _claim(self, read: int) -> int:
         assert self._reads is not None
-        slot = self._free.pop()
-        takers = set(np.flatnonzero(self._reads.takers[read]).tolist())
-        if not self._takes_own:
-            takers.discard(self.place)
-        self._in_use[slot] = read, takers
+        slot = self._free.popleft()  # the one that was used longest ago
+        self._in_use[slot] = set(np.flatnonzero(self._reads.takers[read]).tolist())
         return slot
 
     def slot(self, number: int) -> Slab:
         """The memory of a slot."""
-        return self._link.memory.slab(*self._link.layout.slot(number))
+        if number not in self._slabs:
+            self._slabs[number] = self._link.memory.slab(*self._link.layout.slot(number))
+        return self._slabs[number]
 
     @property
     def slots(self) -> Slab:
@@ -212,13 +224,24 @@ class Exchange:
         layout = self._link.layout
         return self._link.memory.slab(layout.slot(0)[0], layout.slot(layout.slots)[0])
 
+    def tell_read(self, read: int, slot: int) -> None:
+        """Tell the feeding thread of this rank that ``read`` lies in ``slot``; any thread."""
+        self._post(self.place, _Kind.READ, read, slot)
+
+    def tell_failed(self) -> None:
+        """Tell the feeding thread of this rank not to wait any more, because this one has failed."""
+        self._post(self.place, _Kind.FAILED)
+
     def tell_filled(self, read: int, slot: int) -> None:
-        """Let those who want some of ``read`` have it from ``slot``; any thread."""
-        for place in tuple(self._in_use[slot][1]):
-            self._post(place, _Kind.FILLED, read, slot)
+        """Let the others who want some of ``read`` have it from ``slot``; any thread."""
+        self._told.add(slot)
+        self._unpassed.discard(read)
+        for place in tuple(self._in_use[slot]):
+            if place != self.place:
+                self._post(place, _Kind.FILLED, read, slot)
 
     def tell_taken(self, read: int, slot: int) -> None:
-        """Tell the one who read it that this rank needs ``slot`` no more; any thread."""
+        """Tell the one who read it, be it this rank, that this one needs ``slot`` no more; any thread."""
         assert self._reads is not None
         self._post(int(self._reads.reader[read]), _Kind.TAKEN, read, slot)
 
@@ -230,11 +253,10 @@ class Exchange:
 
     def wait(self) -> None:
         """Return when a message has changed something; raise what another rank has failed with."""
-        deadline, awaited = self._deadline(), self._readers() or self._takers()
-        file = self._file_of(min(self._untaken)) if self._untaken else ""
+        deadline = self._deadline()
         while True:
             before = self.waits
-            deadline = self._wait(deadline, awaited, file)
+            deadline = self._wait(deadline, self._awaited)
             if self.waits == before:
                 return
 
@@ -253,6 +275,7 @@ class Exchange:
         """Leave the others; what they still want is in their memory too."""
         if self.job is not None and self.job.carrier is not None:
             self.job.carrier.close()
+        self._slabs.clear()
         self._link.close()
 
     @property
@@ -263,18 +286,31 @@ class Exchange:
     @property
     def awaited_reader(self) -> int | None:
         """The number in the whole job of the rank that is to fill a slot for this one next, if any is."""
-        return next((self._names[place] for place in self._readers()), None)
+        read = self._awaited_read()
+        return None if read is None or self._reads is None else self._names[int(self._reads.reader[read])]
 
     @property
     def awaited_taker(self) -> int | None:
         """The number in the whole job of a rank that uses one of this one's slots, if any does."""
         return next((self._names[place] for place in sorted(self._takers())), None)
 
-    def _readers(self) -> set[int]:
-        return set() if self._reads is None or not self._untaken else {int(self._reads.reader[min(self._untaken)])}
+    def _awaited(self) -> tuple[int, str]:
+        """Who is waited for, and what file that one reads: whoever reads for this one, else who uses its slots."""
+        read = self._awaited_read()
+        if read is not None and self._reads is not None:
+            return int(self._reads.reader[read]), self._file_of(read)
+        takers = self._takers()
+        if takers or not self._unpassed:
+            return min(takers, default=self.place), ""
+        return self.place, self._file_of(min(self._unpassed))  # its own disk
+
+    def _awaited_read(self) -> int | None:
+        """The read of another rank that this one is to be given next, if there is any."""
+        return min(self._untaken, default=None)
 
     def _takers(self) -> set[int]:
-        return set().union(*(takers for _, takers in self._in_use.values()))
+        """The other ranks that can take something from this one's slots, and have not."""
+        return set().union(*(self._in_use[slot] for slot in tuple(self._told))) - {self.place}
 
     def _deadline(self) -> Deadline:
         return Deadline(self._deadline_s, self._clock)
@@ -285,10 +321,10 @@ class Exchange:
         number = int(self._reads.blocks.file[self._reads.bounds[read]])
         return self._files[number] if self._files else ""
 
-    def _wait(self, deadline: Deadline, awaited: set[int], file: str = "") -> Deadline:
+    def _wait(self, deadline: Deadline, awaited: Callable[[], tuple[int, str]]) -> Deadline:
         """Take messages, waiting a little for the first; the deadline, anew when one came.
 
-        ``file`` is what the ranks that are ``awaited`` read.
+        ``awaited`` tells who is waited for, and what file that one reads, if any.
         """
         messages = self._inbox.collect(_SLICE_S)
         if messages:
@@ -297,11 +333,12 @@ class Exchange:
             return self._deadline()
         self.rest()
         if deadline.passed:
-            name = self._names[min(awaited)]
+            place, file = awaited()
+            name = self._names[place]
             phase = "passing on what was read"
-            place = f"{phase!r} (at {file!r})" if file else repr(phase)
+            where = f"{phase!r} (at {file!r})" if file else repr(phase)
             raise RankLostError(
-                f"rank {name} made no progress for {self._deadline_s:g} s in {place}; "
+                f"rank {name} made no progress for {self._deadline_s:g} s in {where}; "
                 "look at what it hangs on, or allow more with deadline_s",
                 rank=name,
                 phase=phase,
@@ -318,11 +355,16 @@ class Exchange:
         elif kind == _Kind.HOSTS:
             self._hosts_heard = True
         elif kind == _Kind.TAKEN:
-            takers = self._in_use[slot][1]
+            takers = self._in_use[slot]
             takers.discard(sender)
             if not takers:
+                self._told.discard(slot)
                 del self._in_use[slot]
                 self._free.append(slot)
+        elif kind == _Kind.READ:
+            self._read.append((read, slot))
+        elif kind == _Kind.FAILED:
+            self.has_failed = True
 
     def _post(self, place: int, kind: _Kind, read: int = 0, slot: int = 0) -> None:
         self._link.outboxes[place].post(_MESSAGE.pack(kind, self.place, read, slot))

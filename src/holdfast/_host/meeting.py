@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast._io import sharing
+from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory
 from holdfast._plan import job_reads
 
@@ -93,7 +94,7 @@ def _neighbours(groups: list[tuple[int, ...]], *, between_hosts: bool) -> list[t
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies where in the shared memory: sections of these sizes, each starting on a page, then the slots.
+    """What lies where in the shared memory: sections of these sizes, each on pages, then the slots, on huge ones.
 
     Where blocks are passed on to other ``hosts``, there is a pipe more than ranks: that of the carrier.
     """
@@ -110,7 +111,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def slot(self, number: int) -> tuple[int, int]:
         """Start and end of a slot."""
-        start = sum(-(-size // _PAGE) * _PAGE for size in self.sections) + number * self.slot_bytes
+        sections = sum(-(-size // _PAGE) * _PAGE for size in self.sections)
+        start = (-(-sections // HUGE_PAGE) + number * -(-self.slot_bytes // HUGE_PAGE)) * HUGE_PAGE
         return start, start + self.slot_bytes
 
     @property

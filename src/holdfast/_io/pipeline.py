@@ -165,7 +165,10 @@ class _Crew:
     def __init__(self, *, workers: int, limit: int) -> None:
         self._workers = workers
         self.limit = limit
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
+        # Apart, so that a job wakes one thread and its end none but the one that feeds.
+        self._to_do = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._queue: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
@@ -175,15 +178,15 @@ class _Crew:
 
     def queue(self, job: Callable[[], None]) -> None:
         """Puts ``job`` where the next free thread finds it."""
-        with self._change:
+        with self._lock:
             self._queue.append(job)
             self._unfinished += 1
             self.taken += 1
-            self._change.notify_all()
+            self._to_do.notify()
 
     def reinforce(self) -> None:
         """Starts another thread while there are fewer than wanted and jobs wait; without any, works itself."""
-        with self._change:
+        with self._lock:
             wanted = min(self._workers, self._unfinished) - len(self._threads)
         try:
             for _ in range(wanted):
@@ -195,16 +198,16 @@ class _Crew:
 
     def wait_for_room(self) -> bool:
         """True once another job may be taken; False when none may be, because something failed."""
-        with self._change:
-            self._change.wait_for(lambda: self._failure is not None or self._unfinished < self.limit)
+        with self._lock:
+            self._done.wait_for(lambda: self._failure is not None or self._unfinished < self.limit)
             return self._failure is None
 
     def fail(self, error: BaseException) -> None:
         """Records ``error`` unless there was one before."""
-        with self._change:
+        with self._lock:
             if self._failure is None:
                 self._failure = error
-            self._change.notify_all()
+            self._done.notify_all()
 
     def take_failure(self) -> BaseException | None:
         """The first error, which is the caller's from now on."""
@@ -213,9 +216,9 @@ class _Crew:
 
     def finish(self) -> None:
         """Returns once all queued jobs are done (the calling thread takes its share) and all threads have ended."""
-        with self._change:
+        with self._lock:
             self._finishing = True
-            self._change.notify_all()
+            self._to_do.notify_all()
         self.drain()
         if (interrupt := _wait_for_end(self._threads)) is not None:
             self.fail(interrupt)
@@ -223,7 +226,7 @@ class _Crew:
     def drain(self) -> None:
         """Runs queued jobs until none is left."""
         while True:
-            with self._change:
+            with self._lock:
                 if not self._queue:
                     return
                 job = self._queue.popleft()
@@ -234,14 +237,14 @@ class _Crew:
             finally:
                 # Whatever the job holds goes before the next one is waited for.
                 del job
-                with self._change:
+                with self._lock:
                     self._unfinished -= 1
-                    self._change.notify_all()
+                    self._done.notify_all()
 
     def _work(self) -> None:
         while True:
-            with self._change:
-                self._change.wait_for(lambda: self._finishing or self._queue)
+            with self._lock:
+                self._to_do.wait_for(lambda: self._finishing or self._queue)
                 if not self._queue:
                     return
             self.drain()

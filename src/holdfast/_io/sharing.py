@@ -33,9 +33,9 @@ class SharedMemory:
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
-        self._memory = mapping.attach(descriptor, size)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.view = memoryview(self._memory)
+        self._memory, self._start = mapping.attach_aligned(descriptor, size)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start)
+        self.view = memoryview(self._memory)[self._start : self._start + size]
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
@@ -56,6 +56,10 @@ class SharedMemory:
     def slab(self, start: int, stop: int) -> Slab:
         """Bytes [start, stop) as a buffer."""
         return Slab(self.view[start:stop], self.tensor[start:stop])
+
+    def make_huge(self, start: int, stop: int) -> None:
+        """Have bytes [start, stop), which nobody has used yet, in huge pages, where the kernel makes them."""
+        mapping.collapse(self._memory, self._start + start, self._start + stop)
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last buffer over it, at once where there is none."""

@@ -253,21 +253,15 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         ends = segments.offset[span] + segments.nbytes[span]
         return int(segments.file[span.start]), int(segments.offset[span.start]), int(ends.max())
 
-    def read(self, file_number: int, start: int, end: int, ring: SlabRing) -> tuple[Slab, int]:
-        """A slab of ``ring`` with bytes [start, end) of a file, and the offset in the file that its first byte has."""
-        base = start
-        slab = ring.acquire()
-        try:
-            with self.file(file_number) as (file, is_cached):
-                if is_cached or end - base < ALIGNMENT:
-                    file.read_into(slab.view[: end - base], base)
-                else:
-                    base -= base % ALIGNMENT
-                    file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
-        except BaseException:
-            ring.release(slab)
-            raise
-        return slab, base
+    def read(self, file_number: int, start: int, end: int, slab: Slab) -> int:
+        """Put bytes [start, end) of a file into ``slab``; the offset in the file that its first byte has."""
+        base = start - start % ALIGNMENT
+        with self.file(file_number) as (file, is_cached):
+            if is_cached or end - start < ALIGNMENT:
+                file.read_into(slab.view[start - base : end - base], start)
+            else:
+                file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
+        return base
 
     def _open(self, numbers: list[int]) -> None:
         opened = self._open_targets(numbers)
@@ -308,7 +302,6 @@ class SegmentJob(Generic[TargetT]):
         self._fetch = fetch
         self._span = span
         self._ring = ring
-        self._file_number, self._start, self._end = fetch.extent(span)
         self._boxes: list[int] = []
         self._parts: list[_Part[TargetT]] = []
 
@@ -329,14 +322,15 @@ class SegmentJob(Generic[TargetT]):
 
     def _read_in_place(self) -> bool:
         """Whether all segments could be, and were, read right into the targets."""
-        with self._fetch.file(self._file_number) as (file, is_cached):
+        file_number, _, _ = self._fetch.extent(self._span)
+        with self._fetch.file(file_number) as (file, is_cached):
             views = self._views() if is_cached else None
             if views is None:
                 return False
             for place, (view, (_, start, nbytes, offset, expected)) in enumerate(zip(views, self._parts, strict=True)):
                 file.read_into(view, offset)
                 if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view, expected):
-                    raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
+                    raise self._fetch.damaged(file_number, self._boxes[place], offset, nbytes)
         return True
 
     def _views(self) -> list[memoryview] | None:
@@ -353,7 +347,12 @@ class SegmentJob(Generic[TargetT]):
 
     def read(self) -> tuple[Slab, int]:
         """A slab with the bytes of all segments, and the offset in the file that its first byte has."""
-        return self._fetch.read(self._file_number, self._start, self._end, self._ring)
+        slab = self._ring.acquire()
+        try:
+            return slab, self._fetch.read(*self._fetch.extent(self._span), slab)
+        except BaseException:
+            self._ring.release(slab)
+            raise
 
     def move(self, slab: Slab, base: int) -> bool:
         """Verify every segment and move it to its address; False, and nothing done, where one of them has none."""
@@ -390,7 +389,8 @@ class SegmentJob(Generic[TargetT]):
         for place, (target, start, nbytes, offset, expected) in enumerate(self._parts):
             at = offset - base
             if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view[at : at + nbytes], expected):
-                raise self._fetch.damaged(self._file_number, self._boxes[place], offset, nbytes)
+                file_number, _, _ = self._fetch.extent(self._span)
+                raise self._fetch.damaged(file_number, self._boxes[place], offset, nbytes)
             if target.on_cpu and expected >= 0:
                 target.copy_in(start, start + nbytes, slab, at)
             elif waiting is not None and waiting[0] is target and waiting[2] == start:

@@ -1,8 +1,8 @@
 """Boxes read together with the other ranks of the host: blocks that several want are read by one of them, once.
 
 Each rank says which blocks it wants and computes from all wishes who reads what. What nobody else wants is read as
-ever. A common read goes into a private slab, because only private memory has the huge pages that direct transfers are
-fast with, is verified there, and copied to a slot of the memory that the ranks share; the others take it from there.
+ever. A common read goes right into a slot of the memory that the ranks share, is verified there by the one who read it,
+and all who want some of it take it from there.
 
 Between hosts it is the same once more: what enough of them want is read by one of them, and the carriers of the others
 put it into their slots, verified again.
@@ -27,13 +27,13 @@ from holdfast._native.fetch import Fetch
 from holdfast._native.segments import HOT_BYTES, SegmentJob, Segments, uses_cuda
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
 from holdfast._plan.job_reads import read_numbers, share_between_hosts, share_out_beside
-from holdfast._state.raw import Target, move
+from holdfast._state.raw import Target
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast.errors import CorruptError
 
-# What a rank reads and passes on at a time: four blocks, wherever they begin. Less costs more in messages than it gains
-# in the caches.
-_SLOT_BYTES = (4 << 20) + 2 * ALIGNMENT
+# What a rank reads and passes on at a time: three huge pages, five blocks or six. Less costs more in messages than it
+# gains in the caches.
+_SLOT_BYTES = 6 << 20
 
 # What is in the page cache costs few ranks less to copy each from there than to pass on.
 _FEW_RANKS = 4
@@ -63,7 +63,7 @@ class SharedFetch(Fetch):
             super()._transfer()
             return
         alone, slices = self._part(block, reads)
-        workers = default_workers(self._exchange.size, least=2)
+        workers = default_workers(self._exchange.size)
         if uses_cuda():
             workers = min(workers, _MOST_CUDA_WORKERS)
         ring = self._ring(workers, self._exchange.slot_bytes)
@@ -71,16 +71,15 @@ class SharedFetch(Fetch):
             stack.callback(ring.close)
             if uses_cuda():
                 stack.enter_context(pinned(self._exchange.slots))
-            is_small = self._are_small(slice(slices[0].start, slices[-1].stop))
-            common = _Common(reads, slices, ring, is_small=is_small)
-            names = [file.name for file in self._catalog.manifest.files]
-            self._exchange.begin(reads, takes_own=common.is_small, names=names)
+            common = _Common(reads, slices, ring)
+            self._exchange.begin(reads, names=[file.name for file in self._catalog.manifest.files])
             job = self._exchange.job
             carrier = None if job is None else job.carrier
             if carrier is not None:
                 stack.callback(carrier.stop)  # before the slots are given back
                 carrier.start(reads, self._freight(common))
-            run_bounded(self._jobs(alone, common), workers=workers, at_once=True)
+            # With room for all slots, so that the feeding thread is never kept from taking what is there.
+            run_bounded(self._jobs(alone, common), workers=workers, ahead=self._exchange.slots_each, at_once=True)
             if carrier is not None:
                 carrier.finish(self._exchange.rest)
 
@@ -187,55 +186,77 @@ class SharedFetch(Fetch):
         return self._spans(count, most=SLAB_BYTES if uses_cuda() else HOT_BYTES), slices
 
     def _jobs(self, alone: list[slice], common: _Common) -> Iterator[Callable[[], None]]:
-        """What there is to do, as it becomes possible: first what makes room for others, then what they wait for."""
+        """What there is for other threads to do, as it becomes possible: first what the disk can do meanwhile.
+
+        This thread verifies and copies; for a GPU, which copies by itself, that is left to others too.
+        """
         exchange, spans = self._exchange, iter(alone)
         while True:
             exchange.collect()
-            if (filled := exchange.next_filled()) is not None:
-                taking = self._taking(*filled, common)
-                if common.is_small:
-                    taking()  # small segments are mostly work for one interpreter, and this is the one that waits
+            if exchange.has_failed:
+                return
+            if (to_fill := exchange.next_to_fill()) is not None:
+                yield self._watched(partial(self._fill, *to_fill, common))
+            elif (work := self._next_work(common)) is not None:
+                if uses_cuda():
+                    yield self._watched(work)
                 else:
-                    yield taking
-            elif (to_fill := exchange.next_to_fill()) is not None:
-                yield self._filling(*to_fill, common)
+                    work()
             elif (span := next(spans, None)) is not None:
-                yield self._job(span, common.ring)
+                yield self._watched(self._job(span, common.ring))
             elif exchange.is_done:
                 return
             else:
                 exchange.wait()
 
-    def _taking(self, read: int, slot: int, common: _Common) -> Callable[[], None]:
-        job = SegmentJob(self, common.slices[read], common.ring)
+    def _next_work(self, common: _Common) -> Callable[[], None] | None:
+        """What there is to do with a slot: pass on what this rank has read, or take what another one has."""
+        if (own := self._exchange.next_read()) is not None:
+            return partial(self._pass_on, *own, self._opened(own[0], common), common)
+        if (filled := self._exchange.next_filled()) is not None:
+            return partial(self._take, *filled, self._opened(filled[0], common), common)
+        return None
+
+    def _opened(self, read: int, common: _Common) -> SegmentJob[Target] | None:
+        """What this rank wants of a read, its targets open."""
+        span = common.slices[read]
+        if span.start == span.stop:
+            return None
+        job = SegmentJob(self, span, common.ring)
         job.open()
-        return partial(self._take, job, read, slot, common.extent(read)[1])
+        return job
 
-    def _take(self, job: SegmentJob[Target], read: int, slot: int, start: int) -> None:
-        job.deliver(self._exchange.slot(slot), start - start % ALIGNMENT)
-        self._exchange.tell_taken(read, slot)
+    def _pass_on(self, read: int, slot: int, job: SegmentJob[Target] | None, common: _Common) -> None:
+        """Verify what this rank has read, let others have it, and take it while it is hot."""
+        if self._verify:
+            start = common.extent(read)[1]
+            view = self._exchange.slot(slot).view
+            self._verify_blocks(common.reads.blocks, common.span(read), view, start - start % ALIGNMENT)
+        self._exchange.tell_filled(read, slot)
+        self._take(read, slot, job, common)
 
-    def _filling(self, read: int, slot: int, common: _Common) -> Callable[[], None]:
-        job = None
-        if not common.is_small and common.slices[read].stop > common.slices[read].start:
-            job = SegmentJob(self, common.slices[read], common.ring)
-            job.open()
-        return partial(self._fill, job, read, slot, common)
+    def _take(self, read: int, slot: int, job: SegmentJob[Target] | None, common: _Common) -> None:
+        if job is not None:
+            start = common.extent(read)[1]
+            job.deliver(self._exchange.slot(slot), start - start % ALIGNMENT)
+            self._exchange.tell_taken(read, slot)
 
-    def _fill(self, job: SegmentJob[Target] | None, read: int, slot: int, common: _Common) -> None:
-        """Read, verify and pass on what others want too; then take what this rank wants, while it is hot."""
-        file, start, stop = common.extent(read)
-        slab, base = self.read(file, start, stop, common.ring)
-        try:
-            if self._verify:
-                self._verify_blocks(common.reads.blocks, common.span(read), slab.view, base)
-            target = self._exchange.slot(slot)
-            move(target.address + start % ALIGNMENT, slab.address + start - base, stop - start)
-            self._exchange.tell_filled(read, slot)
-            if job is not None:
-                job.deliver(slab, base)
-        finally:
-            common.ring.release(slab)
+    def _fill(self, read: int, slot: int, common: _Common) -> None:
+        """Read what several ranks want."""
+        self.read(*common.extent(read), self._exchange.slot(slot))
+        self._exchange.tell_read(read, slot)
+
+    def _watched(self, job: Callable[[], None]) -> Callable[[], None]:
+        """``job``, whose failure ends the wait of the feeding thread for what then never comes."""
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException:
+                self._exchange.tell_failed()
+                raise
+
+        return run
 
     def _verify_blocks(
         self, blocks: Blocks, span: slice, view: memoryview, base: int, *, sender: int | None = None
@@ -251,11 +272,13 @@ class SharedFetch(Fetch):
 class _Common:
     """The common reads, which of this rank's segments each brings, and the slabs to read with."""
 
-    def __init__(self, reads: CommonReads, slices: list[slice], ring: SlabRing, *, is_small: bool) -> None:
+    def __init__(self, reads: CommonReads, slices: list[slice], ring: SlabRing) -> None:
         self.reads = reads
         self.slices = slices
         self.ring = ring
-        self.is_small = is_small
+        blocks, first, last = reads.blocks, reads.bounds[:-1], reads.bounds[1:] - 1
+        columns = blocks.file[last], blocks.offset[first], blocks.offset[last] + blocks.nbytes[last]
+        self._extents = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def span(self, read: int) -> slice:
         """The blocks of a read."""
@@ -263,9 +286,8 @@ class _Common:
 
     def extent(self, read: int) -> tuple[int, int, int]:
         """File number, first byte and end of a read."""
-        blocks, span = self.reads.blocks, self.span(read)
-        last = span.stop - 1
-        return int(blocks.file[last]), int(blocks.offset[span.start]), int(blocks.offset[last] + blocks.nbytes[last])
+        extent: tuple[int, int, int] = self._extents[read]
+        return extent
 
 
 def _damaged_on_the_way(damage: CorruptError, sender: int) -> CorruptError:

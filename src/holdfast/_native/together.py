@@ -18,6 +18,7 @@ from holdfast._host.network import Contact, Reception
 from holdfast._io.sharing import SharedMemory
 from holdfast._native.catalog import CatalogBytes
 from holdfast._native.reader import NativeReader
+from holdfast._native.segments import uses_cuda
 from holdfast._native.shared_fetch import slot_bytes
 from holdfast.errors import CorruptError
 from holdfast.metadata import Metadata
@@ -115,6 +116,8 @@ class _Opening:
             for number, part in ((_MANIFEST, data.manifest), (_INDEX, data.index)):
                 start, stop = layout.section(number)
                 memory.view[start:stop] = part
+            if uses_cuda():  # everyone pins the slots, and what is pinned stays in the pages that it is in
+                memory.make_huge(layout.slot(0)[0], layout.slot(layout.slots)[0])
 
         self._link = self._visit.invite(seat, layout, fill)
         if self._link is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -152,13 +152,22 @@ def source_of(tensor: torch.Tensor, *, is_ordered: bool = False) -> Source:
     return ScatteredSource(tensor.detach(), is_ordered=is_ordered)
 
 
+class Rows(NamedTuple):
+    """Bytes of a chunk: ``number`` rows of ``nbytes`` each, the first at ``first``, ``stride`` from one to the next."""
+
+    first: int
+    nbytes: int
+    stride: int
+    number: int
+
+
 class Target:
     """A tensor to be filled with box ``wanted`` of a stored chunk of ``shape`` and ``dtype``; None wants all of it.
 
     ``run`` is the byte range of the chunk that is wanted, when it is one range and the tensor takes it as one range.
     """
 
-    __slots__ = ("_address", "_flat", "_shape", "_takes_words", "_wanted", "dtype", "on_cpu", "run", "tensor")
+    __slots__ = ("_address", "_flat", "_rows", "_shape", "_takes_words", "_wanted", "dtype", "on_cpu", "run", "tensor")
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box | None) -> None:
         self.tensor = tensor
@@ -169,11 +178,14 @@ class Target:
         self.run: tuple[int, int] | None = None
         self._flat: memoryview | None = None
         self._address = 0
+        self._rows: Rows | None = None
         # Bits are kept as they are, unless they are to be cast or the target itself is a conjugate or negative view.
         self._takes_words = tensor.dtype == dtype and not is_lazy(tensor)
         if self._takes_words and tensor.is_contiguous():
             whole_bytes = tensor.numel() * dtype.itemsize
-            self.run = (0, whole_bytes) if wanted is None else _one_run(shape, wanted, dtype.itemsize)
+            self._rows = Rows(0, whole_bytes, 0, 1) if wanted is None else _rows(shape, wanted, dtype.itemsize)
+            if self._rows is not None and self._rows.number == 1:
+                self.run = self._rows.first, self._rows.first + self._rows.nbytes
             self._address = tensor.data_ptr()
             if self._address == 0 and whole_bytes:
                 raise InvalidStateError(f"a {type(tensor).__name__} without memory of its own cannot be loaded into")
@@ -194,7 +206,10 @@ class Target:
     def copy_in(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Take bytes [start, stop) of the chunk, which lie in ``buffer`` from ``at`` on."""
         if self.run is None:
-            self._scatter(start, stop, buffer, at)
+            if self._rows is not None and self.on_cpu:
+                self._take_rows(self._rows, start, stop, buffer, at)
+            else:
+                self._scatter(start, stop, buffer, at)
             return
         first, last = self.run
         low, high = max(start, first), min(stop, last)
@@ -207,6 +222,25 @@ class Target:
             flat = _flat_bytes(self._words())
             source = buffer.tensor[place : place + high - low]
             flat[low - first : high - first].copy_(source, non_blocking=self.tensor.is_cuda)
+
+    def _take_rows(self, rows: Rows, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Take what lies in [start, stop) of rows: whole ones at once, the first and the last as far as they go."""
+        first, nbytes, stride, count = rows
+        row = max(0, -(-(start - first) // stride))
+        end = min(count, (stop - first - nbytes) // stride + 1)
+        for part in {row - 1, end} if row <= end else {row - 1}:
+            begin = first + part * stride
+            low, high = max(start, begin), min(stop, begin + nbytes)
+            if 0 <= part < count and low < high:
+                move(self._address + part * nbytes + low - begin, buffer.address + at + low - start, high - low)
+        if row >= end:
+            return
+        place = at + first + row * stride - start
+        itemsize = 1 if place % self.dtype.itemsize else self.dtype.itemsize
+        shape = end - row, nbytes // itemsize
+        source = buffer.tensor[place : place + (shape[0] - 1) * stride + nbytes].view(word_dtype(itemsize))
+        flat = _flat_bytes(self._words())[row * nbytes : end * nbytes].view(word_dtype(itemsize))
+        flat.view(shape).copy_(source.as_strided(shape, (stride // itemsize, 1)))
 
     def _scatter(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         itemsize, words = self.dtype.itemsize, self._words()
@@ -249,13 +283,19 @@ def _typed(buffer: Buffer, start: int, stop: int, dtype: torch.dtype, box: Box) 
     return buffer.tensor[start:stop].view(dtype).view(box.lengths)
 
 
-def _one_run(shape: tuple[int, ...], wanted: Box, itemsize: int) -> tuple[int, int] | None:
-    """The byte range of ``wanted`` in a row-major array of ``shape``, when it is one range."""
-    start, width, split = 0, itemsize, False
+def _rows(shape: tuple[int, ...], wanted: Box, itemsize: int) -> Rows | None:
+    """Where ``wanted`` lies in a row-major array of ``shape``; None when that is not in rows at equal distances."""
+    first, width, nbytes, stride, count = 0, itemsize, itemsize, 0, 1
     for size, low, length in zip(reversed(shape), reversed(wanted.offsets), reversed(wanted.lengths), strict=True):
-        if split and length != 1:
-            return None
-        start += low * width
-        split = split or length != size
+        first += low * width
+        if length != 1:
+            if count == 1 and width == nbytes:
+                nbytes *= length
+            elif count == 1:
+                stride, count = width, length
+            elif width == stride * count:
+                count *= length
+            else:
+                return None
         width *= size
-    return start, start + wanted.volume * itemsize
+    return Rows(first, nbytes, stride, count)

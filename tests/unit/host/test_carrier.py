@@ -118,6 +118,8 @@ def work(link: Link, carrier: Carrier, job: CommonReads, host: int) -> list[int]
             read, slot = to_fill
             exchange.slot(slot).view[read : read + NBYTES] = content_of(read)
             exchange.tell_filled(read, slot)
+            if reads.takers[read, exchange.place]:
+                exchange.tell_taken(read, slot)
         elif exchange.is_done:
             carrier.finish(exchange.rest)
             return sorted(right)

@@ -9,7 +9,8 @@ import socket
 
 import pytest
 
-from holdfast._io import sharing
+from holdfast._io import mapping, sharing
+from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory, leave_at, make_pipes
 
 
@@ -30,6 +31,24 @@ def test_memory_is_the_same_behind_every_descriptor_of_it() -> None:
     ours.close()
     theirs.close()
     assert open_descriptors() == before
+
+
+def test_memory_in_huge_pages_is_the_same_for_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 3 * HUGE_PAGE + 8192
+    for is_refused in (False, True):
+        if is_refused:
+            monkeypatch.setattr(mapping, "_MADV_COLLAPSE", -1)  # as on a kernel that does not know it
+        ours = SharedMemory.create(size)
+        theirs = SharedMemory.attach(os.dup(ours.descriptor), size)
+        assert ours.tensor.data_ptr() % HUGE_PAGE == theirs.tensor.data_ptr() % HUGE_PAGE == 0
+        ours.slab(0, 4).view[:] = b"kept"
+        ours.make_huge(HUGE_PAGE, size)
+        ours.slab(size - 4, size).view[:] = b"last"
+        theirs.slab(HUGE_PAGE, HUGE_PAGE + 4).view[:] = b"word"
+        assert [bytes(theirs.view[:4]), bytes(theirs.view[-4:])] == [b"kept", b"last"]
+        assert bytes(ours.view[HUGE_PAGE : HUGE_PAGE + 4]) == b"word"
+        ours.close()
+        theirs.close()
 
 
 def test_memory_cannot_be_shrunk_under_those_who_use_it() -> None:

@@ -82,6 +82,9 @@ BOXES = [
     Box((0, 1, 2), (4, 3, 2)),
     Box((3, 4, 5), (1, 1, 1)),
     Box((0, 0, 5), (4, 5, 1)),
+    Box((0, 2, 0), (4, 2, 6)),
+    Box((1, 0, 1), (2, 5, 4)),
+    Box((1, 2, 3), (3, 1, 2)),
 ]
 
 
@@ -103,12 +106,14 @@ def test_a_box_of_a_chunk_comes_in_piece_by_piece(box: Box, dtype: torch.dtype, 
     for name, tensor in targets(box, dtype).items():
         target = Target(tensor, dtype=dtype, shape=(4, 5, 6), wanted=box)
         # Pieces of any length, at any place of the buffer, whether the box wants something of them or not.
-        for number, start in enumerate(range(0, len(stored), 7 * size)):
-            stop = min(start + 7 * size, len(stored))
-            place = (number * 3) % 29
-            slab.view[place : place + stop - start] = stored[start:stop]
-            target.copy_in(start, stop, slab, place)
-        assert bits(tensor) == bits(chunk[box.slices()]), name
+        for step in (1, 7, 23, 120):
+            tensor.zero_()
+            for number, start in enumerate(range(0, len(stored), step * size)):
+                stop = min(start + step * size, len(stored))
+                place = (number * 3) % 29
+                slab.view[place : place + stop - start] = stored[start:stop]
+                target.copy_in(start, stop, slab, place)
+            assert bits(tensor) == bits(chunk[box.slices()]), (name, step)
 
 
 @pytest.mark.parametrize("box", BOXES, ids=repr)
