@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -148,20 +149,22 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             self._close_target(number, self._targets.pop(number))
 
     def _transfer(self) -> None:
-        if not self._are_small(slice(None)) and (uses_cuda() or self._is_cached()):
-            self._run_in_threads()
-        else:
-            self._run_ahead()
+        """Read, verify and deliver everything that has bytes."""
+        self._transfer_first(len(self.segments.box))
 
-    def _are_small(self, span: slice) -> bool:
-        """Whether the segments ``span`` are best left to one thread, because there is so little to each."""
-        nbytes = self.segments.nbytes[span]
-        return bool(nbytes.sum() < _SMALL_BYTES * len(nbytes))
+    def _transfer_first(self, count: int) -> None:
+        """Read, verify and deliver the first ``count`` segments."""
+        if count == 0:
+            return
+        # What is small is best left to one thread, because there is so little to each.
+        are_small = self.segments.nbytes[:count].sum() < _SMALL_BYTES * count
+        if not are_small and (uses_cuda() or self._is_cached()):
+            self._run_in_threads(count)
+        else:
+            self._run_ahead(count)
 
     def _is_cached(self) -> bool:
         """Whether there is no disk to wait for, judged by the first file."""
-        if not len(self.segments.file):
-            return True
         with self.file(int(self.segments.file[0])) as (_, is_cached):
             return is_cached
 
@@ -187,17 +190,17 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         )
         return [slice(first, stop) for first, stop in itertools.pairwise(groups.tolist())]
 
-    def _run_in_threads(self) -> None:
+    def _run_in_threads(self, count: int) -> None:
         """Read, verify and deliver in as many threads as there are."""
         workers = self._workers()
-        spans = self._spans(len(self.segments.box), most=SLAB_BYTES)
+        spans = self._spans(count, most=SLAB_BYTES)
         ring = self._ring(workers, SLAB_BYTES)
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
             ring.close()
 
-    def _run_ahead(self) -> None:
+    def _run_ahead(self, count: int) -> None:
         """Deliver in this thread while others read.
 
         Small segments are mostly work for one interpreter, and copies of large ones in several threads only compete
@@ -206,24 +209,24 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         workers = self._workers()
         most = SLAB_BYTES if uses_cuda() else HOT_BYTES
         ring = self._ring(workers, most)
-        jobs = [SegmentJob(self, span, ring) for span in self._spans(len(self.segments.box), most=most)]
+        jobs = [SegmentJob(self, span) for span in self._spans(count, most=most)]
+        reads = (partial(job.read, ring) for job in jobs)
         try:
             # One slab stays with the delivery, so that no read ever waits for one.
-            with closing(run_ahead((job.read for job in jobs), workers=workers, ahead=ring.count - 1)) as filled:
+            with closing(run_ahead(reads, workers=workers, ahead=ring.count - 1)) as filled:
                 for job, (slab, base) in zip(jobs, filled, strict=True):
                     self._check()
-                    if not job.move(slab, base):
-                        job.open()
-                        job.deliver(slab, base)
+                    job.open_unless_plain()
+                    job.deliver(slab, base)
                     ring.release(slab)
         finally:
             ring.close()
 
     def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
         self._check()
-        job = SegmentJob(self, span, ring)
+        job = SegmentJob(self, span)
         job.open()
-        return job.run
+        return partial(job.run, ring)
 
     def parts(self, span: slice) -> tuple[list[int], list[_Part[TargetT]]]:
         """The boxes and the parts of the segments ``span``, their targets open."""
@@ -298,10 +301,10 @@ _Part = tuple[TargetT, int, int, int, int]
 class SegmentJob(Generic[TargetT]):
     """Neighbouring segments of one file."""
 
-    def __init__(self, fetch: SegmentFetch[TargetT], span: slice, ring: SlabRing) -> None:
+    def __init__(self, fetch: SegmentFetch[TargetT], span: slice) -> None:
         self._fetch = fetch
         self._span = span
-        self._ring = ring
+        self._addresses: np.ndarray | None = None
         self._boxes: list[int] = []
         self._parts: list[_Part[TargetT]] = []
 
@@ -309,16 +312,22 @@ class SegmentJob(Generic[TargetT]):
         """Get the targets; to be called by one thread at a time, and in file order."""
         self._boxes, self._parts = self._fetch.parts(self._span)
 
-    def run(self) -> None:
+    def open_unless_plain(self) -> None:
+        """The same, unless each segment has an address to go to."""
+        self._addresses = self._fetch.addresses(self._span)
+        if self._addresses is None:
+            self.open()
+
+    def run(self, ring: SlabRing) -> None:
         """Read, verify, deliver; from the page cache right into the targets where the bytes go there as they are."""
         if self._read_in_place():
             self._fetch.done(self._boxes)
             return
-        slab, base = self.read()
+        slab, base = self.read(ring)
         try:
             self.deliver(slab, base)
         finally:
-            self._ring.release(slab)
+            ring.release(slab)
 
     def _read_in_place(self) -> bool:
         """Whether all segments could be, and were, read right into the targets."""
@@ -345,32 +354,20 @@ class SegmentJob(Generic[TargetT]):
             reached = offset
         return views
 
-    def read(self) -> tuple[Slab, int]:
-        """A slab with the bytes of all segments, and the offset in the file that its first byte has."""
-        slab = self._ring.acquire()
+    def read(self, ring: SlabRing) -> tuple[Slab, int]:
+        """A slab of ``ring`` with the bytes of all segments, and the offset in the file that its first byte has."""
+        slab = ring.acquire()
         try:
             return slab, self._fetch.read(*self._fetch.extent(self._span), slab)
         except BaseException:
-            self._ring.release(slab)
+            ring.release(slab)
             raise
-
-    def move(self, slab: Slab, base: int) -> bool:
-        """Verify every segment and move it to its address; False, and nothing done, where one of them has none."""
-        fetch, segments, span, view = self._fetch, self._fetch.segments, self._span, slab.view
-        addresses = fetch.addresses(span)
-        if addresses is None:
-            return False
-        offsets = segments.offset[span]
-        columns = (segments.box[span], segments.start[span], offsets - base, segments.nbytes[span], addresses)
-        expected = fetch.expected(segments.digest[span])
-        for box, start, at, nbytes, address, wanted in zip(*(each.tolist() for each in columns), expected, strict=True):
-            if wanted >= 0 and not fetch.is_intact(box, start, view[at : at + nbytes], wanted):
-                raise fetch.damaged(self._file_number, box, base + at, nbytes)
-            move(address, slab.address + at, nbytes)
-        return True
 
     def deliver(self, slab: Slab, base: int) -> None:
         """Verify every segment and put it where it belongs."""
+        if self._addresses is not None:
+            self._move(slab, base, self._addresses)
+            return
         streams = [
             self._fetch.stream(device)
             for device in {part[0].tensor.device for part in self._parts if not part[0].on_cpu}
@@ -382,6 +379,17 @@ class SegmentJob(Generic[TargetT]):
             self._copy(slab, base)
         self._fetch.done(self._boxes)
 
+    def _move(self, slab: Slab, base: int, addresses: np.ndarray) -> None:
+        """Verify every segment and move it to its address."""
+        fetch, segments, span, view = self._fetch, self._fetch.segments, self._span, slab.view
+        offsets = segments.offset[span]
+        columns = (segments.box[span], segments.start[span], offsets - base, segments.nbytes[span], addresses)
+        expected = fetch.expected(segments.digest[span])
+        for box, start, at, nbytes, address, wanted in zip(*(each.tolist() for each in columns), expected, strict=True):
+            if wanted >= 0 and not fetch.is_intact(box, start, view[at : at + nbytes], wanted):
+                raise fetch.damaged(fetch.extent(span)[0], box, base + at, nbytes)
+            move(address, slab.address + at, nbytes)
+
     def _copy(self, slab: Slab, base: int) -> None:
         """Verify each segment and copy it while hot; to a device, or where nothing is verified, neighbours at once."""
         view = slab.view
@@ -389,8 +397,7 @@ class SegmentJob(Generic[TargetT]):
         for place, (target, start, nbytes, offset, expected) in enumerate(self._parts):
             at = offset - base
             if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view[at : at + nbytes], expected):
-                file_number, _, _ = self._fetch.extent(self._span)
-                raise self._fetch.damaged(file_number, self._boxes[place], offset, nbytes)
+                raise self._fetch.damaged(self._fetch.extent(self._span)[0], self._boxes[place], offset, nbytes)
             if target.on_cpu and expected >= 0:
                 target.copy_in(start, start + nbytes, slab, at)
             elif waiting is not None and waiting[0] is target and waiting[2] == start:

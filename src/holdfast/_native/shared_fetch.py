@@ -19,12 +19,12 @@ import numpy as np
 
 from holdfast._host.carrier import Freight, Job
 from holdfast._host.exchange import Exchange
-from holdfast._io.buffers import SLAB_BYTES, SlabRing
+from holdfast._io.buffers import SLAB_BYTES
 from holdfast._io.direct import ALIGNMENT
 from holdfast._io.pinning import pinned
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.fetch import Fetch
-from holdfast._native.segments import HOT_BYTES, SegmentJob, Segments, uses_cuda
+from holdfast._native.segments import SegmentJob, Segments, uses_cuda
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
 from holdfast._plan.job_reads import read_numbers, share_between_hosts, share_out_beside
 from holdfast._state.raw import Target
@@ -64,14 +64,11 @@ class SharedFetch(Fetch):
             return
         alone, slices = self._part(block, reads)
         workers = default_workers(self._exchange.size)
-        if uses_cuda():
-            workers = min(workers, _MOST_CUDA_WORKERS)
-        ring = self._ring(workers, self._exchange.slot_bytes)
         with ExitStack() as stack:
-            stack.callback(ring.close)
             if uses_cuda():
+                workers = min(workers, _MOST_CUDA_WORKERS)
                 stack.enter_context(pinned(self._exchange.slots))
-            common = _Common(reads, slices, ring)
+            common = _Common(reads, slices)
             self._exchange.begin(reads, names=[file.name for file in self._catalog.manifest.files])
             job = self._exchange.job
             carrier = None if job is None else job.carrier
@@ -79,7 +76,8 @@ class SharedFetch(Fetch):
                 stack.callback(carrier.stop)  # before the slots are given back
                 carrier.start(reads, self._freight(common))
             # With room for all slots, so that the feeding thread is never kept from taking what is there.
-            run_bounded(self._jobs(alone, common), workers=workers, ahead=self._exchange.slots_each, at_once=True)
+            run_bounded(self._jobs(common), workers=workers, ahead=self._exchange.slots_each, at_once=True)
+            self._transfer_first(alone)
             if carrier is not None:
                 carrier.finish(self._exchange.rest)
 
@@ -172,8 +170,8 @@ class SharedFetch(Fetch):
         is_cold = [not self._files.get(number)[1] for number in files[first].tolist()]
         return np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
 
-    def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[list[slice], list[slice]]:
-        """Put the segments that are read alone first; their groups, and which segments each common read brings."""
+    def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[int, list[slice]]:
+        """Put the segments that are read alone first; how many they are, and which segments each common read brings."""
         place = np.full(len(self._catalog.index.digests), -1, dtype=np.int64)
         place[reads.blocks.number] = np.arange(len(reads.blocks.number))
         place = place[block]
@@ -183,14 +181,14 @@ class SharedFetch(Fetch):
         self.segments = _reordered(self.segments, order, count)
         bounds = count + np.searchsorted(place[order[count:]], reads.bounds)
         slices = [slice(first, stop) for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
-        return self._spans(count, most=SLAB_BYTES if uses_cuda() else HOT_BYTES), slices
+        return count, slices
 
-    def _jobs(self, alone: list[slice], common: _Common) -> Iterator[Callable[[], None]]:
+    def _jobs(self, common: _Common) -> Iterator[Callable[[], None]]:
         """What there is for other threads to do, as it becomes possible: first what the disk can do meanwhile.
 
         This thread verifies and copies; for a GPU, which copies by itself, that is left to others too.
         """
-        exchange, spans = self._exchange, iter(alone)
+        exchange = self._exchange
         while True:
             exchange.collect()
             if exchange.has_failed:
@@ -202,8 +200,6 @@ class SharedFetch(Fetch):
                     yield self._watched(work)
                 else:
                     work()
-            elif (span := next(spans, None)) is not None:
-                yield self._watched(self._job(span, common.ring))
             elif exchange.is_done:
                 return
             else:
@@ -222,8 +218,8 @@ class SharedFetch(Fetch):
         span = common.slices[read]
         if span.start == span.stop:
             return None
-        job = SegmentJob(self, span, common.ring)
-        job.open()
+        job = SegmentJob(self, span)
+        job.open_unless_plain()
         return job
 
     def _pass_on(self, read: int, slot: int, job: SegmentJob[Target] | None, common: _Common) -> None:
@@ -270,12 +266,11 @@ class SharedFetch(Fetch):
 
 
 class _Common:
-    """The common reads, which of this rank's segments each brings, and the slabs to read with."""
+    """The common reads, and which of this rank's segments each brings."""
 
-    def __init__(self, reads: CommonReads, slices: list[slice], ring: SlabRing) -> None:
+    def __init__(self, reads: CommonReads, slices: list[slice]) -> None:
         self.reads = reads
         self.slices = slices
-        self.ring = ring
         blocks, first, last = reads.blocks, reads.bounds[:-1], reads.bounds[1:] - 1
         columns = blocks.file[last], blocks.offset[first], blocks.offset[last] + blocks.nbytes[last]
         self._extents = list(zip(*(column.tolist() for column in columns), strict=True))
