@@ -10,7 +10,7 @@ import torch
 
 from holdfast._state.fingerprint import fingerprint_of_tensor, fingerprint_of_value
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
-from holdfast._state.tensors import DTYPE_NAMES, as_tensor, check_savable, memory_address
+from holdfast._state.tensors import DTYPE_NAMES, as_tensor, check_savable, plain_address
 from holdfast._values.limits import MAX_DIMENSIONS
 from holdfast.metadata import STATE_DICT_TYPE, TensorProperties
 from holdfast.planner import Memory, TensorHead, WriteColumns, padded
@@ -72,9 +72,10 @@ class LocalLeaves:
 
     def _add(self, number: int, key: str, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
-            address = memory_address(leaf)
+            address = plain_address(leaf)
             if address and leaf.dtype in DTYPE_NAMES:
-                self.memory[key] = leaf, address
+                if leaf.is_cpu:
+                    self.memory[key] = leaf, address
             else:
                 if is_sharded(leaf):
                     self._add_sharded(number, key, leaf)

@@ -38,7 +38,7 @@ def word_dtype(itemsize: int) -> torch.dtype:
 
 def check_savable(key: str, tensor: torch.Tensor) -> None:
     """InvalidStateError, naming ``key``, unless the tensor has bytes that can be stored."""
-    if memory_address(tensor) and tensor.dtype in DTYPE_NAMES:
+    if plain_address(tensor) and tensor.dtype in DTYPE_NAMES:
         return
     problem = None
     if tensor.is_meta:
@@ -71,7 +71,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
     """InvalidStateError, naming ``key``, unless data can be loaded into ``leaf`` in place."""
-    if isinstance(leaf, torch.Tensor) and memory_address(leaf):
+    if isinstance(leaf, torch.Tensor) and plain_address(leaf):
         return
     problem = None
     if isinstance(leaf, np.ndarray):
@@ -92,9 +92,9 @@ def check_fillable(key: str, leaf: torch.Tensor | np.ndarray) -> None:
         raise InvalidStateError(f"{key!r} in the target {problem}", key=key)
 
 
-def memory_address(tensor: torch.Tensor) -> int:
-    """Where the elements of a plain CPU tensor lie, row by row and bit for bit; 0 for any other tensor."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_cpu:
+def plain_address(tensor: torch.Tensor) -> int:
+    """Where the elements of a plain tensor on CPU or GPU lie, row by row and bit for bit; 0 for any other tensor."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return 0
     if tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous() or is_lazy(tensor):
         return 0

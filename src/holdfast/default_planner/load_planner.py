@@ -16,7 +16,7 @@ import torch
 from holdfast._state.paths import Path, flatten, path_key, set_element, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.subclasses import ComposedTensor
-from holdfast._state.tensors import check_fillable, empty_tensor, memory_address, quantizer_of
+from holdfast._state.tensors import check_fillable, empty_tensor, plain_address, quantizer_of
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
@@ -160,7 +160,8 @@ class DefaultLoadPlanner(LoadPlanner):
             if (
                 isinstance(leaf, torch.Tensor)
                 and isinstance(stored, TensorStorageMetadata)
-                and (address := memory_address(leaf))
+                and leaf.is_cpu
+                and (address := plain_address(leaf))
                 and leaf.dtype is stored.properties.dtype
                 and leaf.shape == stored.size
             ):

@@ -16,7 +16,7 @@ from holdfast._state.tensors import (
     empty_quantized,
     empty_tensor,
     has_own_elements,
-    memory_address,
+    plain_address,
     quantizer_of,
     torch_dtype,
     word_dtype,
@@ -128,8 +128,8 @@ def test_strided_tensors_with_memory_can_be_saved() -> None:
 
 def test_memory_that_is_the_elements_row_by_row() -> None:
     plain, numbers = torch.ones(3, 4), torch.ones(2, dtype=torch.complex64)
-    assert memory_address(plain) == memory_address(torch.nn.Parameter(plain)) == plain.data_ptr()
-    assert memory_address(plain[1:]) == plain.data_ptr() + 16
+    assert plain_address(plain) == plain_address(torch.nn.Parameter(plain)) == plain.data_ptr()
+    assert plain_address(plain[1:]) == plain.data_ptr() + 16
     others = (
         plain.T,
         plain[:, 1:],
@@ -140,4 +140,4 @@ def test_memory_that_is_the_elements_row_by_row() -> None:
         torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
         plain.as_subclass(type("Own", (torch.Tensor,), {})),
     )
-    assert [memory_address(other) for other in others] == [0] * len(others)
+    assert [plain_address(other) for other in others] == [0] * len(others)
