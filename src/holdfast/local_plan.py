@@ -25,7 +25,7 @@ _ZEROS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 class LocalLeaves:
     """The leaves of one rank's state: ``columns`` to be planned, ``pieces`` of the leaves that are sharded.
 
-    ``memory`` has those that are plain tensors in this process's memory.
+    ``memory`` has those that are plain tensors.
     ``replica_check`` says how the contents of what several ranks may hold are compared: "sample", "all" or "off".
     ``spreads`` tells for each key how it is spread: EVERYWHERE where each rank has all of it, over a mesh, or UNKNOWN
     where only the rank itself knows what it holds.
@@ -74,8 +74,7 @@ class LocalLeaves:
         if isinstance(leaf, torch.Tensor):
             address = plain_address(leaf)
             if address and leaf.dtype in DTYPE_NAMES:
-                if leaf.is_cpu:
-                    self.memory[key] = leaf, address
+                self.memory[key] = leaf, address
             else:
                 if is_sharded(leaf):
                     self._add_sharded(number, key, leaf)

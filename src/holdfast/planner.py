@@ -324,7 +324,7 @@ class LoadPlan:
 
 
 Memory = tuple[torch.Tensor, int]
-"""A tensor and its address, where all its bytes lie in this process's memory, row by row."""
+"""A tensor and its address, where all its bytes lie row by row: in this process's memory or on a GPU."""
 
 
 class SavePlanner(abc.ABC):
@@ -414,7 +414,7 @@ class LoadPlanner(abc.ABC):
         self.commit_tensor(columns.item(row), tensor)
 
     def plain_memory(self) -> Mapping[str, Memory]:
-        """Keys whose whole target takes what is stored byte for byte.
+        """Keys whose whole target is in this process's memory and takes what is stored byte for byte.
 
         Storage may copy there, and then neither asks ``resolve_row`` nor tells ``commit_row``.
         """

@@ -24,7 +24,7 @@ from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
 from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, planned_tensor, shortened
 from holdfast._native.values import Json, encode_value
 from holdfast._plan.packing import pack_order
-from holdfast._state.raw import MemorySource, Source, source_of
+from holdfast._state.raw import MemorySource, ScatteredSource, Source, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values import dtypes
 from holdfast._values.box import Box, whole
@@ -54,10 +54,16 @@ class _Planned(NamedTuple):
 
 
 class WriterWork:
-    """One ``write_data``: the plan, and what became of it. Values are encoded at once, before anything is written."""
+    """One ``write_data``: the plan, and what became of it. Values are encoded at once, before anything is written.
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, *, path: str, allow_pickle: bool) -> None:
+    ``is_ordered`` as for the sources of chunks.
+    """
+
+    def __init__(
+        self, plan: SavePlan, planner: SavePlanner, *, path: str, allow_pickle: bool, is_ordered: bool = False
+    ) -> None:
         self._path = path
+        self._is_ordered = is_ordered
         self._number: WriterNumber = plan.storage_data
         self._planner = planner
         self._columns = write_columns(plan.items)
@@ -139,7 +145,11 @@ class WriterWork:
         tensor, address = memory.get(key, _NOWHERE)
         chunk = None
         if tensor is not None and tensor.shape == box.lengths and tensor.dtype is head.properties.dtype:
-            chunk = _chunk(name, tensor.dtype, box, MemorySource(tensor, address, nbytes), header_bytes)
+            if tensor.is_cpu:
+                source: Source = MemorySource(tensor, address, nbytes)
+            else:
+                source = ScatteredSource(tensor.detach(), is_ordered=self._is_ordered)
+            chunk = _chunk(name, tensor.dtype, box, source, header_bytes)
         return _Planned(row, key, head, box, name, header_bytes, chunk)
 
     def next_file(self, number: int, start: int) -> DataFile:
@@ -154,11 +164,11 @@ class WriterWork:
             expected_bytes=sum(self._planned_bytes[start : start + count]),
         )
 
-    def chunks(self, *, is_ordered: bool = False) -> Iterator[Chunk]:
-        """Everything that has bytes, in file order; ``is_ordered`` as for its sources."""
+    def chunks(self) -> Iterator[Chunk]:
+        """Everything that has bytes, in file order."""
         for planned in self._planned:
             if planned.chunk is None:
-                yield self._chunk_of(planned, is_ordered)
+                yield self._chunk_of(planned)
             else:
                 self._enter(planned.key, planned_tensor(planned.head))
                 yield planned.chunk
@@ -170,7 +180,7 @@ class WriterWork:
             source = MemorySource(owner, owner.ctypes.data, len(data))
             yield Chunk(chunk_name(key, Box((0,), shape), shape), "U8", shape, source, header_entry_bytes(key, shape))
 
-    def _chunk_of(self, planned: _Planned, is_ordered: bool) -> Chunk:
+    def _chunk_of(self, planned: _Planned) -> Chunk:
         """The data of a planned chunk; where the planner changed dtype or size, what it gave is what counts."""
         row, key, head, box, name, header_bytes, _ = planned
         tensor = self._planner.resolve_row(self._columns, row)
@@ -189,7 +199,7 @@ class WriterWork:
             size, box = shape, whole(shape)
             name = chunk_name(key, box, size)
             header_bytes = header_entry_bytes(name, box.lengths)
-        source = source_of(tensor, is_ordered=is_ordered)
+        source = source_of(tensor, is_ordered=self._is_ordered)
         written = _written(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
         if box is not planned.box or source.nbytes != self._planned_bytes[len(self._numbers)]:
             self._unplanned[len(self._numbers)] = box, source.nbytes

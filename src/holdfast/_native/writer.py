@@ -155,9 +155,9 @@ class NativeWriter(StorageWriter):
         Whoever copies them sees to it that they are copied after what the caller's streams have queued. ``advance`` is
         told of the bytes of each chunk that has its place.
         """
-        work = self._work(plan, planner)
+        work = self._work(plan, planner, is_ordered=True)
         chunks = []
-        for chunk in work.chunks(is_ordered=True):
+        for chunk in work.chunks():
             chunks.append(chunk)
             advance(chunk.source.nbytes)
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
@@ -179,7 +179,7 @@ class NativeWriter(StorageWriter):
             written = image.written(files.write(image.files, memory))
         return self._written(staged.work, written, image.placed, image.digests)
 
-    def _work(self, plan: SavePlan, planner: SavePlanner) -> WriterWork:
+    def _work(self, plan: SavePlan, planner: SavePlanner, *, is_ordered: bool = False) -> WriterWork:
         """What there is to write for the attempt that the plan names; what failed before is removed."""
         plan, planner = final_save_plan(plan, planner)
         number = plan.storage_data
@@ -195,7 +195,7 @@ class NativeWriter(StorageWriter):
         else:
             self._attempt = number.attempt
         number.is_spent = True
-        return WriterWork(plan, planner, path=self.path, allow_pickle=self.allow_pickle)
+        return WriterWork(plan, planner, path=self.path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
 
     def _pack(self, work: WriterWork, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
         with self._holding(packer):

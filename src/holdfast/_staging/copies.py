@@ -65,8 +65,10 @@ class Staging:
 
     def begin(self) -> None:
         """Order the copies behind what the caller's streams have queued, and do those that cannot wait."""
-        remote = [copy for copy in self._copies if self._accelerator.holds(copy.source)]
-        local = [copy for copy in self._copies if not self._accelerator.holds(copy.source)]
+        local: list[Copy] = []
+        remote: list[Copy] = []
+        for copy in self._copies:
+            (remote if self._accelerator.holds(copy.source) else local).append(copy)
         if remote:
             self._region.pin(self._accelerator)
         if self._mode == "overlap":
