@@ -160,8 +160,8 @@ class DefaultLoadPlanner(LoadPlanner):
             if (
                 isinstance(leaf, torch.Tensor)
                 and isinstance(stored, TensorStorageMetadata)
-                and leaf.is_cpu
                 and (address := plain_address(leaf))
+                and leaf.is_cpu
                 and leaf.dtype is stored.properties.dtype
                 and leaf.shape == stored.size
             ):
