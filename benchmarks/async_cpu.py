@@ -4,8 +4,8 @@
 
 The copy that the call is measured against has its target ready, as the call has, and the threads that torch has. Steps
 are those of a small network on one thread; they run in pairs, without a save and while one is written, in turns. What
-the disk's work alone does to them is measured in the same turns: another process writes as many bytes out of its memory,
-and does nothing else. Of several ranks each has its own part of the state, and all do everything together.
+the disk's work alone does to them is measured in the same turns: another process writes as many bytes out of its
+memory, and does nothing else. Of several ranks each has its own part of the state, and all do everything together.
 """
 
 from __future__ import annotations
