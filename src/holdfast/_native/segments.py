@@ -39,6 +39,9 @@ COLD_BYTES = 64 << 20
 # Segments that are smaller than this, on average, are mostly work for the interpreter.
 _SMALL_BYTES = 128 << 10
 
+# Threads that read from the page cache for one that delivers: more only take the processor from it.
+_CACHED_WORKERS = 2
+
 
 def uses_cuda() -> bool:
     """Whether this process has work for a GPU, so that buffers are best pinned; never makes it begin."""
@@ -172,11 +175,9 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         """How many threads read."""
         return default_workers()
 
-    def _ring(self, workers: int, most: int) -> SlabRing:
-        """Slabs for ``workers`` threads that read ``most`` bytes at once."""
-        if uses_cuda():
-            return SlabRing(workers, pinned=True)
-        return SlabRing(max(workers + 1, COLD_BYTES // most))
+    def _ring(self, workers: int, *, least: int = 0) -> SlabRing:
+        """Slabs for ``workers`` threads, and for the CPU at least so many."""
+        return SlabRing(workers, pinned=True) if uses_cuda() else SlabRing(max(workers + 1, least))
 
     def _spans(self, count: int, *, most: int) -> list[slice]:
         """The first ``count`` segments in groups of at most ``most`` bytes, each to be read at once."""
@@ -194,7 +195,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         """Read, verify and deliver in as many threads as there are."""
         workers = self._workers()
         spans = self._spans(count, most=SLAB_BYTES)
-        ring = self._ring(workers, SLAB_BYTES)
+        ring = self._ring(workers)
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
@@ -206,9 +207,14 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         Small segments are mostly work for one interpreter, and copies of large ones in several threads only compete
         with the disk for memory.
         """
-        workers = self._workers()
         most = SLAB_BYTES if uses_cuda() else HOT_BYTES
-        ring = self._ring(workers, most)
+        if self._is_cached():
+            # There is no disk to keep busy, nor one to be kept from the caches: few slabs, and they stay hot.
+            workers = _CACHED_WORKERS
+            ring = self._ring(workers)
+        else:
+            workers = self._workers()
+            ring = self._ring(workers, least=COLD_BYTES // most)
         jobs = [SegmentJob(self, span) for span in self._spans(count, most=most)]
         reads = (partial(job.read, ring) for job in jobs)
         try:
