@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from holdfast._io.mapping import HUGE_PAGE, map_private
+from holdfast._io.mapping import map_private
 from holdfast.errors import InternalError, StorageError
 
 SLAB_BYTES = 16 << 20
@@ -117,12 +117,10 @@ def _huge_pages(size: int) -> torch.Tensor:
     A page becomes memory when it is first touched, so that slabs which are never lent cost nothing.
     """
     try:
-        memory = map_private(size + HUGE_PAGE)
+        memory, start = map_private(size)
     except (OSError, MemoryError) as error:
         raise _no_memory(error) from error
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -tensor.data_ptr() % HUGE_PAGE
-    return tensor[start : start + size]
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
 
 def _pinned_slab() -> Slab:

@@ -18,15 +18,20 @@ HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 
-_map = ctypes.CDLL(None, use_errno=True).mmap
+_system = ctypes.CDLL(None, use_errno=True)
+_map = _system.mmap
 _map.restype = ctypes.c_void_p
 _map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t)
+_advise = _system.madvise
+_advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def map_private(size: int) -> mmap.mmap:
-    """Anonymous memory of this process; a page becomes real when it is first touched."""
+def map_private(size: int) -> tuple[mmap.mmap, int]:
+    """Anonymous memory of this process, ``size`` bytes from the returned offset on; real when first touched."""
     # Private, because shared anonymous memory is a tmpfs: no huge pages, and charged to a container's /dev/shm.
-    return _in_huge_pages(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    memory = _room_for(size)
+    _ask_for_huge_pages(memory)
+    return memory, -_address(memory) % HUGE_PAGE
 
 
 def new_shared(size: int) -> int:
@@ -46,33 +51,19 @@ def new_shared(size: int) -> int:
     return descriptor
 
 
-def map_shared(size: int) -> tuple[mmap.mmap, int]:
-    """New shared memory and its descriptor, which the caller closes."""
-    descriptor = new_shared(size)
-    try:
-        return attach(descriptor, size), descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def attach(descriptor: int, size: int) -> mmap.mmap:
-    """The memory behind a descriptor of ``new_shared``."""
-    return _in_huge_pages(mmap.mmap(descriptor, size))
-
-
-def attach_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
+def attach(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
     """The memory behind a descriptor of ``new_shared``, from the returned offset on, fit for ``collapse``.
 
     For that a huge page of the memory must be one of the address space too, and ``mmap`` lets nobody choose an address:
     the memory is put over part of a larger range, and goes with it.
     """
-    room = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    room = _room_for(size)
+    start = _address(room)
     offset = -start % HUGE_PAGE
     flags = mmap.MAP_SHARED | _MAP_FIXED
     if _map(start + offset, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != start + offset:
         raise OSError(ctypes.get_errno(), "cannot map shared memory")
+    _ask_for_huge_pages(room)
     return room, offset
 
 
@@ -83,14 +74,22 @@ def collapse(memory: mmap.mmap, start: int, stop: int) -> None:
     """
     for page in range(start, stop, HUGE_PAGE):
         memory[page] = 0  # of a page without any memory nothing is made
-    with contextlib.suppress(OSError):
-        memory.madvise(_MADV_COLLAPSE, start, stop - start)
+    # Where it is refused, memory stays as it is; not by way of mmap, which would hold the interpreter all the time.
+    _advise(_address(memory) + start, stop - start, _MADV_COLLAPSE)
 
 
-def _in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
+def _room_for(size: int) -> mmap.mmap:
+    """Addresses for ``size`` bytes from a huge page's first one on."""
+    return mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
         # Kernels without huge pages, or without them for shared memory, refuse; then it is slower, nothing else.
         with contextlib.suppress(OSError):
             memory.madvise(advice)
-    return memory

@@ -33,7 +33,7 @@ class SharedMemory:
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
-        self._memory, self._start = mapping.attach_aligned(descriptor, size)
+        self._memory, self._start = mapping.attach(descriptor, size)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start)
         self.view = memoryview(self._memory)[self._start : self._start + size]
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from holdfast._io.mapping import HUGE_PAGE, map_private, map_shared
+from holdfast._io.mapping import HUGE_PAGE, attach, collapse, map_private, new_shared
 from holdfast._io.pipeline import run_bounded
 from holdfast._staging.accelerator import Accelerator
 from holdfast.errors import StorageError
@@ -25,8 +25,7 @@ _TOUCHED_BYTES = 64 << 20
 class Region:
     """``nbytes`` of memory: as a uint8 ``tensor``, as a ``view``, and from ``address`` on.
 
-    ``descriptor`` is that of the memory where it ``is_shared``, else -1, and ``offset`` is where it begins in there.
-    ``pin`` makes it fit for copies from a device.
+    ``descriptor`` is that of the memory where it ``is_shared``, else -1. ``pin`` makes it fit for copies from a device.
     """
 
     _pinned_by: Accelerator | None = None
@@ -35,21 +34,21 @@ class Region:
         self.nbytes = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
         self.is_shared = is_shared
         self.descriptor = -1
-        size = self.nbytes + HUGE_PAGE
         try:
             if is_shared:
-                memory, self.descriptor = map_shared(size)
+                self.descriptor = new_shared(self.nbytes)
+                memory, start = attach(self.descriptor, self.nbytes)
+                collapse(memory, start, start + self.nbytes)
             else:
-                memory = map_private(size)
+                memory, start = map_private(self.nbytes)
         except (OSError, MemoryError) as error:
+            self._close_descriptor()
             raise StorageError(
-                f"cannot allocate {size} bytes of host memory for a snapshot: {error}; free some, or bound it with "
-                "max_host_bytes",
+                f"cannot allocate {self.nbytes} bytes of host memory for a snapshot: {error}; free some, or bound it "
+                "with max_host_bytes",
                 errno=errno.ENOMEM,
             ) from error
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.offset = -whole.data_ptr() % HUGE_PAGE
-        self.tensor = whole[self.offset : self.offset + self.nbytes]
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=start)
         self.address: int = self.tensor.data_ptr()
         self._touch()
 
@@ -99,6 +98,9 @@ class Region:
         """Give the memory back as soon as nobody holds a view of it."""
         self.unpin()
         self.tensor = torch.empty(0, dtype=torch.uint8)
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

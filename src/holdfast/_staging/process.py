@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast._io import posix
-from holdfast._io.mapping import HUGE_PAGE
 from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._staging.memory import Region
 from holdfast._staging.writer_protocol import (
@@ -73,7 +72,7 @@ class WriterProcess:
             return
         self.stop()
         ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), region.descriptor, region.nbytes + HUGE_PAGE, region.offset]
+        numbers = [theirs.fileno(), region.descriptor, region.nbytes]
         arguments = json.dumps([str(Path(__file__).parents[1]), sys.path, *numbers])
         try:
             self._process = subprocess.Popen(

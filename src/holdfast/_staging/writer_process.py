@@ -81,8 +81,8 @@ class _Server:
             files.close()
 
 
-def serve(connection_number: int, memory_number: int, size: int, offset: int) -> None:
-    """Serve the parent that holds the other end of the socket; the memory begins at ``offset`` of what is attached."""
-    memory = memoryview(attach(memory_number, size))
+def serve(connection_number: int, memory_number: int, size: int) -> None:
+    """Serve the parent that holds the other end of the socket."""
+    memory, start = attach(memory_number, size)
     with socket.socket(fileno=connection_number) as connection:
-        _Server(connection, memory[offset:]).run()
+        _Server(connection, memoryview(memory)[start : start + size]).run()
