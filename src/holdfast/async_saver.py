@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast._adapt import id_and_storage
 from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._io import buffers
 from holdfast._native.writer import NativeWriter
 from holdfast._staging.accelerator import CUDA
 from holdfast._staging.copies import Mode, Staging
@@ -296,5 +297,9 @@ def prewarm(
 
 
 def release() -> None:
-    """Give back the host memory and the process of asynchronous saves, once the one under way is over."""
+    """Give back the host memory and the process of asynchronous saves, once the one under way is over.
+
+    The buffers of saves and loads, which are kept for the next one, go too.
+    """
     TURNS.release()
+    buffers.release()

@@ -24,6 +24,8 @@ from holdfast import MismatchError
 from holdfast._filesystem.base import FileSystemBase
 from holdfast._filesystem.reader import FileSystemReader
 from holdfast._filesystem.writer import FileSystemWriter
+from holdfast._io.direct import InputFile
+from holdfast._native.segments import MOST_SEGMENT_BYTES
 from holdfast.detect import reader_for
 from holdfast.errors import (
     CorruptError,
@@ -117,6 +119,18 @@ def test_everything_comes_back(written: Path, verify: bool | None, is_cold: bool
     same(target, state)
     assert report.differences == ()
     assert report.bytes_read > 0
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_tensors_larger_than_a_read_come_in_pieces(
+    tmp_path: Path, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: is_cached)
+    state = {"a": numbered(3), "w": numbered(5_000_001), "x": numbered(MOST_SEGMENT_BYTES // 4), "z": numbered(7)}
+    save(state, tmp_path)
+    target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    holdfast.load(target, tmp_path)
+    assert all(torch.equal(target[key], tensor) for key, tensor in state.items())
 
 
 def test_nothing_but_what_is_wanted_is_read(tmp_path: Path) -> None:

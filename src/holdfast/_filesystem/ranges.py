@@ -22,7 +22,7 @@ from holdfast._filesystem.files import LocalFiles
 from holdfast._io.buffers import Slab
 from holdfast._io.direct import InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._native.segments import HOT_BYTES, Destination, SegmentFetch, Segments, in_blocks
+from holdfast._native.segments import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
 from holdfast._plan.ranges import byte_spans
 from holdfast._state.raw import Target
 from holdfast._torchformat.archive import HEAD_BYTES, TAIL_BYTES, Elements
@@ -240,7 +240,7 @@ class _LargeItems(_ItemFetch):
             elements = None if item.is_value else layouts[_name(item)]
             if elements is None:
                 self._boxes.append((item, None))
-                blocks = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length), block=HOT_BYTES)
+                blocks = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length), block=MOST_SEGMENT_BYTES)
                 rows.add(len(self._boxes) - 1, item.file, item.place.offset, *blocks)
                 continue
             base = item.place.offset + elements.begin
@@ -317,13 +317,13 @@ def _spans(elements: Elements, box: Box) -> tuple[_Offsets, _Offsets, bool]:
     shape = permuted(elements.shape, elements.order)
     is_whole = box.lengths == elements.shape
     if is_whole or not box.fits(elements.shape):  # one that does not fit is refused when its target is made
-        if elements.nbytes <= HOT_BYTES:
+        if elements.nbytes <= MOST_SEGMENT_BYTES:
             return [0], [elements.nbytes], is_whole
         starts, stops = np.zeros(1, np.int64), np.full(1, elements.nbytes)
     else:
         stored = Box(permuted(box.offsets, elements.order), permuted(box.lengths, elements.order))
         starts, stops = byte_spans(shape, stored, elements.dtype.itemsize, max_gap=_MAX_GAP)
-    starts, stops = in_blocks(starts, stops, block=HOT_BYTES)
+    starts, stops = in_blocks(starts, stops, block=MOST_SEGMENT_BYTES)
     return starts, stops, is_whole
 
 

@@ -1,8 +1,8 @@
 """The slabs that bytes pass through between tensors and files: few, large, page-aligned, used again and again.
 
 Invariant: a ring never holds more than ``count`` slabs nor makes more than it was asked for, so that a small save costs
-one, and lends them in turn; a slab is with at most one borrower. It never copies, and never hands a slab's memory back
-while someone holds it.
+one, and lends them in turn; a slab is with at most one borrower. It never copies, and never hands a slab's memory back,
+nor on to another ring, while someone holds it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ from holdfast.errors import InternalError, StorageError
 
 SLAB_BYTES = 16 << 20
 
+# The memory of the last ring, for the next one: the kernel clears new memory, and a virtual machine may have to get it
+# from its host first. A deque, because its methods need no lock, which a fork could catch closed.
+_kept: deque[torch.Tensor] = deque(maxlen=1)
+
+
+def release() -> None:
+    """Give back the memory that is kept for the next ring."""
+    _kept.clear()
+
 
 class Slab:
-    """``SLAB_BYTES`` of page-aligned memory, as a writable ``view`` and as a one-dimensional uint8 ``tensor``."""
+    """Page-aligned memory, as a writable ``view`` and as a one-dimensional uint8 ``tensor``."""
 
     __slots__ = ("address", "tensor", "view")
 
@@ -34,15 +43,17 @@ class Slab:
 
 
 class SlabRing:
-    """At most ``count`` slabs that threads borrow from each other; ``pinned`` ones can be copied to a device directly.
+    """At most ``count`` slabs of ``nbytes`` that threads borrow from each other.
 
-    A borrower that started an asynchronous copy waits for it before it gives the slab back.
+    ``pinned`` ones can be copied to a device directly. A borrower that started an asynchronous copy waits for it before
+    it gives the slab back.
     """
 
-    def __init__(self, count: int, *, pinned: bool = False) -> None:
+    def __init__(self, count: int, *, nbytes: int = SLAB_BYTES, pinned: bool = False) -> None:
         if count < 1:
             raise InternalError(f"a ring needs at least one slab, not {count}; please report it")
         self.count = count
+        self._nbytes = nbytes
         self._pinned = pinned
         self._change = threading.Condition()
         self._free: deque[Slab] = deque()
@@ -68,7 +79,7 @@ class SlabRing:
             number = self._allocated
             self._allocated += 1
         try:
-            return _pinned_slab() if self._pinned else self._mapped_slab(number)
+            return _pinned_slab(self._nbytes) if self._pinned else self._mapped_slab(number)
         except BaseException:
             with self._change:
                 self._allocated -= 1
@@ -101,14 +112,27 @@ class SlabRing:
             self._closed = True
             self._allocated -= len(self._free)
             self._free.clear()
+            arena, self._arena = self._arena, None
+            if arena is not None and self._allocated == 0:
+                _kept.append(arena)
             self._change.notify_all()
 
     def _mapped_slab(self, number: int) -> Slab:
         with self._change:
             if self._arena is None:
-                self._arena = _huge_pages(self.count * SLAB_BYTES)
-            tensor = self._arena[number * SLAB_BYTES : (number + 1) * SLAB_BYTES]
+                self._arena = _memory(self.count * self._nbytes)
+            tensor = self._arena[number * self._nbytes : (number + 1) * self._nbytes]
         return Slab(tensor.numpy().data, tensor)
+
+
+def _memory(size: int) -> torch.Tensor:
+    """At least ``size`` bytes: those that were kept, if they will do, else new ones."""
+    with contextlib.suppress(IndexError):
+        kept = _kept.pop()
+        if kept.numel() >= size:
+            return kept
+        del kept  # first, so that there are never both
+    return _huge_pages(size)
 
 
 def _huge_pages(size: int) -> torch.Tensor:
@@ -119,24 +143,22 @@ def _huge_pages(size: int) -> torch.Tensor:
     try:
         memory, start = map_private(size)
     except (OSError, MemoryError) as error:
-        raise _no_memory(error) from error
+        raise _no_memory(error, size) from error
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
 
-def _pinned_slab() -> Slab:
+def _pinned_slab(size: int) -> Slab:
     try:
-        tensor = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
+        tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         if tensor.data_ptr() % mmap.PAGESIZE:
-            tensor = torch.empty(SLAB_BYTES + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            tensor = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
             start = -tensor.data_ptr() % mmap.PAGESIZE
-            tensor = tensor[start : start + SLAB_BYTES]
+            tensor = tensor[start : start + size]
     except (RuntimeError, MemoryError) as error:
-        raise _no_memory(error) from error
+        raise _no_memory(error, size) from error
     return Slab(tensor.numpy().data, tensor)
 
 
-def _no_memory(error: Exception) -> StorageError:
+def _no_memory(error: Exception, size: int) -> StorageError:
     reason = str(error).partition("\n")[0] or type(error).__name__
-    return StorageError(
-        f"cannot allocate a buffer of {SLAB_BYTES} bytes: {reason}; free some memory", errno=errno.ENOMEM
-    )
+    return StorageError(f"cannot allocate buffers of {size} bytes: {reason}; free some memory", errno=errno.ENOMEM)

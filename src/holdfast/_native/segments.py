@@ -1,6 +1,6 @@
 """Segments of files into their targets: the read engine.
 
-Segments in file order are coalesced into jobs of at most 4 MiB. Threads read ahead into slabs, and the calling one
+Segments in file order are coalesced into jobs of at most 8 MiB. Threads read ahead into slabs, and the calling one
 verifies and delivers. For a GPU, and where the files are in the page cache, jobs are as large as a slab and each thread
 does all of one; from the page cache, what goes to one place as it is comes without a slab. What a segment must be to
 pass, and where files come from, is for the format that subclasses ``SegmentFetch`` to say.
@@ -26,15 +26,18 @@ from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 from holdfast._plan.ranges import coalesce
 from holdfast._state.raw import move
 from holdfast._values.digest import BLOCK_BYTES
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, InternalError
 
 # A read of so many bytes stays in the processor's caches from its digest to its copy. For a GPU the number of copies
 # matters more.
-HOT_BYTES = 4 << 20
+HOT_BYTES = 8 << 20
+
+# A segment is at most so large: with the rest of its first and of its last page it is read at once.
+MOST_SEGMENT_BYTES = HOT_BYTES - 2 * ALIGNMENT
 
 # Slabs of so many bytes together have left the caches of the processor that emptied them when the disk fills them
 # again. Where they had not, reads were up to four times slower, depending on which processor did the disk's work.
-COLD_BYTES = 64 << 20
+COLD_BYTES = 96 << 20
 
 # Segments that are smaller than this, on average, are mostly work for the interpreter.
 _SMALL_BYTES = 128 << 10
@@ -175,9 +178,11 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         """How many threads read."""
         return default_workers()
 
-    def _ring(self, workers: int, *, least: int = 0) -> SlabRing:
-        """Slabs for ``workers`` threads, and for the CPU at least so many."""
-        return SlabRing(workers, pinned=True) if uses_cuda() else SlabRing(max(workers + 1, least))
+    def _ring(self, workers: int, most: int, *, least: int = 0) -> SlabRing:
+        """Slabs for ``workers`` threads that read ``most`` bytes at once; for the CPU of ``least`` bytes together."""
+        if uses_cuda():
+            return SlabRing(workers, nbytes=most, pinned=True)
+        return SlabRing(max(workers + 1, least // most), nbytes=most)
 
     def _spans(self, count: int, *, most: int) -> list[slice]:
         """The first ``count`` segments in groups of at most ``most`` bytes, each to be read at once."""
@@ -195,7 +200,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         """Read, verify and deliver in as many threads as there are."""
         workers = self._workers()
         spans = self._spans(count, most=SLAB_BYTES)
-        ring = self._ring(workers)
+        ring = self._ring(workers, SLAB_BYTES)
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
@@ -211,10 +216,10 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         if self._is_cached():
             # There is no disk to keep busy, nor one to be kept from the caches: few slabs, and they stay hot.
             workers = _CACHED_WORKERS
-            ring = self._ring(workers)
+            ring = self._ring(workers, most)
         else:
             workers = self._workers()
-            ring = self._ring(workers, least=COLD_BYTES // most)
+            ring = self._ring(workers, most, least=COLD_BYTES)
         jobs = [SegmentJob(self, span) for span in self._spans(count, most=most)]
         reads = (partial(job.read, ring) for job in jobs)
         try:
@@ -265,6 +270,8 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     def read(self, file_number: int, start: int, end: int, slab: Slab) -> int:
         """Put bytes [start, end) of a file into ``slab``; the offset in the file that its first byte has."""
         base = start - start % ALIGNMENT
+        if end - base > slab.view.nbytes:
+            raise InternalError(f"a read of {end - start} bytes is larger than its buffer; please report it")
         with self.file(file_number) as (file, is_cached):
             if is_cached or end - start < ALIGNMENT:
                 file.read_into(slab.view[start - base : end - base], start)

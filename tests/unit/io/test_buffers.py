@@ -152,7 +152,7 @@ def test_no_memory_is_a_storage_error_and_the_ring_goes_on(monkeypatch: pytest.M
     ring = SlabRing(1)
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", refusing)
-        with pytest.raises(StorageError, match="cannot allocate a buffer") as caught:
+        with pytest.raises(StorageError, match="cannot allocate buffers") as caught:
             ring.acquire()
     assert caught.value.errno == errno.ENOMEM
     assert len(refused) == 1
@@ -218,6 +218,50 @@ def test_closing_lets_go_of_the_free_slabs() -> None:
     assert ring.allocated == 2
     ring.close()
     assert ring.allocated == 0
+
+
+def test_the_memory_of_a_ring_is_kept_for_the_next_one_until_it_is_released() -> None:
+    buffers.release()
+    first = SlabRing(3)
+    with first.lend() as slab:
+        address = slab.address
+    first.close()
+    smaller = SlabRing(5, nbytes=4096)
+    with smaller.lend() as slab, smaller.lend() as second:
+        assert slab.address == address
+        assert second.address == address + 4096
+        assert slab.view.nbytes == 4096
+    smaller.close()
+    assert len(buffers._kept) == 1
+    larger = SlabRing(4)
+    with larger.lend() as slab:
+        check_slab(slab)
+        assert len(buffers._kept) == 0  # too small for it, and so gone
+    larger.close()
+    larger.close()
+    assert len(buffers._kept) == 1
+    buffers.release()
+    assert len(buffers._kept) == 0
+
+
+def test_memory_that_is_still_lent_is_not_given_to_another_ring() -> None:
+    buffers.release()
+    ring = SlabRing(2)
+    with ring.lend() as slab:
+        ring.close()
+        assert len(buffers._kept) == 0
+        check_slab(slab)
+    assert len(buffers._kept) == 0
+
+
+def test_two_rings_at_once_have_memory_of_their_own() -> None:
+    buffers.release()
+    one, other = SlabRing(1), SlabRing(1)
+    with one.lend() as slab, other.lend() as another:
+        assert slab.address != another.address
+    one.close()
+    other.close()
+    assert len(buffers._kept) == 1
 
 
 def test_a_ring_of_nothing_is_refused() -> None:
