@@ -77,6 +77,7 @@ def injected(folder: Path, action: str, shape: str, number: int | None) -> dict[
     """What came of refusing one allocation: how many there were, and what is wrong."""
     path = folder / "injected" / "checkpoint"
     save(path, "fresh", shape, version=1)
+    holdfast.release()  # buffers that are kept would not be asked for
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     problems: list[str] = []
     error: Exception | None = None
@@ -104,6 +105,7 @@ def limited(folder: Path, action: str, shape: str, margin: int) -> dict[str, Any
     """What came of doing it with ``margin`` bytes of address space to be had."""
     path = folder / "limited" / "checkpoint"
     save(path, "fresh", shape, version=1)
+    holdfast.release()
 
     def child() -> str:
         with open("/proc/self/statm") as file:

@@ -12,6 +12,8 @@ import fcntl
 import mmap
 import os
 
+import numpy as np
+
 HUGE_PAGE = 2 << 20
 
 # Of Linux; the names are not in every Python's mmap.
@@ -84,7 +86,8 @@ def _room_for(size: int) -> mmap.mmap:
 
 
 def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address: int = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 def default_workers(sharers: int = 1, *, least: int = 4) -> int:
     """How many threads keep a disk busy on this machine, in each of ``sharers`` processes that do it together."""
     cores = os.cpu_count() or 4
-    alone = max(4, min(12, cores))
+    alone = max(4, min(8, cores))
     return alone if sharers == 1 else max(least, min(alone, 2 * cores // sharers))
 
 

@@ -24,7 +24,7 @@ from holdfast._io.direct import ALIGNMENT
 from holdfast._io.pinning import pinned
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.fetch import Fetch
-from holdfast._native.segments import SegmentJob, Segments, uses_cuda
+from holdfast._native.segments import READERS, SegmentJob, Segments, uses_cuda
 from holdfast._plan.host_reads import Blocks, CommonReads, common_numbers, locate, own_loads, share_out
 from holdfast._plan.job_reads import read_numbers, share_between_hosts, share_out_beside
 from holdfast._state.raw import Target
@@ -63,10 +63,10 @@ class SharedFetch(Fetch):
             super()._transfer()
             return
         alone, slices = self._part(block, reads)
-        workers = default_workers(self._exchange.size)
+        workers = READERS
         with ExitStack() as stack:
             if uses_cuda():
-                workers = min(workers, _MOST_CUDA_WORKERS)
+                workers = min(default_workers(self._exchange.size), _MOST_CUDA_WORKERS)
                 stack.enter_context(pinned(self._exchange.slots))
             common = _Common(reads, slices)
             self._exchange.begin(reads, names=[file.name for file in self._catalog.manifest.files])

@@ -360,7 +360,7 @@ def test_fewer_threads_than_wanted_do_the_work(monkeypatch: pytest.MonkeyPatch) 
     assert refused
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 4), (4, 4), (6, 6), (64, 12), (None, 4)])
+@pytest.mark.parametrize(("cores", "workers"), [(1, 4), (4, 4), (6, 6), (64, 8), (None, 4)])
 def test_default_workers_follow_the_machine(monkeypatch: pytest.MonkeyPatch, cores: int | None, workers: int) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert default_workers() == workers
@@ -371,7 +371,7 @@ def test_processes_that_work_together_have_fewer_threads_each(monkeypatch: pytes
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert [default_workers(sharers, least=2) for sharers in (2, 4, 8)] == [2, 2, 2]
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert [default_workers(sharers, least=3) for sharers in (2, 8, 16, 64)] == [12, 12, 8, 3]
+    assert [default_workers(sharers, least=3) for sharers in (2, 16, 32, 64)] == [8, 8, 4, 3]
 
 
 def test_results_of_run_ahead_come_in_order_while_others_are_under_way() -> None:
