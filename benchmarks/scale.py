@@ -1,7 +1,7 @@
 """Saves of thousands of ranks, planned in one process: the promises, benchmarks/results/scale.json and scale.png.
 
-    python benchmarks/scale.py                 up to 4096 ranks x 2000 tensors; torch's planner up to 256 ranks
-    python benchmarks/scale.py --torch 1024    torch's planner up to 1024 ranks: minutes
+    python benchmarks/scale.py                 up to 4096 ranks x 2000 tensors; torch's planner up to 1024 ranks
+    python benchmarks/scale.py --torch 128     torch's planner up to 128 ranks, which saves minutes
     python benchmarks/scale.py --quick         small sizes; shows only that everything works
 
 Every size runs in a process of its own, whose peak memory is the coordinator's and all that is played for it. What is
@@ -311,7 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes: a smoke test, not a measurement")
     parser.add_argument(
-        "--torch", type=int, default=256, metavar="RANKS", help="run torch's planner up to so many ranks"
+        "--torch", type=int, default=1024, metavar="RANKS", help="run torch's planner up to so many ranks"
     )
     parser.add_argument("--distinct", action="store_true", help="give every tensor a size of its own")
     parser.add_argument("--dir", type=Path, default=REPOSITORY / ".bench", help="where files go (default .bench)")
