@@ -24,6 +24,7 @@ SLAB_BYTES = 16 << 20
 # The memory of the last ring, for the next one: the kernel clears new memory, and a virtual machine may have to get it
 # from its host first. A deque, because its methods need no lock, which a fork could catch closed.
 _kept: deque[torch.Tensor] = deque(maxlen=1)
+_MOST_KEPT_BYTES = 192 << 20  # what twelve slabs take; a caller that asks for more has a bound of its own in mind
 
 
 def release() -> None:
@@ -113,7 +114,7 @@ class SlabRing:
             self._allocated -= len(self._free)
             self._free.clear()
             arena, self._arena = self._arena, None
-            if arena is not None and self._allocated == 0:
+            if arena is not None and self._allocated == 0 and arena.numel() <= _MOST_KEPT_BYTES:
                 _kept.append(arena)
             self._change.notify_all()
 

@@ -254,6 +254,15 @@ def test_memory_that_is_still_lent_is_not_given_to_another_ring() -> None:
     assert len(buffers._kept) == 0
 
 
+def test_more_memory_than_usual_is_not_kept() -> None:
+    buffers.release()
+    ring = SlabRing(13)
+    with ring.lend() as slab:
+        check_slab(slab)
+    ring.close()
+    assert len(buffers._kept) == 0
+
+
 def test_two_rings_at_once_have_memory_of_their_own() -> None:
     buffers.release()
     one, other = SlabRing(1), SlabRing(1)
