@@ -39,7 +39,7 @@ MOST_SEGMENT_BYTES = HOT_BYTES - 2 * ALIGNMENT
 # again. Where they had not, reads were up to four times slower, depending on which processor did the disk's work.
 COLD_BYTES = 96 << 20
 
-# Threads that only read, for one that delivers: so many keep a disk busy, and twice as many were a tenth slower.
+# Threads that only read, for one that delivers: so many keep a disk busy, and three times as many were slower.
 READERS = 4
 
 # From the page cache more than these only take the processor from the one that delivers.
@@ -178,7 +178,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             return is_cached
 
     def _workers(self) -> int:
-        """How many threads read."""
+        """How many threads work where each does all of a job, or reads for a GPU."""
         return default_workers()
 
     def _ring(self, workers: int, most: int, *, least: int = 0) -> SlabRing:
@@ -216,13 +216,12 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         with the disk for memory.
         """
         most = SLAB_BYTES if uses_cuda() else HOT_BYTES
-        workers = self._workers() if uses_cuda() else READERS
         if self._is_cached():
             # There is no disk to keep busy, nor one to be kept from the caches: few slabs, and they stay hot.
-            workers = _CACHED_READERS
-            ring = self._ring(workers, most)
+            workers, least = _CACHED_READERS, 0
         else:
-            ring = self._ring(workers, most, least=COLD_BYTES)
+            workers, least = self._workers() if uses_cuda() else READERS, COLD_BYTES
+        ring = self._ring(workers, most, least=least)
         jobs = [SegmentJob(self, span) for span in self._spans(count, most=most)]
         reads = (partial(job.read, ring) for job in jobs)
         try:

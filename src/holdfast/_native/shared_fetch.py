@@ -82,7 +82,7 @@ class SharedFetch(Fetch):
                 carrier.finish(self._exchange.rest)
 
     def _workers(self) -> int:
-        """How many threads read, beside those of the other ranks."""
+        """As many, beside those of the other ranks."""
         return default_workers(self._exchange.size, least=3)
 
     def _blocks_of_segments(self) -> np.ndarray:
