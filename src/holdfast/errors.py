@@ -107,8 +107,8 @@ class InvalidStateError(CheckpointError):
 class Difference:
     """One way in which a target and a checkpoint disagree about ``key``.
 
-    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value) and ``context`` (of a tensor
-    subclass).
+    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``context`` (of a tensor
+    subclass) and ``place`` (there is an empty container, into which what is stored cannot go: ``wanted`` says why).
     """
 
     key: str
@@ -119,6 +119,8 @@ class Difference:
     def __str__(self) -> str:
         if self.kind == "missing":
             return f"{self.key!r} is not in the checkpoint"
+        if self.kind == "place":
+            return f"{self.key!r} of the checkpoint cannot be put into the target: {self.wanted}"
         return f"{self.key!r} has {self.kind} {self.stored} in the checkpoint but {self.wanted} in the target"
 
 

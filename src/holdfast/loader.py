@@ -25,13 +25,13 @@ from holdfast._filesystem.reader import FileSystemReader
 from holdfast._native.reader import NativeReader
 from holdfast._native.together import open_together
 from holdfast._state.collector import collector_paused
-from holdfast._state.exposure import expose, hand_back
+from holdfast._state.exposure import Owners, expose, hand_back
 from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
-from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state
+from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
 from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
-from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
 from holdfast.planner_helpers import check_tiling
@@ -48,7 +48,10 @@ Sharing = Literal["host", "job", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did: keys read, what did not fit, what nobody asked for, bytes and seconds."""
+    """What a load did: keys read, what did not fit, what nobody asked for, bytes and seconds.
+
+    ``made`` has the loaded keys that the target had only an empty container for.
+    """
 
     loaded: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -56,6 +59,7 @@ class LoadReport:
     casts: tuple[Difference, ...]
     bytes_read: int
     seconds: float
+    made: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -186,7 +190,16 @@ def load_with(
 ) -> LoadReport:
     """Load into ``state``, in place, with a storage and a planner, ours or torch's."""
     planner = as_load_planner(planner, allow_pickle=allow_pickle)
-    target, report = _load(lambda _: expose(state), as_reader(reader), planner, make_ranks, share=share)
+    owners = Owners()
+    if isinstance(planner, DefaultLoadPlanner):
+        planner.owners = owners
+
+    def make_target(_: Metadata) -> dict[Any, Any]:
+        if not state and isinstance(reader, NativeReader):
+            reader.check_files()  # room for all, and what is not there may be more than there is
+        return expose(state, owners)
+
+    target, report = _load(make_target, as_reader(reader), planner, make_ranks, share=share)
     hand_back(state, target)
     return report
 
@@ -204,10 +217,7 @@ def load_without_target(
     leaves, _ = _load(partial(_leaves, reader, chosen), as_reader(reader), planner, make_ranks)
     metadata = planner.metadata
     assert metadata is not None
-    for key in leaves:
-        stored = metadata.state_dict_metadata[key]
-        if isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad:
-            leaves[key] = leaves[key].requires_grad_()
+    require_gradients(metadata, leaves)
     return unflatten(leaves, restorable_paths(metadata))
 
 
@@ -390,4 +400,5 @@ def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: f
         casts=tuple(planner.casts) if isinstance(planner, DefaultLoadPlanner) else (),
         bytes_read=bytes_read,
         seconds=seconds,
+        made=tuple(planner.made) if isinstance(planner, DefaultLoadPlanner) else (),
     )

@@ -7,28 +7,41 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from holdfast._state.paths import is_one_value, tuple_like
+from holdfast._state.paths import Path, is_one_value, path_element, tuple_like
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.stateful import is_stateful
 
 
-def expose(state: Any) -> dict[Any, Any]:
-    """``state`` with every Stateful replaced by its state_dict; containers on the way are copied."""
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """What the objects of a target say of places in it where nothing is.
+
+    ``parameters`` has the parameter to whose state a path leads, where an optimizer has none of it yet; ``modules`` the
+    paths of those that hold nothing, and want nothing.
+    """
+
+    parameters: dict[Path, torch.Tensor] = field(default_factory=dict)
+    modules: set[Path] = field(default_factory=set)
+
+
+def expose(state: Any, owners: Owners | None = None) -> dict[Any, Any]:
+    """``state`` with every Stateful replaced by its state_dict; containers on the way are copied, ``owners`` filled."""
     if not isinstance(state, Mapping):
         raise InvalidStateError(
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
-    exposed: dict[Any, Any] = _exposed(state, ())
+    exposed: dict[Any, Any] = _exposed(state, (), owners or Owners())
     return exposed
 
 
-def _exposed(value: Any, trail: tuple[object, ...]) -> Any:
+def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
     if len(trail) > MAX_PATH_DEPTH:
         key = ".".join(map(str, trail))
         raise InvalidStateError(
@@ -36,20 +49,37 @@ def _exposed(value: Any, trail: tuple[object, ...]) -> Any:
         )
     if isinstance(value, Mapping):
         return {
-            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, key))
+            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
             for key, entry in value.items()
         }
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
-        entries = [_exposed(entry, (*trail, position)) for position, entry in enumerate(value)]
+        entries = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
         return entries if isinstance(value, list) else tuple_like(value, entries)
     if is_stateful(value):
-        return _exposed(value.state_dict(), trail)
+        exposed = _exposed(value.state_dict(), trail, owners)
+        if isinstance(value, torch.nn.Module):
+            owners.modules.update(() if exposed else [trail])
+        elif hasattr(value, "param_groups"):
+            owners.parameters.update(_without_state(value, exposed, trail))
+        return exposed
     return value
 
 
+def _without_state(optimizer: Any, exposed: Any, trail: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The parameters of which ``exposed``, an optimizer's state_dict, has no state, and where it belongs."""
+    try:
+        state = exposed["state"]
+        for group, named in zip(optimizer.param_groups, exposed["param_groups"], strict=True):
+            for parameter, name in zip(group["params"], named["params"], strict=True):
+                if isinstance(parameter, torch.Tensor) and not state.get(name):
+                    yield (*trail, "state", path_element(name)), parameter
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return  # it gives its state another form, which tells nothing of parameters
+
+
 def hand_back(state: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    """Put what was loaded into ``state``, in place, in the order of its keys."""
-    for key in sorted(loaded, key=str):
+    """Put what was loaded into ``state``, in place: what is new first, the rest in the order of its keys."""
+    for key in sorted(loaded, key=lambda key: str(key) if key in state else ""):
         state[key] = _handed_back(state.get(key), loaded[key])
 
 

@@ -47,6 +47,11 @@ PathElement = str | int
 Path = tuple[PathElement, ...]
 
 
+def path_element(key: Hashable) -> str:
+    """What stands for a dict's ``key`` in a path."""
+    return key if type(key) is str else TypedKey(key)
+
+
 def path_key(path: Path) -> str:
     """The dotted key of ``path``."""
     return ".".join(map(str, path))
@@ -129,7 +134,7 @@ def _collect(found: list[tuple[str, Path, Any]], key: str, path: Path, value: An
     if isinstance(value, Mapping) and (value or not path):
         _check_dict_keys(path, value)
         for name, entry in value.items():
-            element = name if type(name) is str else TypedKey(name)
+            element = path_element(name)
             if type(entry) is torch.Tensor and entry.dtype not in PACKED:
                 found.append((prefix + element, (*path, element), entry))
             else:

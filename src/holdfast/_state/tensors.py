@@ -106,12 +106,13 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return (tensor.dtype.is_complex and tensor.is_conj()) or tensor.is_neg()
 
 
-def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor, or StorageError; unlike torch.empty, without a warning about complex32."""
+def empty_tensor(size: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """An uninitialised tensor, or StorageError; unlike torch.empty, without a warning about complex32."""
     try:
         if dtype is not torch.complex32:
-            return torch.empty(tuple(size), dtype=dtype)
-        return torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(size))
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+        words = torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8, device=device)
+        return words.view(dtype).view(tuple(size))
     except (RuntimeError, MemoryError) as error:
         raise _no_memory(math.prod(size) * dtype.itemsize) from error
 

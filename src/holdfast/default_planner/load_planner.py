@@ -13,7 +13,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from holdfast._state.paths import Path, flatten, path_key, set_element, stored_paths, unflatten
+from holdfast._state.exposure import Owners
+from holdfast._state.paths import Path, flatten, path_key, set_element
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.subclasses import ComposedTensor
 from holdfast._state.tensors import check_fillable, empty_tensor, plain_address, quantizer_of
@@ -21,7 +22,7 @@ from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
 from holdfast._values.value_buffer import ValueBuffer
-from holdfast.default_planner.empty_state import empty_state
+from holdfast.default_planner.empty_containers import fill_empty_containers, is_empty_container
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
@@ -34,7 +35,8 @@ class DefaultLoadPlanner(LoadPlanner):
     ``strict`` makes every difference between target and checkpoint an error before anything is touched; without it
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
     allows loading one floating type into another. ``flatten_sharded_tensors`` is there for torch's sake: shards that
-    are themselves sharded are always taken apart.
+    are themselves sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made``
+    has the keys of what was put there.
     """
 
     def __init__(
@@ -55,6 +57,9 @@ class DefaultLoadPlanner(LoadPlanner):
         self.allow_pickle = allow_pickle
         self.original_state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, Path] = {}
+        self.owners = Owners()
+        self.made: list[str] = []
+        self._refused: list[Difference] = []
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
@@ -69,6 +74,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
         self._materials, self._pieces = {}, {}
+        self.made, self._refused = [], []
         self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
@@ -78,7 +84,9 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
                 self._take_whole_values(metadata)
-            self._fill_empty_containers(metadata)
+            self.made, self._refused = fill_empty_containers(
+                self.original_state_dict, self.state_dict, self.mappings, metadata, self.owners
+            )
 
     def _take_whole_values(self, metadata: Metadata) -> None:
         """Ask for a container of the target as the one value that the checkpoint has of it.
@@ -99,24 +107,6 @@ class DefaultLoadPlanner(LoadPlanner):
             for key in keys:
                 del leaves[key]
             leaves[whole], self.mappings[whole] = None, path
-
-    def _fill_empty_containers(self, metadata: Metadata) -> None:
-        """Ask for all that is stored below an empty container of the target, such as the state of a new optimizer."""
-        empty = {self.mappings[key]: key for key, leaf in self.state_dict.items() if _is_empty_container(leaf)}
-        if not empty or any(isinstance(leaf, torch.Tensor) and is_sharded(leaf) for leaf in self.state_dict.values()):
-            return  # next to sharded tensors, whole ones would be of another kind than what belongs there
-        below: dict[Path, dict[str, Path]] = {}
-        for key, path in stored_paths(metadata).items():
-            for length in range(1, len(path)):
-                if path[:length] in empty and key in metadata.state_dict_metadata:
-                    below.setdefault(path[:length], {})[key] = path
-        for prefix, paths in below.items():
-            leaves = empty_state(metadata, paths)
-            tails: dict[str, Path] = {key: ("", *path[len(prefix) :]) for key, path in paths.items()}
-            set_element(self.original_state_dict, prefix, unflatten(leaves, tails)[""])
-            del self.state_dict[empty[prefix]]
-            self.state_dict.update(leaves)
-            self.mappings.update(paths)
 
     def _materialised(self, key: str, leaf: Any) -> Any:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
@@ -153,7 +143,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         rows = ReadRows()
-        self.differences, self.casts, self._memory = [], [], {}
+        self.differences, self.casts, self._memory = list(self._refused), [], {}
         entries = self.metadata.state_dict_metadata
         for key, leaf in self.state_dict.items():
             stored = entries.get(key)
@@ -193,7 +183,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, torch.Tensor) and isinstance(stored, TensorStorageMetadata):
             return self._tensor_difference(key, leaf, stored)
         if stored is None:
-            if _is_empty_container(leaf):
+            if is_empty_container(leaf):
                 return None  # an empty container asks for nothing
             return Difference(key=key, kind="missing", stored="nothing", wanted=_kind_of(leaf))
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
@@ -309,10 +299,6 @@ class WholeLoadPlanner(DefaultLoadPlanner):
     def plain_memory(self) -> Mapping[str, Memory]:
         """What was found when the target was compared with the checkpoint."""
         return self._memory
-
-
-def _is_empty_container(leaf: object) -> bool:
-    return isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf
 
 
 def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
