@@ -241,6 +241,21 @@ BY_HAND = (
         replacement="            while True:\n",
         tests=_IO,
     ),
+    # The state of optimizers that have none yet.
+    Bug(
+        name="state of a sharded parameter made whole",
+        file="default_planner/empty_containers.py",
+        text="parameter.device if name in others else parameter for",
+        replacement="parameter.device for",
+        tests=("tests/distributed/test_fresh_optimizers.py::test_each_rank_reads_its_shard_alone",),
+    ),
+    Bug(
+        name="what cannot be placed passed over",
+        file="default_planner/empty_containers.py",
+        text="            refused.append(",
+        replacement="            str(",
+        tests=("tests/unit/test_empty_containers.py",),
+    ),
 )
 
 CHECKED = {

@@ -1,7 +1,7 @@
 """Optimizers that have taken no step, as objects in a target: restored from any layout into any layout.
 
-Models are trained and saved; others, with other weights and new optimizers, are loaded and trained on. In the same layout
-their losses are equal bit by bit, elsewhere they agree to rounding.
+Models are trained and saved; others, with other weights and new optimizers, are loaded and trained on. In the same
+layout their losses are equal bit by bit, elsewhere they agree to rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import StepLR
 
 import holdfast
 
@@ -259,3 +258,82 @@ def test_from_torchs_format(pool: Pool, tmp_path: Path, writer: str) -> None:
     for loader in (FSDP_2, PLAIN):
         found = pool.run(loader.world, load_and_train, loader, str(tmp_path), names, timeout_s=TIMEOUT_S)
         compare(found, expected[0], exactly=loader is FSDP_2)
+
+
+def load_dicts(folder: str) -> list[tuple[str, str]]:
+    """What is said of a state_dict next to sharded tensors, and of an optimizer for a checkpoint of names."""
+    said = []
+    with quiet():
+        model, (optimizer,) = made(FSDP_2, "adamw", 2)[1:]
+        for target in ({"model": model, "optimizer 0": optimizer.state_dict()}, {"model": model, "named": optimizer}):
+            with pytest.raises(holdfast.MismatchError) as caught:
+                holdfast.load(target, f"{folder}/adamw")
+            said.append((caught.value.differences[0].key, str(caught.value)))
+            assert holdfast.load(target, f"{folder}/adamw", strict=False).differences == caught.value.differences
+            assert not optimizer.state
+    return said
+
+
+def save_names(folder: str) -> None:
+    with quiet():
+        state, model, (optimizer,) = made(FSDP_2, "adamw", 1)
+        train(model, [optimizer], FSDP_2, range(1))
+        holdfast.save({**state, "named": get_optimizer_state_dict(model, optimizer)}, f"{folder}/adamw")
+
+
+def test_what_nobody_can_place_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_names, str(tmp_path), timeout_s=TIMEOUT_S)
+    for said in pool.run(2, load_dicts, str(tmp_path), timeout_s=TIMEOUT_S):
+        (key, message), (named, other) = said
+        assert key == "optimizer 0.state"
+        assert "put the optimizer itself into the target" in message
+        assert named == "named.state.embed.weight"
+        assert "load into what torch's get_optimizer_state_dict gives" in other
+
+
+class Late:
+    """Has no state before it is used."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def save_late(path: str) -> None:
+    with quiet():
+        model = nn.Linear(1 << 10, 1 << 10)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        model(torch.ones(1, 1 << 10)).sum().backward()
+        optimizer.step()
+        holdfast.save({"optimizer": optimizer, "late": Late(mean=torch.arange(5.0), seen=[3])}, path)
+
+
+def load_late(path: str) -> tuple[int, int]:
+    """Bytes read of the optimizer's state, which is its shard; and of everything, into nothing."""
+    with quiet():
+        model = nn.Linear(1 << 10, 1 << 10)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer, late = torch.optim.SGD(model.parameters(), momentum=0.9), Late()
+        report = holdfast.load({"optimizer": optimizer, "late": late}, path, verify=False, share="off")
+        assert late.state["mean"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert late.state["seen"] == [3]
+        # As for save, a rank may come with nothing; then it is given everything.
+        target: dict[str, Any] = {"late": Late()} if dist.get_rank() == 0 else {}
+        everything = holdfast.load(target, path, verify=False, share="off")
+        assert len(target) == (1 if dist.get_rank() == 0 else 2)
+        return report.bytes_read, everything.bytes_read
+
+
+def test_each_rank_reads_its_shard_alone(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_late, str(tmp_path / "late"), timeout_s=TIMEOUT_S)
+    (first, little), (second, all_of_it) = pool.run(2, load_late, str(tmp_path / "late"), timeout_s=TIMEOUT_S)
+    half = 4 * ((1 << 20) + (1 << 10)) // 2
+    assert half < first == second < half + (1 << 17)
+    assert little < 1 << 17
+    assert 2 * half < all_of_it < 2 * half + (1 << 17)

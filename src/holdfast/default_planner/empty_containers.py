@@ -92,7 +92,8 @@ def _sort_in(
         if room is None:
             continue
         if path is not None and room.path in optimizers:  # it belongs to no parameter: each of its kind for itself
-            room = rooms[path[: len(room.path) + 1]] = _Room(path[: len(room.path) + 1])
+            place = path[: len(room.path) + 1]
+            room = rooms[place] = _Room(place)
         room.content[key] = None if path is None else path[len(room.path) :]
 
 
