@@ -115,7 +115,8 @@ def load(
 
     Args:
         state_dict: the target, of the same shape as what was saved. Tensors, on any device, are filled; other values
-            are set in it; Stateful objects get load_state_dict. Meta tensors are replaced by CPU ones.
+            are set in it; Stateful objects get load_state_dict. Meta tensors are replaced by CPU ones. An empty
+            container gets all that is stored below it, on the CPU; an optimizer without state, as its parameters are.
         checkpoint_id: the directory of the checkpoint, or the URL of one in torch's format, which needs fsspec.
             A storage here is torch's old form.
         storage_reader: where to read from instead of ``checkpoint_id``; ours or torch's.
