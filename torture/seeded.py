@@ -57,14 +57,14 @@ BY_HAND = (
     Bug(
         name="no fsync of the index",
         file="_io/locks.py",
-        text="            posix.sync_file(descriptor, path)\n",
+        text="            posix.sync_file(file.descriptor, path)\n",
         replacement="",
         tests=_CRASH,
     ),
     Bug(
         name="no fsync of data files",
         file="_io/direct.py",
-        text="posix.sync_file(self._descriptor, self.path)\n",
+        text="posix.sync_file(self._file.descriptor, self.path)\n",
         replacement="pass\n",
         tests=_CRASH,
     ),

@@ -160,7 +160,8 @@ def async_save(
         job = _job(saving, handle, options, async_stager)
         job.chosen = _chosen(warn_unchanged, saving.planner, list(_optimizers(state_dict)))
         try:
-            job.begin(state_dict)
+            with handle.working():
+                job.begin(state_dict)
             background.start(_second_half(job, handle, stack.pop_all(), pause, None if use_collectives else ranks))
         except BaseException:
             TURNS.pass_on(handle, is_begun=False)
@@ -196,7 +197,7 @@ def _second_half(
 
     def work() -> None:
         try:
-            with stack:
+            with stack, handle.working():
                 pause.close()
                 metadata = run()
         except BaseException as error:
@@ -283,7 +284,8 @@ def prewarm(
         writer = NativeWriter("")
         saving = Saving(writer, planner or WholeSavePlanner(replica_check="off"), ranks)
         try:
-            plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
+            with handle.working():
+                plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
             image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner).image
             if max_host_bytes is None or image.nbytes <= max_host_bytes:
                 is_shared = async_checkpointer_type is AsyncCheckpointerType.PROCESS

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from holdfast._plan.holdings import HeldRows, Holding, holding_of
 from holdfast._plan.layout import box_words
 from holdfast._plan.shares import sums
 from holdfast._values.digest import name_words
-from holdfast._values.lazy import LazyDict, LazyList
+from holdfast._values.lazy import LazyDict, LazyList, cached_property
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import check_same_head, joined_head, untied_head
 from holdfast.layouts import WHOLE, Members

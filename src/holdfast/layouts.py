@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from holdfast._plan.layout import MemberBoxes, boxes_on_mesh
 from holdfast._state.paths import Path, TupleIndex, TypedKey
 from holdfast._state.pieces import Spread
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
+from holdfast._values.lazy import cached_property
 from holdfast._values.splits import Split
 from holdfast.local_plan import UNKNOWN, LocalLeaves, properties_of
 from holdfast.planner import TensorHead

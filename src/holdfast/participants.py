@@ -10,9 +10,13 @@ from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._io.sharing import host_identity
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.digest import digest
+from holdfast._values.forks import reset_in_child
+from holdfast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_inherited: list[object] = []  # the default group of the process that this one was forked from
 
 DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
@@ -29,6 +33,12 @@ def host_name() -> int:
     return digest("\0".join(host_identity()).encode())
 
 
+@reset_in_child
+def _forget_parent() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _inherited[:] = [torch.distributed.group.WORLD]
+
+
 def participants(
     process_group: ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0, deadline_s: float = DEADLINE_S
 ) -> Ranks:
@@ -37,6 +47,11 @@ def participants(
         return SoloRanks()
     if torch.distributed.get_world_size(process_group) == 1:
         return SoloRanks()
+    if torch.distributed.group.WORLD in _inherited:
+        raise CheckpointError(
+            f"this process was forked from rank {mesh_rank()} and is no rank itself; pass no_dist=True to save or load "
+            "in it alone"
+        )
     # Only now: without a job of several ranks there is nothing to import it for.
     from holdfast._coord.channel_ranks import ChannelRanks
     from holdfast._coord.rendezvous import connect

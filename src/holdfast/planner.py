@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum, auto
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, cached_property
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,

@@ -18,6 +18,7 @@ from holdfast._state.exposure import expose
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.default_planner.plan_messages import Sketch
 from holdfast.default_planner.planning import SavePlanning
+from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, host_name, mesh_rank, participants
 from holdfast.planner import SavePlan, SavePlanner
@@ -169,6 +170,7 @@ class Saving:
         self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host)
         self._prepared = 0
         self._prepared_lock = threading.Lock()
+        self._process = os.getpid()
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
@@ -179,6 +181,7 @@ class Saving:
         def set_up() -> None:
             before()
             self._set_up(state)
+            self._check_process()
 
         return self._planning.run(set_up)
 
@@ -196,10 +199,19 @@ class Saving:
 
     def check(self) -> None:
         """Raise what another rank has failed with, if one has; any thread."""
+        self._check_process()
         self.ranks.check()
+
+    def _check_process(self) -> None:
+        """Raise in a child that a state_dict() or planner forked and that comes back from it: one saves, not two."""
+        if os.getpid() != self._process:
+            raise CheckpointError(
+                "this process was forked in the middle of a save, which is its parent's; end it there"
+            )
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
+        self._check_process()
         return self._planning.metadata(self.ranks.share("writing the checkpoint", write, self._publish))
 
     def _set_up(self, state: Mapping[Any, Any]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast._io import posix
 from holdfast._io.direct import InputFile
+from holdfast._values import forks
 from holdfast.errors import CorruptError, StorageError
 
 _IDLE_FILES = 64
@@ -26,7 +26,7 @@ class LocalFiles:
     def __init__(self, paths: Sequence[str], ends: Sequence[int]) -> None:
         self._paths = paths
         self._ends = ends
-        self._lock = threading.Lock()
+        self._lock = forks.Lock()
         self._lent: dict[int, tuple[InputFile, bool, int]] = {}
         self._idle: OrderedDict[int, tuple[InputFile, bool]] = OrderedDict()
         self._bytes_read = 0

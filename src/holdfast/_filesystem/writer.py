@@ -35,6 +35,7 @@ from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import StorageInfo, StoragePrefix
 from holdfast._torchformat.translate import metadata_from_torch
+from holdfast._values.forks import forget_in_child
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError
 from holdfast.metadata import (
@@ -107,6 +108,11 @@ class _FileSystemWriter(StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._files: FilePacker | StreamPacker | None = None
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have no files: those are the parent's."""
+        self._files = None
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]

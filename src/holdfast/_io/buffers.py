@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from holdfast._io.mapping import map_private
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import InternalError, StorageError
 
 SLAB_BYTES = 16 << 20
@@ -61,6 +62,12 @@ class SlabRing:
         self._allocated = 0
         self._arena: torch.Tensor | None = None
         self._closed = False
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Be closed: those who borrowed from it are not there to give anything back."""
+        self._change = threading.Condition()
+        self._closed = True
 
     @property
     def allocated(self) -> int:
@@ -142,7 +149,7 @@ def _huge_pages(size: int) -> torch.Tensor:
     A page becomes memory when it is first touched, so that slabs which are never lent cost nothing.
     """
     try:
-        memory, start = map_private(size)
+        memory, start = map_private(size, is_wiped=True)
     except (OSError, MemoryError) as error:
         raise _no_memory(error, size) from error
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)

@@ -18,6 +18,7 @@ import threading
 from types import TracebackType
 
 from holdfast._io import locks, posix
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import CorruptError, StorageError
 
 ALIGNMENT = 4096
@@ -34,26 +35,25 @@ class OutputFile:
     multiples of ``ALIGNMENT``. Nothing is durable before ``finish``.
     """
 
-    def __init__(self, descriptor: int, path: str, *, direct: bool) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: locks.LockedFile, *, direct: bool) -> None:
+        self._file = file
         self._lock = threading.Lock()
-        self.path = path
+        self.path = file.path
         self.direct = direct
         self.bytes_written = 0
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, expected_bytes: int) -> OutputFile:
         """A file that did not exist before, locked, with room for ``expected_bytes`` where that can be reserved."""
-        name = os.fspath(path)
-        descriptor = locks.create_locked(name)
+        file = locks.create_locked(path)
         try:
-            _reserve(descriptor, name, expected_bytes)
+            _reserve(file.descriptor, file.path, expected_bytes)
             # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
-            return cls(descriptor, name, direct=_set_direct(descriptor))
+            return cls(file, direct=_set_direct(file.descriptor))
         except BaseException:
             with contextlib.suppress(StorageError):
-                posix.remove(name)
-            posix.discard_descriptor(descriptor)
+                file.remove()
+            file.discard()
             raise
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -63,7 +63,7 @@ class OutputFile:
             direct = self.direct
             with posix.reporting("write", self.path):
                 try:
-                    count = os.pwrite(self._descriptor, rest, offset)
+                    count = os.pwrite(self._file.descriptor, rest, offset)
                     if count == 0:
                         raise OSError(errno.EIO, "the system took no bytes")
                 except OSError as error:
@@ -74,7 +74,7 @@ class OutputFile:
                 if direct and count < rest.nbytes and count % ALIGNMENT:
                     self._leave_direct()
             if not direct:
-                _start_writeback(self._descriptor, offset, count)
+                _start_writeback(self._file.descriptor, offset, count)
             with self._lock:
                 self.bytes_written += count
             rest = rest[count:]
@@ -86,36 +86,27 @@ class OutputFile:
         After an error only ``abandon`` it.
         """
         with posix.reporting("truncate", self.path):
-            os.ftruncate(self._descriptor, size)
+            os.ftruncate(self._file.descriptor, size)
         if sync:
-            posix.sync_file(self._descriptor, self.path)
+            posix.sync_file(self._file.descriptor, self.path)
 
     def close(self) -> None:
         """Closes the file, which drops the lock; a second call does nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            posix.close_descriptor(descriptor, self.path)
+        self._file.close()
 
     def abandon(self) -> None:
         """Guarantees that the file is closed and its name gone."""
         try:
             # First the name: without the lock, others could take the file for a dead writer's.
-            posix.remove(self.path)
+            self._file.remove()
         finally:
-            with contextlib.suppress(StorageError):
-                self.close()
-
-    def __del__(self) -> None:
-        # For storage that someone else drives and does not close: an open file keeps its room on disk, and its lock.
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
+            self._file.discard()
 
     def _leave_direct(self) -> None:
         with self._lock:
             if self.direct:
-                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_direct_flag())
+                flags = fcntl.fcntl(self._file.descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags & ~_direct_flag())
                 self.direct = False
 
 
@@ -134,6 +125,11 @@ class InputFile:
         self.size = size
         self.bytes_read = 0
         self.direct = _direct_flag() != 0
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Go on reading, from the same descriptor: reads at offsets do not disturb each other."""
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> InputFile:

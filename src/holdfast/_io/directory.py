@@ -88,20 +88,20 @@ class Directory:
             raise CorruptError(f"{path!r} is larger than {limit} bytes; use another checkpoint", path=path)
         return data
 
-    def lock(self, name: str) -> int | None:
-        """A descriptor that holds the lock of the regular file ``name``; None when someone else holds it.
+    def lock(self, name: str) -> locks.LockedFile | None:
+        """The regular file ``name``, its lock held; None when someone else holds it.
 
         StorageError where there are no locks or the file may not be opened for writing, which some file systems ask
         of those who lock. Nothing is written.
         """
-        descriptor = self._open_regular(name, os.O_RDWR)
+        file = locks.LockedFile(self._open_regular(name, os.O_RDWR), self.path_of(name))
         try:
-            if locks.try_lock(descriptor, self.path_of(name)):
-                return descriptor
+            if locks.try_lock(file.descriptor, file.path):
+                return file
         except BaseException:
-            os.close(descriptor)
+            file.discard()
             raise
-        os.close(descriptor)
+        file.discard()
         return None
 
     def create(self, name: str) -> bool:

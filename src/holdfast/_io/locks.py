@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from holdfast._io import posix
+from holdfast._values import forks
 from holdfast.errors import StorageError
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -33,24 +34,66 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 )
 
 
-def create_locked(path: str | os.PathLike[str]) -> int:
-    """A descriptor that writes the file ``path``, which did not exist before; its lock is held where there are locks.
+class LockedFile:
+    """An open file whose lock this process holds; ``descriptor`` is -1 once it is closed.
 
-    Between making a file and locking it, a sweep may take it for a dead writer's and remove it; then it is made again.
+    A forked child has it closed, and cannot remove it: a copy would keep the lock for as long as the child lives.
+    """
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.descriptor = descriptor
+        self.path = path
+        self._is_inherited = False
+        forks.forget_in_child(self)
+
+    def close(self) -> None:
+        """Close it, which drops the lock; a second call does nothing."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            posix.close_descriptor(descriptor, self.path)
+
+    def discard(self) -> None:
+        """Close it, whatever the system says of that."""
+        with contextlib.suppress(StorageError):
+            self.close()
+
+    def remove(self) -> None:
+        """Remove its name, for the process that made it."""
+        if not self._is_inherited:
+            posix.remove(self.path)
+
+    def forget_parent(self) -> None:
+        """Close the copy: the lock stays with the parent."""
+        self._is_inherited = True
+        self.discard()
+
+    def __del__(self) -> None:
+        # For storage that someone else drives and does not close: an open file keeps its room on disk, and its lock.
+        self.discard()
+
+
+def create_locked(path: str | os.PathLike[str]) -> LockedFile:
+    """The file ``path``, which did not exist before, open for writing; its lock is held where there are locks.
+
+    Between making a file and locking it, a sweep may take it for a dead writer's and remove it, and a forked child may
+    get a copy that it does not know of, which would keep the lock; then it is made again.
     """
     for _ in range(_TRIES):
-        descriptor = posix.create_new(path)
+        forks_before = forks.begun()
+        file = LockedFile(posix.create_new(path), os.fspath(path))
         try:
-            _wait_for_lock(descriptor, path)
-            if has_name(descriptor, path):
-                return descriptor
+            if forks.begun() != forks_before:
+                file.remove()
+            else:
+                _wait_for_lock(file.descriptor, path)
+                if has_name(file.descriptor, path):
+                    return file
         except BaseException:
             with contextlib.suppress(StorageError):
-                posix.remove(path)
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+                file.remove()
+            file.discard()
             raise
-        posix.close_descriptor(descriptor, path)
+        file.close()
     raise StorageError(
         f"{os.fspath(path)!r} was removed while being created, {_TRIES} times; save again",
         errno=errno.ENOENT,
@@ -61,20 +104,19 @@ def create_locked(path: str | os.PathLike[str]) -> int:
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], data: bytes) -> Iterator[None]:
     """Creates ``path`` with exactly ``data``, as ``posix.write_new`` does, and holds its lock for the block."""
-    descriptor = create_locked(path)
+    file = create_locked(path)
     try:
         try:
-            posix.write_all(descriptor, data, path)
-            posix.sync_file(descriptor, path)
+            posix.write_all(file.descriptor, data, path)
+            posix.sync_file(file.descriptor, path)
         except BaseException:
             with contextlib.suppress(StorageError):
-                posix.remove(path)
+                file.remove()
             raise
         yield
     finally:
         # It is synced: whatever closing it tells, nothing is lost any more.
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+        file.discard()
 
 
 def try_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 
 import numpy as np
 
@@ -19,6 +20,7 @@ HUGE_PAGE = 2 << 20
 # Of Linux; the names are not in every Python's mmap.
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
+_MADV_WIPEONFORK = 18
 
 _system = ctypes.CDLL(None, use_errno=True)
 _map = _system.mmap
@@ -28,11 +30,18 @@ _advise = _system.madvise
 _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def map_private(size: int) -> tuple[mmap.mmap, int]:
-    """Anonymous memory of this process, ``size`` bytes from the returned offset on; real when first touched."""
+def map_private(size: int, *, is_wiped: bool = False) -> tuple[mmap.mmap, int]:
+    """Anonymous memory of this process, ``size`` bytes from the returned offset on; real when first touched.
+
+    A forked child finds it as it was, or, where ``is_wiped``, empty. Memory for direct reads must be wiped: pages that
+    both have are copied when one of them writes, and what is on its way from the disk may go to the other (open(2)).
+    """
     # Private, because shared anonymous memory is a tmpfs: no huge pages, and charged to a container's /dev/shm.
     memory = _room_for(size)
     _ask_for_huge_pages(memory)
+    if is_wiped and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # before 4.14
+            memory.madvise(_MADV_WIPEONFORK)
     return memory, -_address(memory) % HUGE_PAGE
 
 

@@ -16,6 +16,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, NoReturn, TypeVar
 
+from holdfast._values.forks import forget_in_child
+from holdfast.errors import CheckpointError
+
 Result = TypeVar("Result")
 
 
@@ -108,16 +111,30 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
+def _left_behind() -> CheckpointError:
+    return CheckpointError(
+        "this process was forked in the middle of a save or load, which is its parent's; call it here anew"
+    )
+
+
 class _InOrder(Generic[Result]):
     """What comes from ``done`` in any order, in the order of its numbers."""
 
     def __init__(self, done: SimpleQueue[tuple[int, Callable[[], Result]]]) -> None:
         self._done = done
         self._early: dict[int, Callable[[], Result]] = {}
+        self._failure: CheckpointError | None = None
         self.taken = 0
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have an error to tell: nobody works here."""
+        self._failure = _left_behind()
 
     def take(self) -> Result:
         """The next one, waited for."""
+        if self._failure is not None:
+            raise self._failure
         while self.taken not in self._early:
             number, outcome = self._done.get()
             self._early[number] = outcome
@@ -165,6 +182,11 @@ class _Crew:
     def __init__(self, *, workers: int, limit: int) -> None:
         self._workers = workers
         self.limit = limit
+        self._failure: BaseException | None = None
+        self._begin()
+        forget_in_child(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         # Apart, so that a job wakes one thread and its end none but the one that feeds.
         self._to_do = threading.Condition(self._lock)
@@ -173,8 +195,12 @@ class _Crew:
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
         self._finishing = False
-        self._failure: BaseException | None = None
         self.taken = 0
+
+    def forget_parent(self) -> None:
+        """Have nobody and nothing to do, and an error to tell."""
+        self._begin()
+        self._failure = _left_behind()
 
     def queue(self, job: Callable[[], None]) -> None:
         """Puts ``job`` where the next free thread finds it."""

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar, cast
 
+from holdfast._values.forks import reset_in_child
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
 
 P = ParamSpec("P")
@@ -37,6 +38,9 @@ _underway: dict[int, str] = {}
 _last = ""
 
 
+reset_in_child(_underway.clear)
+
+
 @contextlib.contextmanager
 def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
     """Lets ``file_at_work`` tell of ``path`` for the length of the block, and until another is worked on."""
@@ -47,7 +51,7 @@ def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        del _underway[thread]
+        _underway.pop(thread, None)
         if outer is not None:
             _underway[thread] = outer
 

@@ -20,6 +20,7 @@ import torch
 
 from holdfast._io import mapping
 from holdfast._io.buffers import Slab
+from holdfast._values.forks import forget_in_child
 
 MOST_HANDED_OVER = 250  # descriptors that the kernel lets pass in one message
 
@@ -36,6 +37,7 @@ class SharedMemory:
         self._memory, self._start = mapping.attach(descriptor, size)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start)
         self.view = memoryview(self._memory)[self._start : self._start + size]
+        forget_in_child(self)
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
@@ -68,6 +70,8 @@ class SharedMemory:
             os.close(descriptor)
             del self.tensor, self.view, self._memory
 
+    forget_parent = close
+
 
 class Inbox:
     """The end of a pipe from which messages of ``size`` bytes each come, in the order in which they were posted."""
@@ -78,6 +82,7 @@ class Inbox:
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
         os.set_blocking(descriptor, False)
+        forget_in_child(self)
 
     def fileno(self) -> int:
         """Its descriptor, to wait for it among others."""
@@ -96,12 +101,15 @@ class Inbox:
         if descriptor >= 0:
             os.close(descriptor)
 
+    forget_parent = close  # a copy would hide that the parent has gone
+
 
 class Outbox:
     """The end of a pipe that takes messages, from any thread; one to someone who has left is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        forget_in_child(self)
 
     def post(self, message: bytes) -> None:
         """Send ``message``, which is small enough to stay in one piece."""
@@ -113,6 +121,8 @@ class Outbox:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+    forget_parent = close
 
 
 def make_pipes(count: int) -> list[tuple[int, int]]:
@@ -147,6 +157,7 @@ class Doorstep:
         except BaseException:
             self._socket.close()
             raise
+        forget_in_child(self)
 
     def pick_up(self, timeout_s: float) -> tuple[bytes, list[int]]:
         """What was left here, whoever else may have knocked; OSError when there is nothing within ``timeout_s``."""
@@ -167,6 +178,8 @@ class Doorstep:
     def close(self) -> None:
         """Nobody can leave anything here any more."""
         self._socket.close()
+
+    forget_parent = close
 
 
 def leave_at(address: str, message: bytes, descriptors: list[int], timeout_s: float) -> None:

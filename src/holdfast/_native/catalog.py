@@ -9,11 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -31,8 +29,9 @@ from holdfast._native.values import decode_value
 from holdfast._state.paths import Path
 from holdfast._state.tensors import torch_dtype
 from holdfast._torchformat.places import is_of_a_save
+from holdfast._values import forks
 from holdfast._values.digest import digest, to_hex
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
     STORAGE_TYPES,
@@ -260,7 +259,7 @@ class DataFiles:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._lock = threading.Lock()
+        self._lock = forks.Lock()
         self._files: dict[int, tuple[InputFile, bool]] = {}
 
     def get(self, number: int) -> tuple[InputFile, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from holdfast._torchformat.objects import serialize_object
 from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
 from holdfast._values.dtypes import DTYPES
+from holdfast._values.lazy import cached_property
 from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
 from holdfast.metadata import Metadata

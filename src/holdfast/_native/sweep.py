@@ -248,13 +248,13 @@ class _Attempt:
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
         """Hold the lock of ``name`` for the block; False when there is no such file."""
-        descriptor: int | None = None
+        file: locks.LockedFile | None = None
         try:
             try:
-                descriptor = self._directory.lock(name)
-                if descriptor is None:
+                file = self._directory.lock(name)
+                if file is None:
                     raise _Living(f"a writer holds the lock of {name}")
-                if not self._directory.holds(name, descriptor):
+                if not self._directory.holds(name, file.descriptor):
                     raise _Living("it went on while it was looked at")
                 is_there = True
             except StorageError as error:
@@ -263,8 +263,8 @@ class _Attempt:
                     raise _Unknown(error.message) from None
             yield is_there
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            if file is not None:
+                file.discard()
 
     def _unlink(self, name: str, removed: list[str]) -> None:
         self._directory.remove(name)

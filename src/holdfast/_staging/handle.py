@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from holdfast._values.forks import forget_in_child
+from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
 
 logger = logging.getLogger("holdfast")
 
 Phase = Literal["planned", "staging", "staged", "writing", "published", "failed"]
 Progress = Callable[["AsyncSave"], None]
+
+_PARENTS = "this save is made by the process that this one was forked from; ask for it there"
 
 
 @dataclass(eq=False)
@@ -48,9 +53,24 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self._progress: Progress | None = None
         self._told = threading.Lock()
         self._is_observed = False
+        self._threads: list[int] = []
         # A future that runs cannot be cancelled: what others have begun to write with us is not ours to take back.
         self.set_running_or_notify_cancel()
         self.staging_completion.set_running_or_notify_cancel()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Be over, with what is known, or an error: nothing will ever be heard of the rest."""
+        self._told, self._progress, self._threads = threading.Lock(), None, []
+        self._fence, self._is_observed = (lambda: None), True
+        futures: tuple[Future[Any], ...] = (self, self.staging_completion)
+        for future in futures:  # whose locks may be held by the threads that end them
+            if future._state == "FINISHED":
+                future._condition = threading.Condition()
+                continue
+            self.phase = "failed"
+            Future.__init__(future)
+            future.set_exception(CheckpointError(_PARENTS))
 
     @property
     def bytes_done(self) -> int:
@@ -87,6 +107,22 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
     # What follows is for the save itself.
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Know the thread, for the length of the block, as one that the save cannot do without."""
+        thread = threading.get_ident()
+        self._threads.append(thread)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # in a child that was forked in between
+                self._threads.remove(thread)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the save waits for the calling thread, which cannot wait for it in turn."""
+        return threading.get_ident() in self._threads
+
     def show(self, progress: Progress | None) -> None:
         """Have ``progress`` called when something has changed."""
         self._progress = progress
@@ -108,7 +144,8 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
             return
         with self._told:
             try:
-                self._progress(self)
+                with self.working():
+                    self._progress(self)
             except Exception:
                 logger.exception("the progress callback of a save failed and is not called again")
                 self._progress = None

@@ -17,6 +17,7 @@ import torch
 from holdfast._io.mapping import HUGE_PAGE, attach, collapse, map_private, new_shared
 from holdfast._io.pipeline import run_bounded
 from holdfast._staging.accelerator import Accelerator
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import StorageError
 
 _TOUCHED_BYTES = 64 << 20
@@ -50,6 +51,7 @@ class Region:
             ) from error
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=start)
         self.address: int = self.tensor.data_ptr()
+        forget_in_child(self)
         self._touch()
 
     def _touch(self) -> None:
@@ -100,6 +102,11 @@ class Region:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._close_descriptor()
 
+    def forget_parent(self) -> None:
+        """Give the copy back; it is the parent's device that knows the memory."""
+        self._pinned_by = None
+        self.close()
+
     def _close_descriptor(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
@@ -110,6 +117,11 @@ class HostMemory:
     """At most one region, kept until it is too small, of the wrong kind, or ``close``. For one user at a time."""
 
     def __init__(self) -> None:
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have nothing: what the parent stages is not ours to write to."""
         self._region: Region | None = None
 
     @property

@@ -1,6 +1,8 @@
 """The parent's side of the process that writes: started when it is first wanted, kept, started again after a death.
 
-It is a fresh interpreter, never a fork, and it does not load the main module of the job.
+It is a fresh interpreter, never a fork, and it does not load the main module of the job. It imports the standard
+library, this package and what that needs, from where this process has them, and nothing else: no site, no PYTHON
+variables, nothing from the working directory. A forked child starts one for itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
 
 from holdfast._io import posix
 from holdfast._native.image_files import FileImage, WrittenImage
@@ -33,20 +38,33 @@ from holdfast._staging.writer_protocol import (
     receive,
     send,
 )
+from holdfast._values import forks
 from holdfast.errors import CheckpointError, StorageError
 
 _LOOK_EVERY_S = 0.25
 _FAREWELL_S = 5.0
+_TRIES = 10
 # The package without its front: what the process needs of it knows no torch, which takes seconds and much memory.
 _BOOT = """
 import json, sys, types
-package, path, *numbers = json.loads(sys.argv[1])
-sys.path[:] = path
+from importlib.machinery import PathFinder
+package, places, *numbers = json.loads(sys.argv[1])
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [places[name]]) if name in places else None
+sys.meta_path.insert(0, Finder)
 holdfast = sys.modules["holdfast"] = types.ModuleType("holdfast")
 holdfast.__path__ = [package]
 from holdfast._staging.writer_process import serve
 serve(*numbers)
 """
+# Now, because the working directory may change, and names with it.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PLACES = {
+    module.__name__: os.path.dirname(os.path.dirname(os.path.abspath(str(module.__file__))))
+    for module in (msgspec, np, xxhash)
+}
 
 
 class WriterProcess:
@@ -60,6 +78,16 @@ class WriterProcess:
         self._connection: socket.socket | None = None
         self._serves: Region | None = None
         atexit.register(self.stop)
+        forks.forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have none: the copy of the connection would keep it from knowing that the parent has died."""
+        atexit.unregister(self.stop)
+        if self._process is not None:
+            self._process.returncode = 0  # nobody here has to wait for it
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = self._serves = None
 
     @property
     def number(self) -> int | None:
@@ -70,15 +98,23 @@ class WriterProcess:
         """Have the process run, with ``region`` as its memory."""
         if self._process is not None and self._process.poll() is None and self._serves is region:
             return
-        self.stop()
+        for _ in range(_TRIES):
+            self.stop()
+            forks_before = forks.begun()
+            self._start(region)
+            if forks.begun() == forks_before:
+                return  # else a child may have copies of sockets that it does not know of
+
+    def _start(self, region: Region) -> None:
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), region.descriptor, region.nbytes]
-        arguments = json.dumps([str(Path(__file__).parents[1]), sys.path, *numbers])
+        arguments = json.dumps([_PACKAGE, _PLACES, *numbers])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, arguments],
+                [sys.executable, "-I", "-S", "-c", _BOOT, arguments],
                 pass_fds=(theirs.fileno(), region.descriptor),
                 stdin=subprocess.DEVNULL,
+                cwd="/",
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # an interrupt from the terminal is for the training
             )
@@ -150,11 +186,11 @@ class ProcessOutput:
 
     def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
         """What was written, durably."""
-        self._paths = [file.path for file in files]
+        self._paths = [os.fsdecode(file.path) for file in files]
         if not files:
             return []
         self._number = self._process.number
-        self._process.order(Write(list(files)))
+        self._process.order(Write(list(files), _umask()))
         while True:
             with posix.working_on(self._file_at_work(files)):
                 self._check()
@@ -167,13 +203,14 @@ class ProcessOutput:
             elif isinstance(answer, Failed):
                 if answer.number is None:
                     raise CheckpointError(answer.message)
-                raise StorageError(answer.message, errno=answer.number, path=answer.path)
+                path = None if answer.path is None else os.fsdecode(answer.path)
+                raise StorageError(answer.message, errno=answer.number, path=path)
 
     def _file_at_work(self, files: Sequence[FileImage]) -> str:
         """The one that the process must have come to: it writes them one after the other."""
         ends = itertools.accumulate(file.size for file in files)
         return next(
-            (file.path for file, end in zip(files, ends, strict=True) if self.bytes_written < end), self._paths[-1]
+            (path for path, end in zip(self._paths, ends, strict=True) if self.bytes_written < end), self._paths[-1]
         )
 
     def close(self) -> None:
@@ -199,3 +236,10 @@ class ProcessOutput:
         while not (isinstance(answer := self._process.answer(), Done) and not answer.files):
             pass
         self._number = None
+
+
+def _umask() -> int | None:
+    """The mode bits that new files of this process do not get now; None where one can only ask by changing them."""
+    with contextlib.suppress(OSError), open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
+        return next((int(line.split()[1], 8) for line in lines if line.startswith("Umask:")), None)
+    return None

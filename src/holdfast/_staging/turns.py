@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from holdfast._staging.handle import AsyncSave
 from holdfast._staging.memory import HostMemory
 from holdfast._staging.process import WriterProcess
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import BusyError
 
 logger = logging.getLogger("holdfast")
@@ -29,11 +30,14 @@ class Background:
 
     def __init__(self) -> None:
         self._work: Future[Callable[[], None]] = Future()
-        self._is_started = True
+        # An interpreter that shuts down waits for no new threads, and from some version on starts none.
+        self._is_started = threading.main_thread().is_alive()
+        if not self._is_started:
+            return
         try:
             threading.Thread(target=self._run, name="holdfast-save", daemon=False).start()
         except RuntimeError:
-            self._is_started = False  # an interpreter that shuts down starts no threads
+            self._is_started = False
 
     def _run(self) -> None:
         self._work.result()()
@@ -55,6 +59,11 @@ class Turns:
     """Who saves now, and what they use."""
 
     def __init__(self) -> None:
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have nobody's turn, and nothing to use."""
         self._changed = threading.Condition()
         self._current: AsyncSave | None = None
         self._last: AsyncSave | None = None
@@ -69,7 +78,7 @@ class Turns:
                     f"the save before this one is still {self._current.phase}; wait for its result, save less often, "
                     'or pass when_busy="wait"'
                 )
-            self._changed.wait_for(lambda: self._current is None)
+            self._wait()
             self._current = handle
 
     def pass_on(self, handle: AsyncSave, *, is_begun: bool = True) -> None:
@@ -81,9 +90,14 @@ class Turns:
                 self._changed.notify_all()
 
     def settle(self) -> None:
-        """Return when no save is under way in the background; raises the error of one that nobody has asked for."""
+        """Return when no save is under way in the background; raises the error of one that nobody has asked for.
+
+        A save within another one, in its ``state_dict()`` or its progress, does not wait for that.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._current is None)
+            if self._current is not None and self._current.is_within:
+                return
+            self._wait()
         self.raise_unobserved()
 
     def raise_unobserved(self) -> None:
@@ -118,12 +132,21 @@ class Turns:
     def release(self) -> None:
         """Give back memory and process, once the save under way is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._current is None)
+            self._wait()
             process, self.process = self.process, None
             with contextlib.ExitStack() as stack:
                 stack.callback(self.memory.close)
                 if process is not None:
                     stack.callback(process.stop)
+
+    def _wait(self) -> None:
+        """Return when it is nobody's turn; the caller has the lock."""
+        if self._current is not None and self._current.is_within:
+            raise BusyError(
+                "this was called within an async_save, by the state_dict(), planner, storage, stager or progress "
+                "callback that it is at, and would wait for it for ever; call it before or after, or call save there"
+            )
+        self._changed.wait_for(lambda: self._current is None)
 
 
 TURNS = Turns()

@@ -7,28 +7,39 @@ Nested and concurrent uses count; the collector runs again when the last one end
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
-_holders = 0
+from holdfast._values import forks
+
+_lock = forks.Lock()
+_holders: set[object] = set()
 _was_enabled = False
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No automatic collection within the block, or the function it decorates: by then its objects are gone."""
-    global _holders, _was_enabled
+    global _was_enabled
+    holder = object()
     with _lock:
-        if _holders == 0:
+        if not _holders:
             _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
+        _holders.add(holder)
+        gc.disable()
     try:
         yield
     finally:
-        with _lock:
-            _holders -= 1
-            if _holders == 0 and _was_enabled:
-                gc.enable()
+        _resume(holder)
+
+
+def _resume(*holders: object) -> None:
+    with _lock:
+        if _holders and not _holders.difference(holders) and _was_enabled:
+            gc.enable()
+        _holders.difference_update(holders)
+
+
+@forks.reset_in_child
+def _forget() -> None:
+    _resume(*_holders)

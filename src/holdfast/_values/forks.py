@@ -5,12 +5,17 @@ for ever, a copy of a finalizer would remove the parent's files, a copy of a soc
 Whoever holds such a thing says here how the child forgets it; nothing else calls ``os.register_at_fork``.
 
 Invariant: to forget is to drop copies and to make new locks. It never writes, removes, unlocks, sends or waits.
+
+A descriptor that a thread has just been given, and nobody has noted yet, cannot be forgotten. Where a copy of it would
+do harm, ``begun`` tells whether a fork may have made one; then the thread gets itself another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -26,6 +31,7 @@ class Inherited(Protocol):
 
 _resets: list[Callable[[], None]] = []
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_begun = 0
 
 
 def reset_in_child(reset: Callable[[], None]) -> Callable[[], None]:
@@ -39,6 +45,25 @@ def forget_in_child(holder: Inherited) -> None:
     _inherited.add(holder)
 
 
+class Lock:
+    """A lock that nobody holds in a forked child: for ``with`` blocks alone."""
+
+    def __init__(self) -> None:
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Be free. Whoever forked within a block is past it, and its end finds nothing to release."""
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+
 def never_destroy(thing: object) -> None:
     """Keep ``thing`` as long as the process runs, and past its end: for objects whose destructor waits for a thread
     that this process does not have.
@@ -46,11 +71,22 @@ def never_destroy(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
+def begun() -> int:
+    """How many forks this process has begun: unchanged, no child has what was made, and noted, in between."""
+    return _begun
+
+
+def _begin() -> None:
+    global _begun
+    _begun += 1
+
+
 def _forget() -> None:
-    for holder in list(_inherited):
-        holder.forget_parent()
-    for reset in _resets:
-        reset()
+    with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are called
+        for reset in reversed(_resets):
+            stack.callback(reset)
+        for holder in list(_inherited):
+            stack.callback(holder.forget_parent)
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(before=_begin, after_in_child=_forget)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from holdfast._state.paths import path_mapping
+from holdfast._values import forks
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import check_contents
@@ -30,7 +30,7 @@ from holdfast.planner import SavePlan, WriteColumns, write_columns
 _KEPT_ROUNDS = 4
 """So many saves back an unchanged plan is recognised: enough for a few models that take turns."""
 
-_lock = threading.RLock()  # of all memories: planners are sent to other processes, and locks cannot be
+_lock = forks.Lock()  # of all memories: planners are sent to other processes, and locks cannot be
 PlanTogether = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
 
 
