@@ -71,8 +71,8 @@ class FileSystem(FileSystemBase):
         posix.replace(path, new_path)
 
     def init_path(self, path: PathLike) -> Path:
-        """``path`` as a Path."""
-        return Path(path)
+        """``path`` as a Path that is absolute."""
+        return Path(posix.absolute(path))
 
     def mkdir(self, path: PathLike) -> None:
         """Make ``path`` and its parents where they are missing."""

@@ -51,7 +51,7 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
     names = reader.metadata_names()
     # Ranks that saved apart may have other things under the same key: each of them is somebody's.
     apart = {name: reader.read_metadata(rank=rank) for rank, name in enumerate(names) if name != METADATA_NAME}
-    verification = _Verification(path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
+    verification = _Verification(reader.path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
     damage = verification.run()
     return VerifyReport(
         files=len(verification.names) + len(names),

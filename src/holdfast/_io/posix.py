@@ -83,6 +83,13 @@ def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` as it is now, wherever the process goes; links stay, and so do dots, which may come after one."""
+    name = os.fspath(path)
+    with reporting("find", name):
+        return os.path.join(os.getcwd(), name) if name and not os.path.isabs(name) else name
+
+
 def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
     """A descriptor that reads the regular file ``path``; anything else there is a ``CorruptError``.
 
@@ -276,6 +283,13 @@ def sync_stream(stream: io.IOBase, path: str | os.PathLike[str]) -> None:
         os.sync()
         return
     sync_file(descriptor, path)
+
+
+def umask() -> int | None:
+    """The mode bits that new files of this process do not get now; None where one can only ask by changing them."""
+    with contextlib.suppress(OSError), open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
+        return next((int(line.split()[1], 8) for line in lines if line.startswith("Umask:")), None)
+    return None
 
 
 def list_names(path: str | os.PathLike[str]) -> list[str]:

@@ -172,7 +172,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
 
 def read_catalog_bytes(path: str | os.PathLike[str]) -> CatalogBytes:
     """The two files of the checkpoint that is published at ``path``, which belong together."""
-    directory = os.fspath(path)
+    directory = posix.absolute(path)
     while True:
         data = _read_manifest_bytes(directory)
         manifest = decode_manifest(data, path=os.path.join(directory, MANIFEST_NAME))
@@ -185,7 +185,7 @@ def read_catalog_bytes(path: str | os.PathLike[str]) -> CatalogBytes:
 
 def decode_catalog(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
     """The checkpoint at ``path``, of which these are manifest and index; CorruptError for what nobody wrote."""
-    directory = os.fspath(path)
+    directory = posix.absolute(path)
     manifest = data.decoded or decode_manifest(data.manifest, path=os.path.join(directory, MANIFEST_NAME))
     index_path = os.path.join(directory, manifest.index.name)
     index = decode_index(data.index, path=index_path)

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from holdfast._io import locks
+from holdfast._io import locks, posix
 from holdfast._io.directory import Directory, walk
 from holdfast._native.manifest import decode_manifest
 from holdfast._native.publish import MANIFEST_NAME
@@ -91,6 +91,7 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
     Raises:
         NotFoundError: there is no directory ``root``.
     """
+    root = posix.absolute(root)
     leftovers: list[Leftover] = []
     problems: list[str] = []
     directories = 0
@@ -106,11 +107,9 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
                 problems.append(error.message)
     except StorageError as error:
         if directories == 0 and error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise NotFoundError(f"there is no directory {os.fspath(root)!r} to sweep") from error
+            raise NotFoundError(f"there is no directory {root!r} to sweep") from error
         raise
-    return SweepReport(
-        root=os.fspath(root), directories=directories, leftovers=tuple(leftovers), problems=tuple(problems)
-    )
+    return SweepReport(root=root, directories=directories, leftovers=tuple(leftovers), problems=tuple(problems))
 
 
 class _Living(Exception):

@@ -114,7 +114,7 @@ def verify_checkpoint(
     if level not in get_args(Level) or not 0 < sample <= 1:
         raise ValueError(f"a level is one of {get_args(Level)}, and a sample more than 0 and at most 1")
     begin = time.perf_counter()
-    directory = os.fspath(path)
+    directory = posix.absolute(path)
     while True:
         if level == "sizes" and (manifest := read_published(directory)) and _has_its_files(directory, manifest):
             return _report(directory, manifest, begin, unchecked=["whether its chunks make up its tensors", _DATA])

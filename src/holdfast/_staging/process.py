@@ -190,7 +190,7 @@ class ProcessOutput:
         if not files:
             return []
         self._number = self._process.number
-        self._process.order(Write(list(files), _umask()))
+        self._process.order(Write(list(files), posix.umask()))
         while True:
             with posix.working_on(self._file_at_work(files)):
                 self._check()
@@ -236,10 +236,3 @@ class ProcessOutput:
         while not (isinstance(answer := self._process.answer(), Done) and not answer.files):
             pass
         self._number = None
-
-
-def _umask() -> int | None:
-    """The mode bits that new files of this process do not get now; None where one can only ask by changing them."""
-    with contextlib.suppress(OSError), open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
-        return next((int(line.split()[1], 8) for line in lines if line.startswith("Umask:")), None)
-    return None

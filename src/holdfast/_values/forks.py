@@ -30,7 +30,7 @@ class Inherited(Protocol):
 
 
 _resets: list[Callable[[], None]] = []
-_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_inherited: weakref.WeakValueDictionary[int, Inherited] = weakref.WeakValueDictionary()
 _begun = 0
 
 
@@ -42,7 +42,7 @@ def reset_in_child(reset: Callable[[], None]) -> Callable[[], None]:
 
 def forget_in_child(holder: Inherited) -> None:
     """Have ``holder.forget_parent()`` called in every child while ``holder`` lives: for what objects hold."""
-    _inherited.add(holder)
+    _inherited[id(holder)] = holder  # which may be equal to another, or have no hash
 
 
 class Lock:
@@ -85,7 +85,7 @@ def _forget() -> None:
     with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are called
         for reset in reversed(_resets):
             stack.callback(reset)
-        for holder in list(_inherited):
+        for holder in list(_inherited.values()):
             stack.callback(holder.forget_parent)
 
 

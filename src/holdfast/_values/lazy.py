@@ -25,7 +25,7 @@ class Columns(Protocol[T_co]):
 
 
 class cached_property(Generic[T]):
-    """A property that is found out once; up to Python 3.11 that of functools has a lock, which a fork may catch closed."""
+    """A property that is found out once; before 3.12 that of functools has a lock, which a fork may catch shut."""
 
     def __init__(self, find: Callable[[Any], T]) -> None:
         self._find = find

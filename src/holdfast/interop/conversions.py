@@ -89,8 +89,9 @@ def convert(
             )
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
+    source, target = posix.absolute(source), posix.absolute(target)
     progress = _Progress(on_progress)
-    with _guarded_target(os.fspath(target), to, overwrite=overwrite):
+    with _guarded_target(target, to, overwrite=overwrite):
         if os.path.isfile(source):
             if to == "pt":
                 raise ValueError(f"{os.fspath(source)!r} is a .pt file already; copy it")
