@@ -103,7 +103,7 @@ class Turns:
     def raise_unobserved(self) -> None:
         """Raise the error of the last save, if nobody has asked for it."""
         last = self._last
-        if last is None:
+        if last is None or last.is_within:
             return
         concurrent.futures.wait([last])  # its turn is over, so this is a matter of moments
         error = last.take_unobserved()
