@@ -22,7 +22,7 @@ from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.handle import AsyncSave, AsyncSaveResponse
 from holdfast._staging.jobs import ForeignJob, Job, NativeJob, Options, StagerJob
 from holdfast._staging.proof import trained_keys
-from holdfast._staging.turns import TURNS, Background
+from holdfast._staging.turns import TURNS, Background, interpreter_ends
 from holdfast._state.collector import collector_paused
 from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.metadata import Metadata
@@ -139,7 +139,8 @@ def async_save(
             when_busy=_checked("when_busy", when_busy, ("wait", "raise")),
             at_exit=_checked("at_exit", at_exit, ("finish", "abandon")),
             prove=prove,
-            in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS,
+            in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
+            and not interpreter_ends(),
         )
         writer = writer_for(
             checkpoint_id,

@@ -10,7 +10,6 @@ import abc
 import concurrent.futures
 import io
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.handle import AsyncSave
 from holdfast._staging.memory import Region
 from holdfast._staging.proof import Changes, Fingerprints
-from holdfast._staging.turns import TURNS
+from holdfast._staging.turns import TURNS, interpreter_ends
 from holdfast._state.exposure import expose
 from holdfast._state.raw import source_of
 from holdfast.errors import CheckpointError
@@ -127,7 +126,7 @@ class Job(abc.ABC):
         """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
         self._handle.tell()
         self._steps.check()
-        if self._options.at_exit == "abandon" and not threading.main_thread().is_alive():
+        if self._options.at_exit == "abandon" and interpreter_ends():
             raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
 
     def _at_once(self, keys: Collection[str]) -> set[str]:

@@ -23,6 +23,11 @@ from holdfast.errors import BusyError
 logger = logging.getLogger("holdfast")
 
 
+def interpreter_ends() -> bool:
+    """Whether nobody would wait for a new thread any more, and from Python 3.12 on none, nor a process, is started."""
+    return not threading.main_thread().is_alive()
+
+
 class Background:
     """A thread that waits for its work, which the interpreter does not end before; made ahead, because starting one
     takes as long as it takes another thread to give the interpreter back.
@@ -30,14 +35,9 @@ class Background:
 
     def __init__(self) -> None:
         self._work: Future[Callable[[], None]] = Future()
-        # An interpreter that shuts down waits for no new threads, and from some version on starts none.
-        self._is_started = threading.main_thread().is_alive()
-        if not self._is_started:
-            return
-        try:
+        self._is_started = not interpreter_ends()
+        if self._is_started:
             threading.Thread(target=self._run, name="holdfast-save", daemon=False).start()
-        except RuntimeError:
-            self._is_started = False
 
     def _run(self) -> None:
         self._work.result()()
