@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -29,7 +30,7 @@ from torture.samples import get_ready_to_fork
 
 NAME = "forks"
 REQUIRED = 400
-_EACH = 6
+_INSTANTS = {"small": 3, "slabs": 2}
 _PATIENCE_S = 30.0
 _LOAD, _OPEN, _OVERLAP = "load", "open", "async, overlap"
 OPERATIONS = (*saves.MODES[1:], *saves.ASYNC_MODES, _OVERLAP, *saves.PROCESS_MODES, *saves.TORCH_FORMAT_MODES)
@@ -63,7 +64,7 @@ def run(options: Options) -> PartResult:
         for kind in AT_CALLS:
             if kind == "asks for the save" and "async" not in case["operation"]:
                 continue
-            instants = chosen.sample(range(1, outcome["calls"] + 1), min(outcome["calls"], _EACH // 2))
+            instants = chosen.sample(range(1, outcome["calls"] + 1), _INSTANTS[case["shape"]])
             cases += [{**case, "kind": kind, "number": number} for number in instants]
         cases += [{**case, "kind": kind, "number": 0} for kind in IN_STATE_DICT if case["operation"] != _OPEN]
     if options.quick:
@@ -177,14 +178,20 @@ class _Forking:
 
     def _behave(self) -> NoReturn:
         signal.alarm(int(_PATIENCE_S))
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{number}").startswith("pipe:") and number > 2:
+                    os.close(number)  # at whose end somebody waits for the parent
         status = 1
         try:
             self._do()
             status = 0
         except BaseException as error:
             (self.path.parent / "why").write_text(f"{type(error).__name__}: {error}")
+        if self.kind == "exits":
+            ctypes.pythonapi.Py_Exit(status)  # as the end of a program does, wherever this one is; torch takes its time
         if self.kind != "ends at once":
-            ctypes.pythonapi.Py_Exit(status)  # as the end of a program does, wherever this one is
+            atexit._run_exitfuncs()
         os._exit(status)
 
     def _do(self) -> None:
