@@ -13,6 +13,7 @@ from pathlib import Path
 _IO = ("tests/unit/io/test_posix.py", "tests/unit/io/test_output_file.py")
 _PUBLISH = ("tests/unit/native/test_publish.py",)
 _CRASH = ("tests/faults/test_torture_samples.py::test_crash_states",)
+_FORKS = ("tests/faults/test_forked_children.py",)
 _DAMAGE = ("tests/faults/test_damaged_files.py",)
 
 
@@ -161,6 +162,28 @@ BY_HAND = (
         text="            for path in written:\n",
         replacement="            for path in ():\n",
         tests=(*_PUBLISH, "tests/faults/test_storage_failures.py"),
+    ),
+    # Children.
+    Bug(
+        name="a child ends the saves of its parent",
+        file="_native/attempt.py",
+        text="        self._is_inherited = True\n",
+        replacement="        pass\n",
+        tests=_FORKS,
+    ),
+    Bug(
+        name="a child keeps the locks of its parent",
+        file="_io/locks.py",
+        text="        self._is_inherited = True\n        self.discard()\n",
+        replacement="        self._is_inherited = True\n",
+        tests=_FORKS,
+    ),
+    Bug(
+        name="a child writes to the memory of its parent",
+        file="_values/forks.py",
+        text="    _inherited[id(holder)] = holder",
+        replacement="    pass",
+        tests=_FORKS,
     ),
     # Digests.
     Bug(

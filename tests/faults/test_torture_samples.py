@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from torture.crew import Crew
 from torture.part import Options, PartResult
-from torture.parts import crash_states, errno, kill, kill_ranks, power, short
+from torture.parts import crash_states, errno, forks, kill, kill_ranks, power, short
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux"),
@@ -60,6 +60,10 @@ def test_short_transfers_and_failed_syncs(crew: Crew, tmp_path: Path) -> None:
     counts = sample(short, crew, tmp_path).counts
     assert counts["shorten"] >= 20
     assert counts["sync"] >= 2
+
+
+def test_children_forked_in_the_middle(crew: Crew, tmp_path: Path) -> None:
+    assert sample(forks, crew, tmp_path).injected == 20
 
 
 def test_power_cuts(crew: Crew, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def run(options: Options) -> PartResult:
             cases += [{**case, "kind": kind, "number": number} for number in instants]
         cases += [{**case, "kind": kind, "number": 0} for kind in IN_STATE_DICT if case["operation"] != _OPEN]
     if options.quick:
-        cases = chosen.sample(cases, 40)
+        cases = chosen.sample(cases, 20)
     violations: list[str] = []
     kinds: Counter[str] = Counter()
     for done, (case, outcome) in enumerate(options.crew.run(fork_at, cases), start=1):
