@@ -255,7 +255,6 @@ def test_a_child_does_not_keep_the_files_of_a_dead_parent_locked(tmp_path: Path)
             os.close(write_end)
             with open(path, "rb") as other, pytest.raises(BlockingIOError):  # the parent still lives
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.abandon()  # is nothing to us
             os.write(writing, b"x")
             os.close(writing)
             os.read(read_end, 1)  # until the parent is gone, and longer
@@ -263,7 +262,7 @@ def test_a_child_does_not_keep_the_files_of_a_dead_parent_locked(tmp_path: Path)
             signal.pause()
         os.read(reading, 1)
         os.write(writing, str(grandchild).encode())
-        assert path.exists()
+        assert file.path == str(path)  # it is still there
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = start_child(die)
@@ -276,6 +275,15 @@ def test_a_child_does_not_keep_the_files_of_a_dead_parent_locked(tmp_path: Path)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.kill(grandchild, signal.SIGKILL)
+
+
+def test_a_child_cannot_remove_what_its_parent_writes(tmp_path: Path) -> None:
+    file = OutputFile.create(tmp_path / "data", expected_bytes=0)
+    assert in_child(file.abandon) == 0
+    file.write(memoryview(bytes(4096)), 0)
+    file.finish(10)
+    file.close()
+    assert (tmp_path / "data").read_bytes() == bytes(10)
 
 
 def test_a_file_is_made_again_when_a_child_may_have_a_copy_that_nobody_knows(
