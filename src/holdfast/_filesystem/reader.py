@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import uuid
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch
 from torch.futures import Future
 
 from holdfast._adapt import final_load_plan
-from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local
+from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local, local_path
 from holdfast._filesystem.delivery import Delivery, Item, wanted_items
-from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Layouts, read_ranges
 from holdfast._filesystem.streams import StreamRead, TransformRegistry
 from holdfast._io import posix
-from holdfast._torchformat.places import is_of_a_save
+from holdfast._io.files import LocalFiles
+from holdfast._torchformat.places import METADATA_NAME, is_of_a_save, metadata_name
 from holdfast._torchformat.translate import speak_torch
 from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
 from holdfast._values.limits import MAX_METADATA_BYTES
@@ -28,13 +27,6 @@ from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
 from holdfast.planner_helpers import check_tiling
 from holdfast.storage import StorageReader
-
-METADATA_NAME = ".metadata"
-
-
-def metadata_name(rank: int | None) -> str:
-    """The name of the metadata of all ranks, or of what one rank wrote for itself alone."""
-    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 class FileSystemReader(StorageReader):
@@ -206,7 +198,8 @@ class FileSystemReader(StorageReader):
         for item in items:
             item.file = numbers[item.place.relative_path]
         with contextlib.ExitStack() as stack:
-            self._files = LocalFiles([local_path(self.path, name) for name in ends], list(ends.values()))
+            paths = [local_path(self.path, name) for name in ends]
+            self._files = LocalFiles(paths, list(ends.values()), at_least=True)
             stack.callback(self._count)
             stack.callback(self._files.close)
             read_ranges(items, self._files, delivery, self._layouts, verify=self.verify)
@@ -238,9 +231,3 @@ def own_rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-
-
-def has_torch_metadata(path: str | os.PathLike[str]) -> bool:
-    """Whether the local directory ``path`` holds a checkpoint in torch's format."""
-    names = metadata_name(None), metadata_name(0)
-    return any(posix.exists(os.path.join(os.fspath(path), name)) for name in names)

@@ -15,7 +15,8 @@ from torch.futures import Future
 from holdfast._adapt import final_load_plan, is_torchs
 from holdfast._host.exchange import Exchange
 from holdfast._io import posix
-from holdfast._native.catalog import Catalog, CatalogBytes, DataFiles, decode_catalog, read_catalog_bytes, was_replaced
+from holdfast._io.files import LocalFiles
+from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.shared_fetch import SharedFetch
@@ -57,7 +58,7 @@ class NativeReader(StorageReader):
         self.catalog_bytes_read = 0
         self._offered: CatalogBytes | None = None
         self._catalog: Catalog | None = None
-        self._files: DataFiles | None = None
+        self._files: LocalFiles | None = None
         self._exchange: Exchange | None = None
         self._check: Callable[[], None] = _go_on
 
@@ -76,7 +77,7 @@ class NativeReader(StorageReader):
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
             self._catalog = decode_catalog(self.path, self.read_catalog_bytes())
-            self._files = DataFiles(self._catalog)
+            self._files = self._catalog.data_files()
         return self._catalog
 
     def read_catalog_bytes(self) -> CatalogBytes:
@@ -119,7 +120,7 @@ class NativeReader(StorageReader):
         self.close()
         if data is not None:
             self._catalog = decode_catalog(self.path, data)
-            self._files = DataFiles(self._catalog)
+            self._files = self._catalog.data_files()
         return speak_torch(self.catalog.metadata())
 
     def check_files(self) -> None:

@@ -29,8 +29,8 @@ from typing import Literal
 
 from holdfast._io import locks
 from holdfast._io.directory import Directory, walk
+from holdfast._native.formats import MANIFEST_NAME
 from holdfast._native.manifest import decode_manifest
-from holdfast._native.publish import MANIFEST_NAME
 from holdfast._values.limits import MAX_MANIFEST_BYTES
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
 
