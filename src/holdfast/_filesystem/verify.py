@@ -47,6 +47,14 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
         StorageError: the file system refused; this tells nothing about the bytes.
     """
     begin = time.perf_counter()
+    while True:
+        report, was_replaced = _verified(path, begin, on_progress)
+        if not was_replaced:
+            return report
+
+
+def _verified(path: str | os.PathLike[str], begin: float, on_progress: _Progress | None) -> tuple[VerifyReport, bool]:
+    """The report, and whether a saver replaced the checkpoint meanwhile, so that damage means nothing."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     names = reader.metadata_names()
@@ -54,7 +62,7 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
     apart = {name: reader.read_metadata(rank=rank) for rank, name in enumerate(names) if name != METADATA_NAME}
     verification = _Verification(path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
     damage = verification.run()
-    return VerifyReport(
+    report = VerifyReport(
         files=len(verification.names) + len(names),
         bytes=verification.total_bytes,
         keys=len(metadata.state_dict_metadata),
@@ -62,6 +70,7 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
         damage=damage,
         unchecked=tuple(verification.unchecked()),
     )
+    return report, bool(damage) and reader.was_replaced()
 
 
 class _Verification:

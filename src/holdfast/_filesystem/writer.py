@@ -27,9 +27,10 @@ from holdfast._filesystem.stream_packer import StreamPacker, StreamTransform, _S
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
 from holdfast._torchformat.places import DATA_SUFFIX, StorageInfo, StoragePrefix, metadata_name
-from holdfast._torchformat.translate import metadata_from_torch
+from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_torch
 from holdfast._values.lazy import LazyList
-from holdfast.errors import InternalError
+from holdfast._values.limits import MAX_KEY_BYTES
+from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -144,6 +145,9 @@ class _FileSystemWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan`` with numpy arrays as the values that torch takes them for; refuses what could not be published."""
+        for key in write_columns(save_plan_from_torch(plan).items).keys:
+            if len(key) > MAX_KEY_BYTES:
+                raise InvalidStateError(f"the key {key[:200]!r}... is longer than {MAX_KEY_BYTES}; shorten it", key=key)
         self.fs.mkdir(self.path)
         check_replaceable(self.fs, self.path, self._metadata_name, overwrite=self.overwrite)
         if not is_torchs(plan):

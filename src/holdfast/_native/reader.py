@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from holdfast._adapt import final_load_plan, is_torchs
+from holdfast._adapt import TorchLoadPlanner, final_load_plan, is_torchs
 from holdfast._host.exchange import Exchange
 from holdfast._io import posix
 from holdfast._io.files import LocalFiles
@@ -26,11 +26,11 @@ from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torchformat.objects import serialize_object
 from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
-from holdfast._values.dtypes import DTYPES
 from holdfast._values.value_buffer import ValueBuffer
-from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
+from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
+from holdfast.planner_helpers import check_dtypes, raise_for_dtypes
 from holdfast.storage import StorageReader
 
 _NOWHERE = None, 0
@@ -147,6 +147,9 @@ class NativeReader(StorageReader):
         catalog = self.catalog
         files = self._files
         assert files is not None
+        if isinstance(planner, TorchLoadPlanner):  # which has compared nothing
+            dtypes = {entry.key: torch_dtype(entry.dtype) for entry in catalog.manifest.tensors}
+            check_dtypes(planner, columns, dtypes, cast=self.cast)
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
         make_fetch = Fetch if self._exchange is None else partial(SharedFetch, exchange=self._exchange)
         fetch = make_fetch(
@@ -314,12 +317,7 @@ class _Delivery:
             raise InternalError(
                 f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
             )
-        names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
-        if not (self._cast and all(DTYPES[name].is_floating for name in names)):
-            raise MismatchError.of(
-                [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
-                advice="Fix the target, or pass cast=True to convert between floating types.",
-            )
+        raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def close_target(self, number: int, target: Target) -> None:
         """Give the planner what has arrived."""
