@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from holdfast._adapt import TorchLoadPlanner, final_load_plan, is_torchs
+from holdfast._adapt import final_load_plan, is_torchs
 from holdfast._host.exchange import Exchange
 from holdfast._io import posix
 from holdfast._io.files import LocalFiles
@@ -30,7 +30,7 @@ from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
-from holdfast.planner_helpers import check_dtypes, raise_for_dtypes
+from holdfast.planner_helpers import raise_for_dtypes
 from holdfast.storage import StorageReader
 
 _NOWHERE = None, 0
@@ -147,9 +147,6 @@ class NativeReader(StorageReader):
         catalog = self.catalog
         files = self._files
         assert files is not None
-        if isinstance(planner, TorchLoadPlanner):  # which has compared nothing
-            dtypes = {entry.key: torch_dtype(entry.dtype) for entry in catalog.manifest.tensors}
-            check_dtypes(planner, columns, dtypes, cast=self.cast)
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
         make_fetch = Fetch if self._exchange is None else partial(SharedFetch, exchange=self._exchange)
         fetch = make_fetch(

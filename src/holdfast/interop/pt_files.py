@@ -104,7 +104,8 @@ def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
                 if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                    raise CorruptError(f"{name!r} has compressed records, which torch.save never writes", path=name)
+                    problem = "has compressed records, which torch.save never writes"
+                    raise CorruptError(f"{name!r} {problem}; use another file", path=name)
                 # torch can be told to compute no checksums; then it writes 0.
                 for record in (record for record in records if verify and record.CRC):
                     with archive.open(record) as file:
