@@ -403,6 +403,35 @@ def test_two_savers_of_one_name_leave_nothing_of_what_they_replaced(
     assert len(os.listdir(path)) == (3 if kind == "native" else 2)
 
 
+def test_names_of_files_that_somebody_may_still_read_are_not_used_again(path: Path) -> None:
+    """torch's format has no digests by which a reader of the old one could tell the new file from its own."""
+    save(path, "torch", 1)
+    with holdfast.open(path) as checkpoint:
+        save(path, "native", 2)
+        save(path, "torch", 3)
+        with pytest.raises(holdfast.StorageError, match="open it again"):
+            checkpoint["w"][...]
+
+
+def test_a_saver_in_torchs_format_whose_names_another_one_took_meanwhile_uses_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch_publish.file_prefixes
+    monkeypatch.setattr(
+        "holdfast._filesystem.writer.file_prefixes", lambda *args, **kwargs: [real(*args, **kwargs), save_first()][0]
+    )
+    saved = []
+
+    def save_first() -> None:
+        if not saved:
+            saved.append(True)
+            save(path, "torch", 1)
+
+    save(path, "torch", 2)
+    assert loaded(path) == loaded_by_torch(path) == 2
+    assert len(os.listdir(path)) == 2
+
+
 @contextlib.contextmanager
 def few_descriptors(more: int) -> Iterator[None]:
     """Room for ``more`` open files than there are now."""

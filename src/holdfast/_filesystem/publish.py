@@ -25,8 +25,12 @@ from holdfast.metadata import Metadata
 
 
 def file_prefixes(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int], *, save_id: str) -> list[str]:
-    """How the names of each rank's files begin: like torch's, and where such names are taken with the id as well."""
-    marker = f"{save_id}_" if _has_files_of(fs, directory, ranks) else ""
+    """How the names of each rank's files begin: like torch's; where such names are taken with the id as well.
+
+    They were taken before where a native checkpoint is: somebody may still read what it replaced.
+    """
+    is_new = not _has_files_of(fs, directory, ranks) and not fs.exists(fs.concat_path(directory, MANIFEST_NAME))
+    marker = "" if is_new else f"{save_id}_"
     return [f"__{rank}_{marker}" for rank in ranks]
 
 
