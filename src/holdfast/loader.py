@@ -265,13 +265,18 @@ def _load(
                 with make_ranks() as ranks:
                     was_replaced = partial(_was_replaced, reader, as_reader(find_reader()))
                     if ranks.share("looking for another checkpoint", was_replaced, any):
+                        _close(reader)
                         continue
                 if isinstance(error, CorruptError):
                     error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
     finally:
-        if isinstance(reader, NativeReader):
-            reader.close()
+        _close(reader)
+
+
+def _close(reader: StorageReader | None) -> None:
+    if isinstance(reader, NativeReader):
+        reader.close()
 
 
 def _was_replaced(reader: StorageReader | None, found: StorageReader) -> bool:

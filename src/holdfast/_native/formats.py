@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from typing import Literal
 
 from holdfast._io import locks, posix
@@ -38,7 +39,8 @@ def format_at(path: str | os.PathLike[str]) -> Format | None:
     """
     directory = os.fspath(path)
     while True:
-        found = _heads(directory)
+        # Twice: one may come, and the other go, while it is looked for them.
+        found = _heads(directory) or _heads(directory)
         if len(found) < 2:
             return next(iter(found), None)
         digests = _digests(directory, found)
@@ -141,7 +143,8 @@ def _all_heads(directory: str, kind: Format) -> list[str]:
 
 
 def _exists(directory: str, name: str) -> bool:
-    return posix.exists(os.path.join(directory, name))
+    status = posix.file_status(os.path.join(directory, name))
+    return status is not None and not stat.S_ISDIR(status.st_mode)
 
 
 def _read(directory: str, name: str) -> bytes:
