@@ -14,6 +14,7 @@ _IO = ("tests/unit/io/test_posix.py", "tests/unit/io/test_output_file.py")
 _PUBLISH = ("tests/unit/native/test_publish.py",)
 _CRASH = ("tests/faults/test_torture_samples.py::test_crash_states",)
 _FORKS = ("tests/faults/test_forked_children.py",)
+_FORMATS = ("tests/unit/test_two_formats.py",)
 _DAMAGE = ("tests/faults/test_damaged_files.py",)
 
 
@@ -86,8 +87,8 @@ BY_HAND = (
     Bug(
         name="no fsync of the directory after publishing",
         file="_native/publish.py",
-        text="            raise\n        posix.sync_directory(directory)\n    for name in replaced:",
-        replacement="            raise\n    for name in replaced:",
+        text="            raise\n        posix.sync_directory(directory)\n        turn.remove_other()\n",
+        replacement="            raise\n        turn.remove_other()\n",
         tests=_CRASH,
     ),
     Bug(
@@ -100,9 +101,9 @@ BY_HAND = (
     Bug(
         name="old files removed before the new name is durable",
         file="_native/publish.py",
-        text="        posix.sync_directory(directory)\n    for name in replaced:",
+        text="        posix.sync_directory(directory)\n        turn.remove_other()\n    for name in replaced:",
         replacement="        for name in replaced:\n            os.unlink(os.path.join(directory, name))\n"
-        "        posix.sync_directory(directory)\n    for name in ():",
+        "        posix.sync_directory(directory)\n        turn.remove_other()\n    for name in ():",
         tests=_CRASH,
     ),
     Bug(
@@ -184,6 +185,43 @@ BY_HAND = (
         text="    _inherited[id(holder)] = holder",
         replacement="    pass",
         tests=_FORKS,
+    ),
+    # One format in the place of the other.
+    Bug(
+        name="no note about two formats",
+        file="_native/formats.py",
+        text="        posix.write_new(note, _note(self._own, digests))\n",
+        replacement="        pass\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="files of the other format removed before its head",
+        file="_native/formats.py",
+        text="        for head in self._heads:\n",
+        replacement="        for name in self._files:\n            posix.remove(os.path.join(self._directory, name))\n"
+        "        for head in self._heads:\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="the other format is left where it is",
+        file="_native/formats.py",
+        text="        if not self._heads:\n",
+        replacement="        if True:\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="the native format counts, whatever is beside it",
+        file="_native/formats.py",
+        text="        if len(found) < 2:\n",
+        replacement="        if True:\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="savers publish without taking turns",
+        file="_native/formats.py",
+        text="        self._is_alone = self._stack.enter_context(locks.directory_lock(self._directory))\n",
+        replacement="        self._is_alone = True\n",
+        tests=_FORMATS,
     ),
     # Digests.
     Bug(

@@ -30,7 +30,7 @@ from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
 from holdfast.detect import reader_for
-from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
+from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
@@ -145,8 +145,8 @@ def load(
     if isinstance(state_dict, (str, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
-        reader = reader_at(state_dict, verify=verify, allow_pickle=allow_pickle)
-        return load_without_target(reader, keys, SoloRanks, allow_pickle=allow_pickle)
+        find = partial(reader_at, state_dict, verify=verify, allow_pickle=allow_pickle)
+        return load_without_target(find, keys, SoloRanks, allow_pickle=allow_pickle)
     ranks = partial(participants, process_group, no_dist=no_dist, deadline_s=deadline_s)
     first = ranks()
     with first:
@@ -156,7 +156,7 @@ def load(
         if not isinstance(state_dict, MutableMapping):
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
         if storage_reader is None:
-            storage_reader = reader_at(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
+            find = partial(reader_at, checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
         elif not verify:
             raise ValueError("verify is an option of the storage; give it to it")
         elif checkpoint_id is not None:
@@ -168,7 +168,9 @@ def load(
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
         first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-    return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
+    given = storage_reader
+    find_reader = find if given is None else lambda: given
+    return load_with(state_dict, find_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
 
 
 def reader_at(
@@ -182,31 +184,34 @@ def reader_at(
 
 def load_with(
     state: MutableMapping[Any, Any],
-    reader: StorageReader,
+    find_reader: Callable[[], StorageReader],
     planner: LoadPlanner,
     make_ranks: Callable[[], Ranks],
     *,
     allow_pickle: bool = False,
     share: Sharing = "host",
 ) -> LoadReport:
-    """Load into ``state``, in place, with a storage and a planner, ours or torch's."""
+    """Load into ``state``, in place, with a storage and a planner, ours or torch's.
+
+    ``find_reader`` gives the storage for what is there when it is called, again after it was replaced.
+    """
     planner = as_load_planner(planner, allow_pickle=allow_pickle)
     owners = Owners()
     if isinstance(planner, DefaultLoadPlanner):
         planner.owners = owners
 
-    def make_target(_: Metadata) -> dict[Any, Any]:
+    def make_target(reader: StorageReader, metadata: Metadata) -> dict[Any, Any]:
         if not state and isinstance(reader, NativeReader):
             reader.check_files()  # room for all, and what is not there may be more than there is
         return expose(state, owners)
 
-    target, report = _load(make_target, as_reader(reader), planner, make_ranks, share=share)
+    target, report = _load(make_target, find_reader, planner, make_ranks, share=share)
     hand_back(state, target)
     return report
 
 
 def load_without_target(
-    reader: StorageReader,
+    find_reader: Callable[[], StorageReader],
     keys: Iterable[str] | None,
     make_ranks: Callable[[], Ranks],
     *,
@@ -215,23 +220,26 @@ def load_without_target(
     """All that the checkpoint has, or what is at and below ``keys``, nested as it was saved, on the CPU."""
     planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
     chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
-    leaves, _ = _load(partial(_leaves, reader, chosen), as_reader(reader), planner, make_ranks)
+    leaves, _ = _load(partial(_leaves, chosen), find_reader, planner, make_ranks)
     metadata = planner.metadata
     assert metadata is not None
     require_gradients(metadata, leaves)
     return unflatten(leaves, restorable_paths(metadata))
 
 
-def _leaves(reader: StorageReader, keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:
+def _leaves(keys: set[str] | None, reader: StorageReader, metadata: Metadata) -> dict[Any, Any]:
     """A flat target for ``keys`` and what is below them; MismatchError for one that stands for nothing."""
     if isinstance(reader, NativeReader):
         reader.check_files()  # room for what is not there may be more than there is
     return empty_state(metadata, None if keys is None else chosen_keys(metadata, keys))
 
 
+_MakeTarget = Callable[[StorageReader, Metadata], dict[Any, Any]]
+
+
 def _load(
-    make_target: Callable[[Metadata], dict[Any, Any]],
-    reader: StorageReader,
+    make_target: _MakeTarget,
+    find_reader: Callable[[], StorageReader],
     planner: LoadPlanner,
     make_ranks: Callable[[], Ranks],
     *,
@@ -242,28 +250,40 @@ def _load(
     When the checkpoint is replaced by another one while it is read, all ranks start again together.
     """
     started = time.monotonic()
+    reader: StorageReader | None = None
     try:
         while True:
             try:
                 with make_ranks() as ranks, ExitStack() as stack:
+                    reader = as_reader(find_reader())
                     loading = _Loading(reader, planner, ranks)
                     loading.open(stack, share=share)
                     loading.make_plan(make_target)
                     loading.read()
                     return loading.target, _report(loading, planner, reader.bytes_read, time.monotonic() - started)
-            except CorruptError as error:
+            except (CorruptError, NotFoundError) as error:
                 with make_ranks() as ranks:
-                    if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):
+                    was_replaced = partial(_was_replaced, reader, as_reader(find_reader()))
+                    if ranks.share("looking for another checkpoint", was_replaced, any):
+                        _close(reader)
                         continue
-                error.args = (f"{error.message}. The contents of the target are undefined now.",)
+                if isinstance(error, CorruptError):
+                    error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
     finally:
-        if isinstance(reader, NativeReader):
-            reader.close()
+        _close(reader)
 
 
-def _was_replaced(reader: StorageReader) -> bool:
-    return isinstance(reader, NativeReader) and reader.was_replaced()
+def _close(reader: StorageReader | None) -> None:
+    if isinstance(reader, NativeReader):
+        reader.close()
+
+
+def _was_replaced(reader: StorageReader | None, found: StorageReader) -> bool:
+    """Whether another checkpoint is there than the one that ``reader`` read; ``found`` is the reader for what is."""
+    if isinstance(reader, (NativeReader, FileSystemReader)):
+        return type(found) is not type(reader) or reader.was_replaced()
+    return False
 
 
 class _Loading:
@@ -301,7 +321,7 @@ class _Loading:
             # While a rank waits for what another one reads, it is not the one that is stuck.
             ranks.follow(lambda: reader.bytes_read + exchange.progress, lambda: reader.file_at_work)
 
-    def make_plan(self, make_target: Callable[[Metadata], dict[Any, Any]]) -> None:
+    def make_plan(self, make_target: _MakeTarget) -> None:
         """Decide what this rank reads; plans travel only where somebody may want to see them all."""
         plan_locally = partial(self._plan_locally, make_target)
         # These two leave all plans as they are, and so does a rank that has only metadata of its own.
@@ -326,9 +346,9 @@ class _Loading:
         meta = None if self._is_apart else self._metadata.storage_meta
         return self._is_apart, None if meta is None else meta.save_id
 
-    def _plan_locally(self, make_target: Callable[[Metadata], dict[Any, Any]]) -> LoadPlan:
+    def _plan_locally(self, make_target: _MakeTarget) -> LoadPlan:
         reader, planner, ranks = self._reader, self._planner, self._ranks
-        self.target = make_target(self.metadata)
+        self.target = make_target(reader, self.metadata)
         leads, together = ranks.is_coordinator, not self._is_apart
         planner.set_up_planner(self.target, self.metadata, leads)
         set_up_reader(reader, self.metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=together)

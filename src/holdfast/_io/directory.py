@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -103,6 +104,18 @@ class Directory:
             raise
         file.discard()
         return None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Hold its own lock for the block; False when someone else does, or directories have none."""
+        is_ours = False
+        try:
+            with contextlib.suppress(StorageError):
+                is_ours = locks.try_lock(self._descriptor, self.path)
+            yield is_ours
+        finally:
+            if is_ours:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def create(self, name: str) -> bool:
         """Whether ``name`` is a new empty file now; False when something has the name."""

@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from holdfast._io import posix
 from holdfast._values import forks
@@ -23,6 +23,7 @@ UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP
 """What a file system answers that has no locks."""
 
 _WAIT_S = 10.0
+_TURN_S = 60.0
 _PAUSE_S = 0.005
 _TRIES = 20
 
@@ -119,6 +120,42 @@ def new_file(path: str | os.PathLike[str], data: bytes) -> Iterator[None]:
         file.discard()
 
 
+@contextlib.contextmanager
+def directory_lock(path: str | os.PathLike[str]) -> Iterator[bool]:
+    """Holds the lock of the directory ``path`` for the block; False where directories have none.
+
+    StorageError when somebody holds it for a minute: whoever does so for good is stopped, and may go on any time.
+    """
+    with posix.reporting("open", path):
+        descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    forks.forget_in_child(descriptor)
+    is_held = False
+    try:
+        is_held = _wait_for_lock(descriptor.number, path, seconds=_TURN_S, unsupported=UNSUPPORTED | {errno.EBADF})
+        yield is_held
+    finally:
+        if is_held:
+            # Closing it would not do where a child was just forked, which has it open too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor.number, fcntl.LOCK_UN)
+        descriptor.close()
+
+
+class _Descriptor:
+    """An open file, closed in a child of this process: its copy would hold the lock when this process is dead."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            posix.discard_descriptor(number)
+
+    forget_parent = close
+
+
 def try_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:
     """Whether the open file's lock is ours now; False when someone holds it. Where there are none: StorageError."""
     with posix.reporting("lock", path):
@@ -156,19 +193,27 @@ def are_reliable(descriptor: int) -> tuple[bool, str]:
     return kind in _LOCAL_FILE_SYSTEMS, kind
 
 
-def _wait_for_lock(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """Hold the lock of a file just made: only a sweep that looks at it may be in the way, and not for long."""
-    until = time.monotonic() + _WAIT_S
+def _wait_for_lock(
+    descriptor: int,
+    path: str | os.PathLike[str],
+    *,
+    seconds: float = _WAIT_S,
+    unsupported: Collection[int] = UNSUPPORTED,
+) -> bool:
+    """Whether the lock is held; False where there are none. Of a file just made only a sweep, or of a directory only
+    somebody who publishes, may be in the way, and not for long.
+    """
+    until = time.monotonic() + seconds
     with posix.reporting("lock", path):
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                return True
             except BlockingIOError:
                 if time.monotonic() >= until:
                     raise
             except OSError as error:
-                if error.errno in UNSUPPORTED:
-                    return
+                if error.errno in unsupported:
+                    return False
                 raise
             time.sleep(_PAUSE_S)

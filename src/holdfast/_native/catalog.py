@@ -1,7 +1,7 @@
 """A published checkpoint as its manifest and index say it is: every key, every chunk, nothing read yet.
 
 Whatever comes out of ``read_catalog`` has been checked: digests, bounds, tiling, names. Data files are opened when they
-are first needed, and their sizes compared then.
+are needed, and their sizes compared then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,17 @@ import numpy as np
 import torch
 
 from holdfast._io import posix
-from holdfast._io.direct import InputFile
+from holdfast._io.files import LocalFiles, check_size, missing
+from holdfast._native.formats import MANIFEST_NAME, formats_at
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, decode_manifest
 from holdfast._native.planner_data import split_planner_data
-from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
+from holdfast._native.publish import read_manifest, read_manifest_bytes
 from holdfast._native.tree import decode_path
 from holdfast._native.values import decode_value
 from holdfast._state.paths import Path
 from holdfast._state.tensors import torch_dtype
 from holdfast._torchformat.places import is_of_a_save
-from holdfast._values import forks
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
@@ -100,16 +100,21 @@ class Catalog:
         """The path of data file number ``file``."""
         return os.path.join(self.directory, self.manifest.files[file].name)
 
+    def data_files(self) -> LocalFiles:
+        """The data files, to be read from; the caller closes them."""
+        files = self.manifest.files
+        return LocalFiles(list(map(self.file_path, range(len(files)))), [file.bytes for file in files])
+
     def check_files(self) -> None:
         """CorruptError unless all data files are there in their sizes."""
         for number, file in enumerate(self.manifest.files):
             path = self.file_path(number)
             status = posix.file_status(path)
             if status is None:
-                raise _missing(path)
+                raise missing(path)
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptError(f"{path!r} is not a regular file; use another checkpoint", path=path)
-            _check_size(path, status.st_size, file.bytes)
+            check_size(path, status.st_size, file.bytes)
 
     def paths(self) -> dict[str, Path]:
         """Where in the state each key belongs."""
@@ -194,11 +199,12 @@ def decode_catalog(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
 
 
 def was_replaced(directory: str, attempt: str) -> bool:
-    """Whether another checkpoint than that of ``attempt`` is published in ``directory`` now."""
+    """Whether another checkpoint than that of ``attempt``, in either format, is published in ``directory`` now."""
     try:
         return read_manifest(directory).attempt != attempt
-    except (CorruptError, StorageError):
-        return False
+    except (CorruptError, StorageError) as error:
+        is_gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+        return is_gone and bool(formats_at(directory))
 
 
 def read_published(directory: str) -> Manifest:
@@ -236,67 +242,7 @@ def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        raise _missing(path) from error
+        raise missing(path) from error
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
     return data
-
-
-def _missing(path: str) -> CorruptError:
-    return CorruptError(f"{path!r} is missing; use another checkpoint", path=path)
-
-
-def _check_size(path: str, size: int, expected: int) -> None:
-    if size != expected:
-        raise CorruptError(
-            f"{path!r} has {size} bytes instead of {expected}: it was truncated or replaced; use another checkpoint",
-            path=path,
-        )
-
-
-class DataFiles:
-    """The data files of a checkpoint, opened when first needed and kept open."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._lock = forks.Lock()
-        self._files: dict[int, tuple[InputFile, bool]] = {}
-
-    def get(self, number: int) -> tuple[InputFile, bool]:
-        """File ``number``, and whether it is in the page cache; CorruptError when it is missing or has another size."""
-        with self._lock:
-            known = self._files.get(number)
-            if known is None:
-                file = self._open(number)
-                known = self._files[number] = file, file.is_cached()
-            return known
-
-    def _open(self, number: int) -> InputFile:
-        path, expected = self._catalog.file_path(number), self._catalog.manifest.files[number].bytes
-        try:
-            file = InputFile.open(path)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            raise _missing(path) from error
-        try:
-            _check_size(path, file.size, expected)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that the system delivered from these files."""
-        return sum(file.bytes_read for file, _ in tuple(self._files.values()))
-
-    def __iter__(self) -> Iterator[InputFile]:
-        return (file for file, _ in self._files.values())
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            files, self._files = self._files, {}
-        for file, _ in files.values():
-            file.close()

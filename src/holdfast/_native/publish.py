@@ -3,7 +3,8 @@
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
 then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
 again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
-lock file, no clock.
+lock file, no clock. Savers take turns at it, so that each knows what it replaces; ``formats`` tells how it replaces a
+checkpoint in torch's format.
 
 The lock of the index is held from the moment it exists until the checkpoint is published, and only then are the data
 files looked at for the last time. A sweep holds that lock while it removes anything of an attempt: so either it is
@@ -19,11 +20,10 @@ import stat
 from collections.abc import Iterable
 
 from holdfast._io import locks, posix
+from holdfast._native.formats import MANIFEST_NAME, Turn, files_of, formats_at
 from holdfast._native.manifest import Manifest, decode_manifest
 from holdfast._values.limits import MAX_MANIFEST_BYTES
-from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
-
-MANIFEST_NAME = "manifest.json"
+from holdfast.errors import AlreadyPublishedError, CheckpointError, StorageError
 
 
 def publish(
@@ -46,7 +46,6 @@ def publish(
     target = os.path.join(directory, MANIFEST_NAME)
     index_path = os.path.join(directory, index_name)
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
-    replaced = _published_files(directory) if overwrite else []
     written: list[str] = []
     with contextlib.ExitStack() as held:
         try:
@@ -56,6 +55,9 @@ def publish(
                 _check_data_file(os.path.join(directory, name), size)
             posix.write_new(staged, manifest)
             written.append(staged)
+            turn = held.enter_context(Turn(directory, "native"))
+            replaced = _published_files(directory) if overwrite else []
+            written += filter(None, [turn.announce(manifest, name=attempt, overwrite=overwrite)])
             # Otherwise a crash might keep the name of the manifest, and lose that of the index.
             posix.sync_directory(directory)
             if overwrite:
@@ -70,6 +72,7 @@ def publish(
                         posix.remove(path)
             raise
         posix.sync_directory(directory)
+        turn.remove_other()
     for name in replaced:
         # What cannot be removed is invisible, and a later sweep's business.
         with contextlib.suppress(StorageError):
@@ -94,7 +97,7 @@ def may_be_published(directory: str, attempt: str) -> bool:
 
 def check_unpublished(directory: str) -> None:
     """AlreadyPublishedError when a checkpoint has the name: better now than after writing everything."""
-    if posix.exists(os.path.join(directory, MANIFEST_NAME)):
+    if formats_at(directory):
         raise AlreadyPublishedError(
             f"{directory!r} holds a checkpoint already; choose another name, or pass overwrite=True"
         )
@@ -112,7 +115,6 @@ def read_manifest_bytes(directory: str) -> bytes:
 
 def _published_files(directory: str) -> list[str]:
     try:
-        manifest = read_manifest(directory)
-    except (CorruptError, CheckpointError):
+        return sorted(files_of(read_manifest(directory)))
+    except CheckpointError:
         return []  # nothing there, or nothing that says which files are its own
-    return [*(file.name for file in manifest.files), manifest.index.name]

@@ -15,7 +15,8 @@ from torch.futures import Future
 from holdfast._adapt import final_load_plan, is_torchs
 from holdfast._host.exchange import Exchange
 from holdfast._io import posix
-from holdfast._native.catalog import Catalog, CatalogBytes, DataFiles, decode_catalog, read_catalog_bytes, was_replaced
+from holdfast._io.files import LocalFiles
+from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.shared_fetch import SharedFetch
@@ -25,12 +26,12 @@ from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torchformat.objects import serialize_object
 from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
-from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import cached_property
 from holdfast._values.value_buffer import ValueBuffer
-from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
+from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
+from holdfast.planner_helpers import raise_for_dtypes
 from holdfast.storage import StorageReader
 
 _NOWHERE = None, 0
@@ -58,7 +59,7 @@ class NativeReader(StorageReader):
         self.catalog_bytes_read = 0
         self._offered: CatalogBytes | None = None
         self._catalog: Catalog | None = None
-        self._files: DataFiles | None = None
+        self._files: LocalFiles | None = None
         self._exchange: Exchange | None = None
         self._check: Callable[[], None] = _go_on
 
@@ -77,7 +78,7 @@ class NativeReader(StorageReader):
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
             self._catalog = decode_catalog(self.path, self.read_catalog_bytes())
-            self._files = DataFiles(self._catalog)
+            self._files = self._catalog.data_files()
         return self._catalog
 
     def read_catalog_bytes(self) -> CatalogBytes:
@@ -120,7 +121,7 @@ class NativeReader(StorageReader):
         self.close()
         if data is not None:
             self._catalog = decode_catalog(self.path, data)
-            self._files = DataFiles(self._catalog)
+            self._files = self._catalog.data_files()
         return speak_torch(self.catalog.metadata())
 
     def check_files(self) -> None:
@@ -314,12 +315,7 @@ class _Delivery:
             raise InternalError(
                 f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
             )
-        names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
-        if not (self._cast and all(DTYPES[name].is_floating for name in names)):
-            raise MismatchError.of(
-                [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
-                advice="Fix the target, or pass cast=True to convert between floating types.",
-            )
+        raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def close_target(self, number: int, target: Target) -> None:
         """Give the planner what has arrived."""

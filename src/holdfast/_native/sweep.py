@@ -12,6 +12,9 @@ index from before it looks at the data files for the last time until the checkpo
 4. Data files go first, each under its lock, then the unpublished manifest, the index last. A publisher that comes too
    late finds the index taken, or its data files gone, and fails; one that came early has been seen in step 2.
 
+Notes about two formats (see ``formats``) are dead where there are not two, and nobody has the turn to publish. Where
+there are two that no note is about, that is a problem which only the user can solve.
+
 An unpublished manifest exists only while its index is there and locked; without an index it will never be published.
 Never follows a link, never touches a file that is named otherwise, and never relies on a clock or on the age of files.
 """
@@ -29,8 +32,9 @@ from typing import Literal
 
 from holdfast._io import locks, posix
 from holdfast._io.directory import Directory, walk
+from holdfast._native.formats import MANIFEST_NAME, format_at, formats_at
 from holdfast._native.manifest import decode_manifest
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._torchformat.places import NOTE_PREFIX, is_of_a_save
 from holdfast._values.limits import MAX_MANIFEST_BYTES
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
 
@@ -123,6 +127,11 @@ class _Unknown(Exception):
 def _sweep_directory(
     directory: Directory, problems: list[str], *, delete: bool, named: frozenset[str]
 ) -> Iterator[Leftover]:
+    try:
+        format_at(directory.path)
+    except CorruptError as error:
+        problems.append(error.message)
+    yield from _sweep_notes(directory, delete=delete)
     for attempt, names in _attempts(directory.names()).items():
         found = _Attempt(directory, attempt, names)
         leftover = found.examine(is_named=attempt in named)
@@ -130,6 +139,27 @@ def _sweep_directory(
             leftover = found.remove(leftover, problems)
         if leftover is not None:
             yield leftover
+
+
+def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
+    """The notes that nobody needs any more; whoever writes one has the turn to publish."""
+    notes = [name for name in directory.names() if name.startswith(NOTE_PREFIX) and is_of_a_save(name)]
+    if not notes or len(formats_at(directory.path)) == 2:
+        return
+    with directory.locked() as is_ours:
+        for note in notes if is_ours and len(formats_at(directory.path)) < 2 else ():
+            status = directory.status(note)
+            if delete:
+                directory.remove(note)
+            yield Leftover(
+                directory=directory.path,
+                attempt=note.removeprefix(NOTE_PREFIX).removesuffix(".tmp"),
+                files=(note,),
+                bytes=0 if status is None else status.st_size,
+                verdict="dead",
+                reason="one format has replaced the other",
+                removed=(note,) if delete else (),
+            )
 
 
 def _attempts(names: Iterable[str]) -> dict[str, list[str]]:

@@ -16,8 +16,8 @@ from holdfast._filesystem.reader import FileSystemReader
 from holdfast._filesystem.remote import RemoteFileSystem
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, read_catalog
+from holdfast._native.formats import MANIFEST_NAME
 from holdfast._native.manifest import TensorEntry, ValueEntry
-from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.tree import decode_path
 from holdfast._state.paths import Path, restorable_paths
 from holdfast._torchformat.places import StorageInfo, find_place

@@ -145,7 +145,13 @@ class DefaultLoadPlanner(LoadPlanner):
         rows = ReadRows()
         self.differences, self.casts, self._memory = list(self._refused), [], {}
         entries = self.metadata.state_dict_metadata
-        for key, leaf in self.state_dict.items():
+        # What is compared only once it is read comes first, before anything is touched.
+        compared = {
+            key: leaf
+            for key, leaf in self.state_dict.items()
+            if isinstance(leaf, (ComposedTensor, np.ndarray)) and isinstance(entries.get(key), BytesStorageMetadata)
+        }
+        for key, leaf in {**compared, **self.state_dict}.items():
             stored = entries.get(key)
             if (
                 isinstance(leaf, torch.Tensor)

@@ -7,6 +7,7 @@ which storages are only named, then the bytes of each storage. A file appears wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -36,6 +37,7 @@ from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError
 _Path = str | os.PathLike[str]
 
 _ARCHIVE = "archive"
+_ARCHIVE_START = b"PK\x03\x04"
 _ZIP64_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
@@ -80,6 +82,8 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
+        if is_archive and _has_pickle(name):
+            raise CorruptError(f"{name!r} is damaged: {reason}; use another file", path=name) from error
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
     if not isinstance(state, Mapping):
         raise InvalidStateError(
@@ -93,13 +97,15 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
 def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
     """Whether the file is an archive, and in this machine's byte order; CorruptError when a record is damaged."""
     with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
-        if not zipfile.is_zipfile(stream):
-            return False, False
+        is_archive = stream.read(len(_ARCHIVE_START)) == _ARCHIVE_START
         try:
+            if not zipfile.is_zipfile(stream) and not is_archive:
+                return False, False
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
                 if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                    raise CorruptError(f"{name!r} has compressed records, which torch.save never writes", path=name)
+                    problem = "has compressed records, which torch.save never writes"
+                    raise CorruptError(f"{name!r} {problem}; use another file", path=name)
                 # torch can be told to compute no checksums; then it writes 0.
                 for record in (record for record in records if verify and record.CRC):
                     with archive.open(record) as file:
@@ -109,9 +115,17 @@ def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
                 is_native_order = all(
                     record.CRC != 0 and archive.read(record) == sys.byteorder.encode() for record in said
                 )
-        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is what a mad offset gets
+                raise
             raise CorruptError(f"{name!r} is a damaged archive: {error}; use another file", path=name) from error
     return True, is_native_order
+
+
+def _has_pickle(name: str) -> bool:
+    """Whether the archive has what torch.save puts into one."""
+    with posix.open_stream(name, "rb") as stream, zipfile.ZipFile(stream) as archive:
+        return any(record.endswith("/data.pkl") for record in archive.namelist())
 
 
 def _is_pickle(name: str) -> bool:
