@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast._state.containers import check_containers
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.effort import Effort, TooMuchEffort
 from holdfast._values.limits import MAX_VALUE_DEPTH
@@ -74,6 +75,7 @@ def _shown(label: object) -> str:
 
 def encode_value(value: object, *, key: str) -> Json:
     """The typed JSON of ``value``; InvalidStateError names ``key``, the place inside it and the type that has none."""
+    check_containers(value, within=key)
     try:
         return _encode(value, ())
     except _Refused as refused:

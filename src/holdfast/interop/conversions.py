@@ -291,7 +291,10 @@ class _Leaves:
     def is_quantized(self, key: str) -> bool:
         """Whether ``key`` is a quantised tensor, which storage takes only as it is."""
         entry = self.metadata.state_dict_metadata[key]
-        return isinstance(entry, TensorStorageMetadata) and torch.empty(0, dtype=entry.properties.dtype).is_quantized
+        return (
+            isinstance(entry, TensorStorageMetadata)
+            and torch.empty(0, dtype=entry.properties.dtype, device="cpu").is_quantized
+        )
 
     def real_tensor(self, key: str) -> torch.Tensor:
         """The tensor of ``key``, read now."""

@@ -222,7 +222,7 @@ class _Pickler(pickle.Pickler):
     def _named(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> _StorageName:
         """The name of a storage that is in memory, which is written as it is."""
         storage = storage.cpu()
-        source = source_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        source = source_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         self._kept.append(source)
         return _StorageName(self._number_of(source, storage._cdata), dtype, storage.nbytes())
 
