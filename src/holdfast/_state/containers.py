@@ -14,6 +14,7 @@ import torch
 from holdfast._values.limits import MAX_PATH_DEPTH, MAX_REPEATED_ENTRIES, MAX_REPETITION
 from holdfast.errors import InvalidStateError
 
+_LONG = 64  # So much text counts as one entry.
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, Mapping)
 
@@ -64,6 +65,8 @@ class _Census:
         self._entries += total
         for name, entry in items:
             if type(entry) in _LEAVES or not isinstance(entry, _CONTAINERS):
+                if type(entry) in (str, bytes) and len(entry) > _LONG:
+                    total += self._text(entry)
                 continue
             try:
                 total += self.count(entry, depth + 1)
@@ -77,3 +80,11 @@ class _Census:
             )
         self._counts[id(value)] = value, total
         return total
+
+    def _text(self, text: str | bytes) -> int:
+        """What a long text counts for in one place."""
+        weight = len(text) // _LONG
+        if id(text) not in self._counts:
+            self._counts[id(text)] = text, weight
+            self._entries += weight
+        return weight
