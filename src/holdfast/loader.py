@@ -142,7 +142,7 @@ def load(
         MismatchError: see ``strict``.
         CorruptError: something is not what was written; the contents of the target are then undefined.
     """
-    if isinstance(state_dict, (str, os.PathLike)):
+    if isinstance(state_dict, (str, bytes, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
         reader = reader_at(state_dict, verify=verify, allow_pickle=allow_pickle)

@@ -79,6 +79,16 @@ def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
 
 
+def text_path(path: str | os.PathLike[str]) -> str:
+    """``path`` as text; TypeError for bytes, of which most of the library could make nothing."""
+    name: object = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a path is a str or an os.PathLike of one, not {type(name).__name__}; use os.fsdecode({name!r})"
+        )
+    return name
+
+
 def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
     """A descriptor that reads the regular file ``path``; anything else there is a ``CorruptError``.
 

@@ -50,7 +50,7 @@ class NativeReader(StorageReader):
         cast: bool = False,
         allow_pickle: bool = False,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = posix.text_path(path)
         self.verify = verify
         self.cast = cast
         self.allow_pickle = allow_pickle
@@ -96,7 +96,7 @@ class NativeReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
         if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+            self.path = posix.text_path(checkpoint_id)
         self.close()
 
     def close(self) -> None:

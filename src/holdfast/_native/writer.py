@@ -66,7 +66,7 @@ class NativeWriter(StorageWriter):
         allow_pickle: bool = False,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = posix.text_path(path)
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
         self.user_metadata = dict(user_metadata or {})
@@ -93,7 +93,7 @@ class NativeWriter(StorageWriter):
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
         self._begin_attempt()
         if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+            self.path = posix.text_path(checkpoint_id)
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call ``check`` before each piece of work of the next write: it raises when another rank has failed."""
