@@ -60,6 +60,7 @@ class Effort:
         # One that holds others may take long alone.
         step = 1 if is_nested else _STEP
         for start in range(0, len(entries), step):
-            table.update(entries[start : start + step])
-            self.count(step * KEY_S)
+            some = entries[start : start + step]
+            table.update(some)
+            self.count(len(some) * KEY_S)
         return table
