@@ -296,6 +296,27 @@ BY_HAND = (
         tests=("tests/unit/plan/test_global_plan.py",),
     ),
     Bug(
+        name="keys may take any time",
+        file="_values/effort.py",
+        text="        if self._left_s < 0:\n",
+        replacement="        if False:\n",
+        tests=("tests/unit/values/test_effort.py",),
+    ),
+    Bug(
+        name="one key after the other is allowed the time of many",
+        file="_values/effort.py",
+        text="            self.count(len(some) * KEY_S)\n",
+        replacement="            self.count(_STEP * KEY_S)\n",
+        tests=("tests/unit/values/test_effort.py",),
+    ),
+    Bug(
+        name="containers may be in any number of places",
+        file="_state/containers.py",
+        text="        if total > MAX_REPEATED_ENTRIES and total > MAX_REPETITION * self._entries:\n",
+        replacement="        if False:\n",
+        tests=("tests/unit/state/test_containers.py",),
+    ),
+    Bug(
         name="a file of any size is read whole",
         file="_io/posix.py",
         text="            while total <= limit and size <= limit:\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,21 +20,24 @@ from holdfast._adapt import (
     metadata_of_rank,
     set_up_reader,
 )
+from holdfast._coord.agreement import agreed
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._filesystem.reader import FileSystemReader
 from holdfast._native.reader import NativeReader
 from holdfast._native.together import open_together
+from holdfast._native.values import decode_value
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import Owners, expose, hand_back
 from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
+from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
 from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
-from holdfast.planner_helpers import check_tiling
+from holdfast.planner_helpers import ReadRows, check_tiling
 from holdfast.storage import StorageReader
 
 if TYPE_CHECKING:
@@ -142,7 +145,7 @@ def load(
         MismatchError: see ``strict``.
         CorruptError: something is not what was written; the contents of the target are then undefined.
     """
-    if isinstance(state_dict, (str, os.PathLike)):
+    if isinstance(state_dict, (str, bytes, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
         find = partial(reader_at, state_dict, verify=verify, allow_pickle=allow_pickle)
@@ -326,16 +329,17 @@ class _Loading:
         plan_locally = partial(self._plan_locally, make_target)
         # These two leave all plans as they are, and so does a rank that has only metadata of its own.
         is_plain = type(self._reader) is NativeReader and type(self._planner) is WholeLoadPlanner
-        if not is_plain and not self._is_apart:
-            self.plan = self._ranks.scatter("planning the load", plan_locally, self._plan_globally)
-            return
+        is_alone = is_plain or self._is_apart
 
         def plan_alone() -> None:
             (self.plan,) = self._plan_globally([plan_locally()])
             if self._is_apart:
                 _check_filled(self._planner, self.plan)
 
-        self._ranks.share("planning the load", plan_alone, lambda done: None)
+        # One step for both, or ranks that do not plan alike would never meet.
+        plan = self._ranks.scatter("planning the load", plan_alone if is_alone else plan_locally, self._merged)
+        if plan is not None:
+            self.plan = plan
 
     def read(self) -> None:
         """Read all that this rank wants."""
@@ -352,7 +356,17 @@ class _Loading:
         leads, together = ranks.is_coordinator, not self._is_apart
         planner.set_up_planner(self.target, self.metadata, leads)
         set_up_reader(reader, self.metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=together)
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.stored_values = partial(_stored_values, reader, self.metadata, planner.allow_pickle)
         return reader.prepare_local_plan(planner.create_local_plan())
+
+    def _merged(self, plans: list[LoadPlan | None]) -> list[LoadPlan | None]:
+        """What all plans together become; None of a rank says that it has planned for itself."""
+        there = [plan for plan in plans if plan is not None]
+        if there and len(there) < len(plans):
+            ways = ("the default one" if plan is None else "another one" for plan in plans)
+            agreed("planner", dict(zip(self._ranks.names, ways, strict=True)))
+        return list(self._plan_globally(there)) if there else plans
 
     def _plan_globally(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
@@ -378,6 +392,21 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         return own, True
     check_tiling(metadata)
     return metadata, False
+
+
+def _stored_values(reader: StorageReader, metadata: Metadata, allow_pickle: bool, keys: list[str]) -> Mapping[str, Any]:
+    """What the checkpoint has for ``keys``, as far as one rank can tell alone before anything is loaded."""
+    if isinstance(reader, NativeReader):
+        values = reader.catalog.values
+        return {key: decode_value(values[key], key=key) for key in keys if key in values}
+    if not isinstance(reader, FileSystemReader):
+        return {}
+    planner, rows = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle), ReadRows()
+    planner.set_up_planner(dict.fromkeys(keys), metadata)
+    for key in keys:
+        rows.add_value(key)
+    reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
+    return planner.state_dict
 
 
 def _check_filled(planner: LoadPlanner, plan: LoadPlan) -> None:
@@ -413,10 +442,15 @@ def _one_attempt(attempts: list[tuple[bool, str | None]]) -> None:
 
 def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: float) -> LoadReport:
     columns = read_columns(loading.plan.items)
-    loaded = set(columns.storage_keys)
+    empty: list[str] = []
+    asked = set(columns.storage_keys)
+    if isinstance(planner, DefaultLoadPlanner):
+        # A rank that holds no element of a tensor has nothing to read, and has it all.
+        empty = planner.keys_without_elements()
+        asked.update(planner.state_dict)
     return LoadReport(
-        loaded=tuple(dict.fromkeys(columns.keys)),
-        unexpected=tuple(key for key in loading.metadata.state_dict_metadata if key not in loaded),
+        loaded=tuple(dict.fromkeys((*columns.keys, *empty))),
+        unexpected=tuple(key for key in loading.metadata.state_dict_metadata if key not in asked),
         differences=tuple(planner.differences) if isinstance(planner, DefaultLoadPlanner) else (),
         casts=tuple(planner.casts) if isinstance(planner, DefaultLoadPlanner) else (),
         bytes_read=bytes_read,

@@ -21,6 +21,9 @@ _inherited: list[object] = []  # the default group of the process that this one 
 DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
 
+_LONGEST_S = 1e6
+"""As long as torch's stores can wait, which count milliseconds in 32 bits."""
+
 
 def mesh_rank() -> int:
     """The number that meshes have for this process."""
@@ -42,7 +45,12 @@ def _forget_parent() -> None:
 def participants(
     process_group: ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0, deadline_s: float = DEADLINE_S
 ) -> Ranks:
-    """The ranks of one operation; every rank of the group makes it, in the same order, before anything can fail."""
+    """The ranks of one operation; every rank of the group makes it, in the same order, before anything can fail.
+
+    ``deadline_s`` may be infinite; ValueError unless it is positive.
+    """
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {deadline_s}")
     if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return SoloRanks()
     if torch.distributed.get_world_size(process_group) == 1:
@@ -57,7 +65,7 @@ def participants(
     from holdfast._coord.rendezvous import connect
 
     return ChannelRanks(
-        connect(process_group, deadline_s=deadline_s),
+        connect(process_group, deadline_s=min(deadline_s, _LONGEST_S)),
         encode=encode_message,
         decode=decode_message,
         coordinator_rank=coordinator_rank,

@@ -76,7 +76,7 @@ class _SmallItem:
     """Takes a whole item and delivers it."""
 
     on_cpu = True
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
 
     def __init__(self, item: Item, tensors: list[torch.Tensor], delivery: Delivery) -> None:
         self._item = item
@@ -260,7 +260,7 @@ class _LargeItems(_ItemFetch):
             item, row = self._boxes[box]
             elements = self._layouts.get(_name(item))
             if row is None or elements is None:
-                whole = torch.empty(item.place.length, dtype=torch.uint8)
+                whole = torch.empty(item.place.length, dtype=torch.uint8, device="cpu")
                 targets.append(Target(whole, torch.uint8, tuple(whole.shape), None))
                 continue
             (self._tensors[box],) = self._delivery.resolve([row])

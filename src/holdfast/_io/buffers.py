@@ -157,9 +157,9 @@ def _huge_pages(size: int) -> torch.Tensor:
 
 def _pinned_slab(size: int) -> Slab:
     try:
-        tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        tensor = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         if tensor.data_ptr() % mmap.PAGESIZE:
-            tensor = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            tensor = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device="cpu", pin_memory=True)
             start = -tensor.data_ptr() % mmap.PAGESIZE
             tensor = tensor[start : start + size]
     except (RuntimeError, MemoryError) as error:

@@ -83,9 +83,19 @@ def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
 
 
+def text_path(path: str | os.PathLike[str]) -> str:
+    """``path`` as text; TypeError for bytes, of which most of the library could make nothing."""
+    name: object = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a path is a str or an os.PathLike of one, not {type(name).__name__}; use os.fsdecode({name!r})"
+        )
+    return name
+
+
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` as it is now, wherever the process goes; links stay, and so do dots, which may come after one."""
-    name = os.fspath(path)
+    name = text_path(path)
     with reporting("find", name):
         return os.path.join(os.getcwd(), name) if name and not os.path.isabs(name) else name
 

@@ -73,7 +73,7 @@ class Region:
         """The tensor whose bytes begin at ``at``, over memory of just its size."""
         nbytes = shape.numel() * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self.view[at : at + nbytes], dtype=torch.uint8).view(dtype).view(shape)
 
     @property
@@ -99,7 +99,7 @@ class Region:
     def close(self) -> None:
         """Give the memory back as soon as nobody holds a view of it."""
         self.unpin()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._close_descriptor()
 
     def forget_parent(self) -> None:

@@ -72,7 +72,7 @@ def _number(source: Source) -> torch.Tensor:
         words = piece.view(torch.int64)
         part = (words * _weights(piece.device)[: len(words)]).sum()
         total = part if total is None else total * _weights(piece.device)[0] + part
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+    return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total
 
 
 @lru_cache(maxsize=16)

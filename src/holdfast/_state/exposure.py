@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast._state.containers import check_containers
 from holdfast._state.paths import Path, is_one_value, path_element, tuple_like
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
@@ -37,6 +38,7 @@ def expose(state: Any, owners: Owners | None = None) -> dict[Any, Any]:
         raise InvalidStateError(
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
+    check_containers(state)
     exposed: dict[Any, Any] = _exposed(state, (), owners or Owners())
     return exposed
 
@@ -56,7 +58,9 @@ def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
         entries = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
         return entries if isinstance(value, list) else tuple_like(value, entries)
     if is_stateful(value):
-        exposed = _exposed(value.state_dict(), trail, owners)
+        inner = value.state_dict()
+        check_containers(inner, within=".".join(map(str, trail)))
+        exposed = _exposed(inner, trail, owners)
         if isinstance(value, torch.nn.Module):
             owners.modules.update(() if exposed else [trail])
         elif hasattr(value, "param_groups"):

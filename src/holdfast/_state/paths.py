@@ -126,7 +126,7 @@ def empty_dicts(leaves: Mapping[str, Any]) -> set[str]:
 
 def _collect(found: list[tuple[str, Path, Any]], key: str, path: Path, value: Any) -> None:
     """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
-    if len(path) > MAX_PATH_DEPTH:
+    if len(path) > MAX_PATH_DEPTH or (len(path) == MAX_PATH_DEPTH and isinstance(value, Mapping) and value):
         raise InvalidStateError(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )

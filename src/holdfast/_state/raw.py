@@ -105,7 +105,7 @@ class ScatteredSource:
             if place % itemsize == 0:
                 _typed(buffer, place, place + end - begin, words.dtype, box).copy_(piece)
             else:
-                aligned = torch.empty(box.lengths, dtype=words.dtype).copy_(piece)
+                aligned = torch.empty(box.lengths, dtype=words.dtype, device="cpu").copy_(piece)
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
 
     def _words(self) -> torch.Tensor:

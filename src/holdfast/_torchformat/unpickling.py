@@ -79,7 +79,7 @@ class _StandIns:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Any] = {
-            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "OrderedDict"): _ordered,
             ("torch", "Size"): torch.Size,
             ("torch.serialization", "_get_layout"): type("_Layout", (_Layout,), {}),
         }
@@ -101,6 +101,11 @@ class _StandIns:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         return self._known[module, name]
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    """An empty one, because filling dicts is the unpickler's business."""
+    return OrderedDict()
 
 
 class _Layout:

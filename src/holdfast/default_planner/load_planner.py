@@ -7,7 +7,8 @@ is touched.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from holdfast._state.exposure import Owners
 from holdfast._state.paths import Path, flatten, path_key, set_element
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
-from holdfast._state.subclasses import ComposedTensor
+from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor
 from holdfast._state.tensors import check_fillable, empty_tensor, plain_address, quantizer_of
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
@@ -62,6 +63,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._refused: list[Difference] = []
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
+        self.stored_values: Callable[[list[str]], Mapping[str, Any]] | None = None
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
@@ -145,6 +147,7 @@ class DefaultLoadPlanner(LoadPlanner):
         rows = ReadRows()
         self.differences, self.casts, self._memory = list(self._refused), [], {}
         entries = self.metadata.state_dict_metadata
+        left_out = self._other_contexts(entries)
         # What is compared only once it is read comes first, before anything is touched.
         compared = {
             key: leaf
@@ -152,6 +155,8 @@ class DefaultLoadPlanner(LoadPlanner):
             if isinstance(leaf, (ComposedTensor, np.ndarray)) and isinstance(entries.get(key), BytesStorageMetadata)
         }
         for key, leaf in {**compared, **self.state_dict}.items():
+            if left_out and key.startswith(left_out):
+                continue
             stored = entries.get(key)
             if (
                 isinstance(leaf, torch.Tensor)
@@ -183,6 +188,20 @@ class DefaultLoadPlanner(LoadPlanner):
                 advice=f"Fix the target, or pass strict=False to load what fits{', or cast=True' if can_cast else ''}.",
             )
         return LoadPlan(LazyList(rows.columns()))
+
+    def _other_contexts(self, entries: Mapping[str, object]) -> tuple[str, ...]:
+        """How the keys of tensor subclasses begin whose contexts differ, as far as those are known before the load."""
+        wanted = {
+            key: leaf.context
+            for key, leaf in self.state_dict.items()
+            if isinstance(leaf, ComposedTensor) and isinstance(entries.get(key), BytesStorageMetadata)
+        }
+        known = self.stored_values(list(wanted)) if wanted and self.stored_values is not None else {}
+        others = [
+            _context(key, known[key], wanted[key]) for key in wanted if key in known and known[key] != wanted[key]
+        ]
+        self.differences += others
+        return tuple(difference.key.removesuffix(CONTEXT_KEY) for difference in others)
 
     def _difference(self, key: str, leaf: Any, stored: object) -> Difference | None:
         """How target and checkpoint disagree on ``key``; None when it can be loaded."""
@@ -225,6 +244,11 @@ class DefaultLoadPlanner(LoadPlanner):
         self.casts.append(difference)
         return None
 
+    def keys_without_elements(self) -> list[str]:
+        """The sharded tensors of which this rank's target holds nothing."""
+        differing = {difference.key for difference in self.differences}
+        return [key for key, each in self._pieces.items() if not each.pieces and key not in differing]
+
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are."""
         return global_plan
@@ -244,7 +268,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, ComposedTensor):
             if loaded != leaf.context:
                 raise MismatchError.of(
-                    [Difference(key=key, kind="context", stored=repr(loaded), wanted=repr(leaf.context))],
+                    [_context(key, loaded, leaf.context)],
                     advice="Make the target's tensor subclass as it was when it was saved.",
                 )
             return
@@ -313,6 +337,12 @@ def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMet
         return None
     was, wanted = stored.quantizer["scheme"], (quantizer_of(leaf) or {}).get("scheme")
     return None if was == wanted else Difference(key=key, kind="context", stored=was, wanted=str(wanted))
+
+
+def _context(key: str, stored: object, wanted: object) -> Difference:
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = 200
+    return Difference(key=key, kind="context", stored=shown.repr(stored), wanted=shown.repr(wanted))
 
 
 def _kind_of(leaf: object) -> str:

@@ -61,6 +61,8 @@ class DefaultSavePlanner(SavePlanner):
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.enable_plan_caching = enable_plan_caching
+        if replica_check not in ("sample", "all", "off"):
+            raise ValueError(f"replica_check is 'sample', 'all' or 'off', not {replica_check!r}")
         self.replica_check = replica_check
         self.ranks = 1
         self.is_apart = False

@@ -32,6 +32,7 @@ from holdfast._torchformat.archive_writing import (
     rebuilding_call,
     storage_reference,
 )
+from holdfast._torchformat.weighing import weigh
 from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError
 
 _Path = str | os.PathLike[str]
@@ -70,6 +71,9 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     if not posix.exists(name):
         raise NotFoundError(f"there is no file {name!r}")
     is_archive, is_native_order = _check_archive(name, verify=verify)
+    if not allow_pickle:
+        with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
+            weigh(stream, what=repr(name))
     try:
         state = torch.load(name, map_location="cpu", weights_only=not allow_pickle, mmap=is_archive)
     except pickle.UnpicklingError as error:
@@ -232,7 +236,7 @@ class _Pickler(pickle.Pickler):
     def _named(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> _StorageName:
         """The name of a storage that is in memory, which is written as it is."""
         storage = storage.cpu()
-        source = source_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        source = source_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         self._kept.append(source)
         return _StorageName(self._number_of(source, storage._cdata), dtype, storage.nbytes())
 
