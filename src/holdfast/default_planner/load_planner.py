@@ -65,6 +65,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
+        self._wrappers: list[torch.Tensor] = []
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -143,7 +144,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         rows = ReadRows()
-        self.differences, self.casts, self._memory = list(self._refused), [], {}
+        self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
         entries = self.metadata.state_dict_metadata
         for key, leaf in self.state_dict.items():
             stored = entries.get(key)
@@ -163,12 +164,15 @@ class DefaultLoadPlanner(LoadPlanner):
                 self.differences.append(difference)
             elif isinstance(stored, TensorStorageMetadata):
                 if key in self._pieces:
+                    self._wrappers.append(leaf)
                     for piece in self._pieces[key].pieces:
                         rows.add_tensor(key, stored, piece.box)
                 else:
                     rows.add_tensor(key, stored)
             elif stored is not None:
                 rows.add_value(key)
+                if isinstance(leaf, ComposedTensor):
+                    self._wrappers.append(leaf.tensor)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
             can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
@@ -224,7 +228,8 @@ class DefaultLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """``central_plan``, unchanged."""
+        """``central_plan``, unchanged; from here on the target is another to autograd, as its parts are when filled."""
+        torch.autograd.graph.increment_version(self._wrappers)
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
