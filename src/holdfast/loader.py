@@ -28,6 +28,7 @@ from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import Owners, expose, hand_back
 from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
+from holdfast._state.versions import add_versions, tell_versions
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
 from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
@@ -219,7 +220,7 @@ def load_without_target(
     metadata = planner.metadata
     assert metadata is not None
     require_gradients(metadata, leaves)
-    return unflatten(leaves, restorable_paths(metadata))
+    return add_versions(unflatten(leaves, restorable_paths(metadata)), metadata.versions)
 
 
 def _leaves(reader: StorageReader, keys: set[str] | None, metadata: Metadata) -> dict[Any, Any]:
@@ -250,7 +251,11 @@ def _load(
                     loading.open(stack, share=share)
                     loading.make_plan(make_target)
                     loading.read()
-                    return loading.target, _report(loading, planner, reader.bytes_read, time.monotonic() - started)
+                    report = _report(loading, planner, reader.bytes_read, time.monotonic() - started)
+                    if isinstance(planner, DefaultLoadPlanner):
+                        failed = {difference.key for difference in report.differences}
+                        tell_versions(planner.versioned, loading.metadata.versions, failed)
+                    return loading.target, report
             except CorruptError as error:
                 with make_ranks() as ranks:
                     if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):

@@ -27,6 +27,7 @@ from holdfast.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    Versions,
 )
 
 __all__ = [
@@ -359,6 +360,10 @@ class SavePlanner(abc.ABC):
     def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
         """The data of a row: how storage of this library asks. It makes the item only for planners that look at it."""
         return self.resolve_data(columns.item(row))
+
+    def versions(self) -> Versions:
+        """What a checkpoint keeps of the modules whose state_dicts are saved, where the storage has a place for it."""
+        return {}
 
     def plain_memory(self) -> Mapping[str, Memory]:
         """Keys whose whole tensor is written byte for byte: storage may take it without asking ``resolve_row``."""

@@ -141,7 +141,7 @@ class Catalog:
             )
         entries.update({value.key: BytesStorageMetadata() for value in values})
         paths = self.paths()
-        user_metadata, planner_data = split_planner_data(
+        user_metadata, planner_data, versions = split_planner_data(
             decode_value(self.manifest.metadata, key="user_metadata"), paths
         )
         return Metadata(
@@ -150,6 +150,7 @@ class Catalog:
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
             user_metadata=user_metadata,
             paths=paths,
+            versions=versions,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast._state.paths import Path, is_one_value, path_element, tuple_like
+from holdfast._state.versions import pass_on_versions, versions_in, with_versions
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.stateful import is_stateful
@@ -48,13 +49,14 @@ def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        return {
-            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
+        entries = (
+            (key, entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners))
             for key, entry in value.items()
-        }
+        )
+        return with_versions(entries, versions_in(value))
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
-        entries = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
-        return entries if isinstance(value, list) else tuple_like(value, entries)
+        made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
+        return made if isinstance(value, list) else tuple_like(value, made)
     if is_stateful(value):
         exposed = _exposed(value.state_dict(), trail, owners)
         if isinstance(value, torch.nn.Module):
@@ -81,6 +83,7 @@ def hand_back(state: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> Non
     """Put what was loaded into ``state``, in place: what is new first, the rest in the order of its keys."""
     for key in sorted(loaded, key=lambda key: str(key) if key in state else ""):
         state[key] = _handed_back(state.get(key), loaded[key])
+    pass_on_versions(loaded, state)
 
 
 def _handed_back(original: Any, loaded: Any) -> Any:
@@ -91,6 +94,7 @@ def _handed_back(original: Any, loaded: Any) -> Any:
             return loaded
         for key, entry in loaded.items():
             original[key] = _handed_back(original.get(key), entry)
+        pass_on_versions(loaded, original)
         return original
     if isinstance(original, list) and isinstance(loaded, list) and len(original) == len(loaded):
         original[:] = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]

@@ -60,6 +60,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.owners = Owners()
         self.made: list[str] = []
         self._refused: list[Difference] = []
+        self.versioned: dict[str, Mapping[Any, Any]] = {}
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
@@ -73,7 +74,8 @@ class DefaultLoadPlanner(LoadPlanner):
         """Take the target, flattened; meta tensors are materialised on the CPU, empty containers asked to be filled."""
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
+            self.versioned = {}
+            state_dict, self.mappings = flatten(state_dict, self.versioned)
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
         self.state_dict = {

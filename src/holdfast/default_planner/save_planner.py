@@ -15,6 +15,7 @@ from holdfast._state.paths import Path, empty_dicts, flatten, path_mapping
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.subclasses import ComposedTensor
 from holdfast._state.tensors import as_tensor
+from holdfast._state.versions import unusual_versions
 from holdfast._torchformat.objects import serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
@@ -23,7 +24,7 @@ from holdfast.default_planner.plan_memory import Draft, PlanMemory
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import plan_together
 from holdfast.local_plan import LocalLeaves
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta, Versions
 from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType, write_columns
 
 
@@ -68,6 +69,7 @@ class DefaultSavePlanner(SavePlanner):
         self.hosts: np.ndarray | None = None
         self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
+        self.versioned: dict[str, Mapping[Any, Any]] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory_of: dict[str, Memory] = {}
         self._own_memory = PlanMemory()
@@ -78,7 +80,8 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         """Take the state, flattened."""
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
+            self.versioned = {}
+            state_dict, self.mappings = flatten(state_dict, self.versioned)
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
@@ -156,6 +159,10 @@ class DefaultSavePlanner(SavePlanner):
         if len(paths) > len(stored):
             paths = {key: path for key, path in paths.items() if key in stored}
         return dataclasses.replace(metadata, planner_data=paths, paths=paths)
+
+    def versions(self) -> Versions:
+        """With which versions the modules of this rank's state are saved."""
+        return unusual_versions(self.versioned)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """``new_plan``; where it says that nothing has changed, the plan of the save before."""
