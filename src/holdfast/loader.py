@@ -30,6 +30,7 @@ from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._state.versions import add_versions, tell_versions
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
+from holdfast.default_planner.tied_targets import settle_ties
 from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
 from holdfast.metadata import Metadata
@@ -335,6 +336,8 @@ class _Loading:
         reader, planner, ranks = self._reader, self._planner, self._ranks
         self.target = make_target(self.metadata)
         leads, together = ranks.is_coordinator, not self._is_apart
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.same_bytes = reader.same_bytes
         planner.set_up_planner(self.target, self.metadata, leads)
         set_up_reader(reader, self.metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=together)
         return reader.prepare_local_plan(planner.create_local_plan())
@@ -346,6 +349,10 @@ class _Loading:
         self.plan = self._planner.finish_plan(self.plan)
         with torch.no_grad():
             self._reader.read_data(self.plan, self._planner).wait()
+            if isinstance(self._planner, DefaultLoadPlanner) and self._planner.ties:
+                if isinstance(self._reader, NativeReader):
+                    self._reader.use_exchange(None)  # the other ranks may have nothing to settle
+                settle_ties(self._planner, self._reader, self.plan)
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
@@ -381,6 +388,7 @@ def _check_filled(planner: LoadPlanner, plan: LoadPlan) -> None:
     faults = [
         Difference(key=key, kind="missing", stored="another rank's part", wanted=f"{list(piece.box.lengths)}")
         for key, leaf in wanted.items()
+        if key not in planner.left_out
         for piece in pieces_of(key, leaf).pieces
         if filled[key, piece.box.offsets] < piece.box.volume
     ]

@@ -10,7 +10,7 @@ import abc
 import io
 import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import chain
@@ -236,6 +236,11 @@ class ReadColumns:
 
     def __getstate__(self) -> dict[str, Any]:
         return _without_caches(self)
+
+    def take(self, chosen: np.ndarray) -> ReadColumns:
+        """Only these rows; all keys stay."""
+        names = ("key", "hint", "chunk_lo", "target_lo", "dest_lo", "storage_lo", "length")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @cached_property
     def boxes(self) -> list[tuple[int, tuple[int, ...]]]:

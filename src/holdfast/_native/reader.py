@@ -166,6 +166,10 @@ class NativeReader(StorageReader):
         done.set_result(None)
         return done
 
+    def same_bytes(self, key: str, other: str) -> bool | None:
+        """Known where both are the same tensor, or were stored in the same chunks: then their digests tell."""
+        return self.catalog.same_bytes(key, other)
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path and no URL."""
