@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import holdfast
 
-BYTES = 96
+BYTES = 256
 DTYPES = [torch.uint8, torch.int16, torch.float32]
 
 
