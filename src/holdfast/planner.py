@@ -123,7 +123,8 @@ class WriteColumns:
     """Write items as columns: ``key`` picks from ``keys`` and ``heads``; ``lo`` and ``length`` are (items, most
     dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none; ``fingerprint`` tells contents
     apart, 0 where nobody looked. ``planning`` names the planning by which the coordinator knows these very rows, and
-    ``planned`` has the number that each of them has for it.
+    ``planned`` has the number that each of them has for it. ``lenient`` are keys whose contents may
+    differ between ranks.
     """
 
     keys: list[str]
@@ -136,6 +137,7 @@ class WriteColumns:
     fingerprint: np.ndarray | None = None
     planning: bytes = b""
     planned: np.ndarray | None = None
+    lenient: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.key)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from holdfast._state.paths import Path, is_one_value, path_element, tuple_like
+from holdfast._state.paths import Path, is_one_value, path_element, path_key, tuple_like
 from holdfast._state.versions import pass_on_versions, versions_in, with_versions
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
@@ -22,14 +22,15 @@ from holdfast.stateful import is_stateful
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """What the objects of a target say of places in it where nothing is.
+    """What the objects of a state say of it.
 
     ``parameters`` has the parameter to whose state a path leads, where an optimizer has none of it yet; ``modules`` the
-    paths of those that hold nothing, and want nothing.
+    paths of those that hold nothing, and want nothing; ``buffers`` the keys of what modules have as buffers.
     """
 
     parameters: dict[Path, torch.Tensor] = field(default_factory=dict)
     modules: set[Path] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
 
 
 def expose(state: Any, owners: Owners | None = None) -> dict[Any, Any]:
@@ -61,6 +62,8 @@ def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
         exposed = _exposed(value.state_dict(), trail, owners)
         if isinstance(value, torch.nn.Module):
             owners.modules.update(() if exposed else [trail])
+            names = (name for name, _ in value.named_buffers(remove_duplicate=False))
+            owners.buffers.update(path_key((*trail, name)) for name in names)
         elif hasattr(value, "param_groups"):
             owners.parameters.update(_without_state(value, exposed, trail))
         return exposed

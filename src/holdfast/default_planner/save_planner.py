@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal, final
 
 import numpy as np
@@ -40,6 +41,8 @@ class DefaultSavePlanner(SavePlanner):
             again; what a subclass does to plans must depend on nothing but the state. Ranks that are given no planner
             plan by layout, and never plan the same twice.
         replica_check: how ranks compare what they should have in common.
+        may_differ: keys, what keys begin with, or patterns of them, whose contents may differ between ranks, as those
+            of buffers of modules may: the lowest rank's are saved, and the metadata tells.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class DefaultSavePlanner(SavePlanner):
         enable_plan_caching: bool = False,
         *,
         replica_check: Literal["sample", "all", "off"] = "sample",
+        may_differ: Collection[str] = (),
     ) -> None:
         if dedup_replicated_tensors is not None:
             warnings.warn(
@@ -63,6 +67,8 @@ class DefaultSavePlanner(SavePlanner):
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.enable_plan_caching = enable_plan_caching
         self.replica_check = replica_check
+        self.may_differ = tuple(may_differ)
+        self.buffers: frozenset[str] = frozenset()
         self.ranks = 1
         self.is_apart = False
         self.keeps_empty_dicts = True
@@ -108,9 +114,18 @@ class DefaultSavePlanner(SavePlanner):
         return local, self._local_plan(local)
 
     def _surveyed(self, replica_check: str) -> LocalLeaves:
-        local = LocalLeaves(self.state_dict, replica_check=replica_check)
+        local = LocalLeaves(self.state_dict, replica_check=replica_check, lenient=self._lenient())
         self._pieces, self._memory_of = local.pieces, local.memory
         return local
+
+    def _lenient(self) -> frozenset[str]:
+        """The keys that may differ between ranks: those of buffers, and those that the user named."""
+        named = [
+            key
+            for key in (self.state_dict if self.may_differ else ())
+            if any(key.startswith(f"{each}.") or fnmatchcase(key, each) for each in self.may_differ)
+        ]
+        return frozenset() if self.ranks == 1 else self.buffers.intersection(self.state_dict).union(named)
 
     def _local_plan(self, local: LocalLeaves) -> SavePlan:
         self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
