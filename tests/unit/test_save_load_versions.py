@@ -215,3 +215,12 @@ def test_a_conversion_keeps_versions(path: str, tmp_path: Path) -> None:
     model = model_of(0.0)
     model.load_state_dict(torch.load(tmp_path / "copy.pt")["model"])
     assert torch.equal(model[1][0].weight, torch.full((4,), 5.0))
+
+
+def test_show_tells_the_users_metadata_alone(path: str) -> None:
+    from typer.testing import CliRunner
+
+    from holdfast.cli import app
+
+    holdfast.save({"model": model_of(1.0)}, path)
+    assert "holdfast.versions" not in CliRunner().invoke(app, ["show", path]).stdout

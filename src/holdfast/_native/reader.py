@@ -234,7 +234,7 @@ class _Delivery:
             return None
         address = np.array([memory.get(key, _NOWHERE)[1] for key in columns.keys], dtype=np.int64)
         # Such memory may be written without a Target, which would tell autograd.
-        torch.autograd.graph.increment_version([memory[key][0] for key in columns.keys if key in memory])
+        torch.autograd.graph.increment_version([tensor for tensor, _ in memory.values()])
         tensor = self._catalog.index.tensor[self._rows]
         is_all = self._is_whole & (bounds[tensor + 1] - bounds[tensor] == 1)
         return np.where(is_all, address[columns.key[self._items]], 0)

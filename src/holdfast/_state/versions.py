@@ -8,7 +8,7 @@ load_state_dict is told those, instead of the versions of the classes that load.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from holdfast.metadata import Versions
@@ -26,10 +26,10 @@ def versions_in(state_dict: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def with_versions(entries: Iterable[tuple[Any, Any]], versions: Mapping[str, Any] | None) -> dict[Any, Any]:
-    """A dict of ``entries`` that says that of its modules."""
+def with_versions(entries: dict[Any, Any], versions: Mapping[str, Any] | None) -> dict[Any, Any]:
+    """``entries``; as a dict that says that of its modules, if there is something to say."""
     if versions is None:
-        return dict(entries)
+        return entries
     made = OrderedDict(entries)
     setattr(made, _ATTRIBUTE, versions)
     return made
@@ -88,7 +88,7 @@ def _with_stored(value: Any, key: str, stored: Versions, above: Collection[str])
         return value
     modules = stored[key].keys() | {_module_of(str(name)) for name in value} | {""}
     versions = OrderedDict((module, dict(stored[key].get(module, _USUAL))) for module in sorted(modules))
-    return with_versions(value.items(), versions)
+    return with_versions(value, versions)
 
 
 def _joined(key: str, name: str) -> str:
