@@ -28,7 +28,7 @@ from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import SavePlanner
-from holdfast.saver import Saving, writer_for
+from holdfast.saver import ReplicaCheck, Saving, planner_for, writer_for
 from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter
 
@@ -73,7 +73,7 @@ def async_save(
     overwrite: bool = True,
     allow_pickle: bool = False,
     user_metadata: Mapping[str, Any] | None = None,
-    replica_check: Literal["sample", "all", "off"] = "sample",
+    replica_check: ReplicaCheck = "sample",
     deadline_s: float = DEADLINE_S,
     max_host_bytes: int | None = None,
     when_busy: Literal["wait", "raise"] = "wait",
@@ -150,7 +150,7 @@ def async_save(
             user_metadata=copy.deepcopy(user_metadata),
         )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-        planner = planner or WholeSavePlanner(replica_check=replica_check)
+        planner = planner or planner_for(replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
         ranks.follow(lambda: TURNS.bytes_done, lambda: saving.writer.file_at_work)

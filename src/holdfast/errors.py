@@ -108,7 +108,8 @@ class Difference:
     """One way in which a target and a checkpoint disagree about ``key``.
 
     ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``context`` (of a tensor
-    subclass) and ``place`` (there is an empty container, into which what is stored cannot go: ``wanted`` says why).
+    subclass), ``place`` (there is an empty container, into which what is stored cannot go: ``wanted`` says why) and
+    ``tied`` (it has the memory of another key, and other data).
     """
 
     key: str
@@ -121,7 +122,8 @@ class Difference:
             return f"{self.key!r} is not in the checkpoint"
         if self.kind == "place":
             return f"{self.key!r} of the checkpoint cannot be put into the target: {self.wanted}"
-        return f"{self.key!r} has {self.kind} {self.stored} in the checkpoint but {self.wanted} in the target"
+        kind = "" if self.kind == "tied" else f"{self.kind} "
+        return f"{self.key!r} has {kind}{self.stored} in the checkpoint but {self.wanted} in the target"
 
 
 _SHOWN_DIFFERENCES = 8

@@ -53,19 +53,29 @@ def plan_together(
     """
     rows, heads = _all_rows(plans)
     if len(plans) > 1:
-        _check_replicas(rows, list(heads))
-        return _placed(plans, _assigned(rows, heads, len(plans), to_lowest_rank, hosts=hosts), heads)
+        lenient = _lenient(plans)
+        differing = _check_replicas(rows, list(heads), lenient)
+        rows = _assigned(rows, heads, len(plans), to_lowest_rank, hosts=hosts, lenient=lenient)
+        plans, metadata = _placed(plans, rows, heads)
+        return plans, dataclasses.replace(metadata, differing=differing)
     if _ties_differ(plans[0], heads):
         return _placed(plans, rows, heads, is_whole=is_whole)
     order = _by_place(rows)
     return plans, _metadata(rows if order is None else rows.take(order), heads, is_whole=is_whole)
 
 
-def check_contents(plans: list[SavePlan]) -> None:
-    """RankDisagreementError when ranks hold different contents where they should hold the same."""
-    if len(plans) > 1:
-        rows, heads = _all_rows(plans)
-        _check_replicas(rows, list(heads))
+def check_contents(plans: list[SavePlan]) -> dict[str, int]:
+    """RankDisagreementError when ranks hold different contents where they should hold the same.
+
+    Of keys that may differ, those that do, each with the rank whose contents are kept.
+    """
+    rows, heads = _all_rows(plans)
+    return _check_replicas(rows, list(heads), _lenient(plans))
+
+
+def _lenient(plans: list[SavePlan]) -> frozenset[str]:
+    """The keys that may differ, because a rank that has them says so."""
+    return frozenset[str]().union(*(write_columns(plan.items).lenient for plan in plans))
 
 
 def without_replicas(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> list[SavePlan]:
@@ -223,23 +233,30 @@ def _held(rows: _Rows, heads: list[TensorHead | None]) -> Held:
     return Held(rank=rows.rank, tensor=rows.key, lo=rows.lo, length=rows.length, nbytes=nbytes, itemsize=itemsize)
 
 
-def _check_replicas(rows: _Rows, keys: list[str]) -> None:
-    """RankDisagreementError when ranks that hold one box, or one value, hold different contents."""
+def _check_replicas(rows: _Rows, keys: list[str], lenient: frozenset[str]) -> dict[str, int]:
+    """RankDisagreementError when ranks that hold one box, or one value, hold different contents.
+
+    The keys that differ and may, each with the lowest rank that holds it.
+    """
     looked_at = np.flatnonzero(rows.fingerprint != 0)
     seen = rows.take(looked_at)
     groups, sizes = replica_groups(_held(seen, [None] * len(keys)))
     first = np.full(len(sizes), np.iinfo(np.int64).max, dtype=np.int64)
     np.minimum.at(first, groups, np.arange(len(groups)))
     differs = seen.fingerprint != seen.fingerprint[first[groups]]
+    may_differ = np.array([key in lenient for key in keys], dtype=bool)[seen.key]
+    excused = np.sort(first[np.unique(groups[differs & may_differ])])
+    differs &= ~may_differ
     if not differs.any():
-        return
+        return {keys[int(seen.key[row])]: int(seen.rank[row]) for row in excused.tolist()}
     group = groups[np.flatnonzero(differs)[0]]
     members = np.flatnonzero(groups == group)
     said = {int(seen.rank[row]): f"{int(seen.fingerprint[row]):016x}" for row in members.tolist()}
     ranks = sorted({int(seen.rank[row]) for row in members.tolist() if differs[row]})
+    key = keys[int(seen.key[members[0]])]
     raise RankDisagreementError(
-        f"{keys[int(seen.key[members[0]])]!r} has other contents on rank {', '.join(map(str, ranks))} than on rank "
-        f"{min(said)}, though all of them hold it; name what differs by rank, or pass replica_check='off'",
+        f"{key!r} has other contents on rank {', '.join(map(str, ranks))} than on rank {min(said)}, though all of them "
+        f"hold it; name what differs by rank, or pass replica_check=[{key!r}] to keep that of rank {min(said)}",
         said=said,
     )
 
@@ -291,16 +308,24 @@ def _assigned(
     *,
     hosts: np.ndarray | None = None,
     split_bytes: int = SPLIT_BYTES,
+    lenient: frozenset[str] = frozenset(),
 ) -> _Rows:
-    """The rows to be written, each by its rank; a tied key in the same boxes as the one it is tied to."""
+    """The rows to be written, each by its rank; a tied key in the same boxes as the one it is tied to.
+
+    What may differ between ranks is the lowest rank's, so that what belongs together stays together.
+    """
     kinds = list(heads.values())
     ids = {key: number for number, key in enumerate(heads)}
     is_tied = np.array([head is not None and head.alias_of is not None for head in kinds], dtype=bool)[rows.key]
-    own = rows.take(np.flatnonzero(~is_tied))
-    held_now = _held(own, kinds)
-    assignment = assign(held_now, ranks=ranks, to_lowest_rank=to_lowest_rank, hosts=hosts, split_bytes=split_bytes)
-    chosen = own.take(assignment.row)
-    written = [dataclasses.replace(chosen, lo=assignment.lo, length=assignment.length)]
+    is_lenient = np.array([key in lenient for key in heads], dtype=bool)[rows.key] & ~is_tied
+    written = []
+    for mine, to_lowest in ((~is_tied & ~is_lenient, to_lowest_rank), (is_lenient, True)):
+        own = rows.take(np.flatnonzero(mine))
+        assigned = assign(
+            _held(own, kinds), ranks=ranks, to_lowest_rank=to_lowest, hosts=hosts, split_bytes=split_bytes
+        )
+        written.append(dataclasses.replace(own.take(assigned.row), lo=assigned.lo, length=assigned.length))
+    written = [_concatenated(written) if is_lenient.any() else written[0]]
     if is_tied.any():
         held, first = _ByKey(rows, len(kinds)), _ByKey(written[0], len(kinds))
         for number, head in enumerate(kinds):
@@ -309,9 +334,13 @@ def _assigned(
                 follows = dataclasses.replace(first[where], key=np.full(len(first[where].key), number))
                 is_alike = _are_alike(held[where], held[number])
                 written.append(follows if is_alike else _moved(follows, held[number]))
+    return _concatenated(written)
+
+
+def _concatenated(parts: list[_Rows]) -> _Rows:
     return _Rows(
         **{
-            each.name: np.concatenate([getattr(part, each.name) for part in written])
+            each.name: np.concatenate([getattr(part, each.name) for part in parts])
             for each in dataclasses.fields(_Rows)
         }
     )

@@ -95,6 +95,7 @@ class LayoutPlan:
                     heads[key] = joined_head(known, head)
         self.heads = [untied_head(heads[key], heads) for key in self.keys]
         self.holdings = [self._holding(tuple(kinds[key])) for key in self.keys]
+        self.lenient = frozenset[str]().union(*(members.layout.lenient for members in self.classes))
 
     def _held_rows(self, kind: _Kind) -> HeldRows:
         if kind not in self._rows:
@@ -173,7 +174,11 @@ class LayoutPlan:
         plain = {id(holding): KeyChunks(lo=holding.lo, length=holding.length) for holding in self.holdings}
         chunks = [plain[id(holding)] for holding in self.holdings]
         own = [number for number, head in enumerate(self.heads) if head is None or head.alias_of is None]
-        shared = [] if to_lowest_rank else [number for number in own if len(self.holdings[number].shared)]
+        shared = [
+            number
+            for number in own
+            if not to_lowest_rank and self.keys[number] not in self.lenient and len(self.holdings[number].shared)
+        ]
         if shared:
             for number, of_key in zip(shared, self._shared_out(own, shared), strict=True):
                 chunks[number] = of_key
@@ -271,7 +276,10 @@ class LayoutPlan:
 
     @cached_property
     def compared(self) -> ByRank:
-        """What every rank has in common with others: its local rows, their keys, and the sets of holders."""
+        """What every rank has in common with others: its local rows, their keys, and the sets of holders.
+
+        A set has two numbers: twice its own, and one more than that for what may differ.
+        """
         return self._by_rank(self._compared_rows)
 
     def _by_rank(self, pick: Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray] | None]) -> ByRank:
@@ -331,15 +339,15 @@ class LayoutPlan:
         part, boxes = holding.parts[place], holding.box_of[place]
         sets = self.set_of_box(holding)[boxes]
         mine = np.flatnonzero(sets >= 0)
-        return part.rank[mine], part.within[mine], sets[mine]
+        return part.rank[mine], part.within[mine], 2 * sets[mine] + (self.keys[which] in self.lenient)
 
     @cached_property
     def group_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ranks that have anything in common with others, each once for each set of holders, and these sets."""
+        """The ranks that have anything in common with others, each once for each set of holders, and these numbers."""
         compared = self.compared
         owner = np.repeat(np.arange(self.ranks), np.diff(compared.bounds))
-        code = np.unique(owner * len(self.sets) + compared.number) if len(owner) else np.zeros(0, dtype=np.int64)
-        count = max(len(self.sets), 1)
+        count = 2 * max(len(self.sets), 1)
+        code = np.unique(owner * count + compared.number) if len(owner) else np.zeros(0, dtype=np.int64)
         return code // count, code % count
 
     @cached_property
@@ -415,6 +423,7 @@ class LayoutPlan:
             length=padded(lengths, fill=1),
             hint=np.zeros(len(owner), dtype=np.int64),
             is_shard=is_shard[owner],
+            lenient=self.lenient.intersection(names),
         )
 
     # --- the whole ---------------------------------------------------------------------------------------------------

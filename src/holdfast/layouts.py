@@ -47,6 +47,7 @@ class _Text(msgspec.Struct, frozen=True, array_like=True):
     spreads: list[_Rule]
     meshes: list[_Mesh]
     steps: list[object]
+    lenient: list[str] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,6 +89,11 @@ class Layout:
         """The number of each key's rule; WHOLE where there is none."""
         return self.said.rules
 
+    @cached_property
+    def lenient(self) -> frozenset[str]:
+        """The keys whose contents may differ between ranks."""
+        return frozenset(self.said.lenient)
+
     def boxes(self, rule: int, size: tuple[int, ...], ranks: np.ndarray) -> MemberBoxes:
         """What ``ranks``, which have this layout, hold of a tensor of ``size`` under that rule; by rank.
 
@@ -121,6 +127,7 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     """The keys of all layouts by the ranks that have them, by lowest rank: so what many layouts share is there once."""
     if len(layouts) == 1:
         return [Members(layout=layouts[0], ranks=np.arange(len(layout_of_rank)))]
+    lenient = frozenset[str]().union(*(layout.lenient for layout in layouts))
     owners: dict[tuple[str, _Head | None, int], list[int]] = {}
     spreads: dict[tuple[_Mesh, tuple[tuple[Split, ...], ...]], int] = {}
     for number, layout in enumerate(layouts):
@@ -136,7 +143,7 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     found = []
     for numbers, atoms in classes.items():
         ranks = np.flatnonzero(np.isin(layout_of_rank, numbers))
-        found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths), ranks=ranks))
+        found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths, lenient), ranks=ranks))
     return sorted(found, key=lambda each: int(each.ranks[0]))
 
 
@@ -144,6 +151,7 @@ def _made_of(
     atoms: list[tuple[str, _Head | None, int]],
     rules: list[tuple[_Mesh, tuple[tuple[Split, ...], ...]]],
     paths: dict[str, Path] | None,
+    lenient: frozenset[str],
 ) -> Layout:
     """The layout of these keys; the rules that they have are numbered anew."""
     meshes: dict[_Mesh, int] = {}
@@ -160,6 +168,7 @@ def _made_of(
         spreads=[_Rule(meshes.setdefault(rules[rule][0], len(meshes)), rules[rule][1]) for rule in used],
         meshes=list(meshes),
         steps=_steps(mine, keys),
+        lenient=sorted(lenient.intersection(keys)),
     )
     return Layout(text=_encode(text), paths=mine)
 
@@ -185,6 +194,7 @@ def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout | Non
         spreads=list(rules),
         meshes=[(mesh.shape, mesh.ranks) for mesh in meshes],
         paths=paths,
+        lenient=local.columns.lenient,
     )
 
 
@@ -196,6 +206,7 @@ def described(
     spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]]] = (),
     meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = (),
     paths: dict[str, Path] | None = None,
+    lenient: frozenset[str] = frozenset(),
 ) -> Layout:
     """The layout of these keys: each has a rule, which is WHOLE or the number of a spread (mesh number and splits).
 
@@ -208,6 +219,7 @@ def described(
         spreads=[_Rule(mesh, splits) for mesh, splits in spreads],
         meshes=[_Mesh(shape, ranks) for shape, ranks in meshes],
         steps=_steps(paths, keys),
+        lenient=sorted(lenient.intersection(keys)),
     )
     return Layout(text=_encode(text), paths=paths)
 

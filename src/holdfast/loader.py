@@ -30,8 +30,10 @@ from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import Owners, expose, hand_back
 from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
+from holdfast._state.versions import add_versions, tell_versions
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
+from holdfast.default_planner.tied_targets import settle_ties
 from holdfast.detect import reader_for
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
 from holdfast.metadata import Metadata
@@ -227,7 +229,7 @@ def load_without_target(
     metadata = planner.metadata
     assert metadata is not None
     require_gradients(metadata, leaves)
-    return unflatten(leaves, restorable_paths(metadata))
+    return add_versions(unflatten(leaves, restorable_paths(metadata)), metadata.versions)
 
 
 def _leaves(keys: set[str] | None, reader: StorageReader, metadata: Metadata) -> dict[Any, Any]:
@@ -263,7 +265,11 @@ def _load(
                     loading.open(stack, share=share)
                     loading.make_plan(make_target)
                     loading.read()
-                    return loading.target, _report(loading, planner, reader.bytes_read, time.monotonic() - started)
+                    report = _report(loading, planner, reader.bytes_read, time.monotonic() - started)
+                    if isinstance(planner, DefaultLoadPlanner):
+                        failed = {difference.key for difference in report.differences}
+                        tell_versions(planner.versioned, loading.metadata.versions, failed)
+                    return loading.target, report
             except (CorruptError, NotFoundError) as error:
                 with make_ranks() as ranks:
                     was_replaced = partial(_was_replaced, reader, as_reader(find_reader()))
@@ -354,6 +360,8 @@ class _Loading:
         reader, planner, ranks = self._reader, self._planner, self._ranks
         self.target = make_target(reader, self.metadata)
         leads, together = ranks.is_coordinator, not self._is_apart
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.same_bytes = reader.same_bytes
         planner.set_up_planner(self.target, self.metadata, leads)
         set_up_reader(reader, self.metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=together)
         if isinstance(planner, DefaultLoadPlanner):
@@ -375,6 +383,10 @@ class _Loading:
         self.plan = self._planner.finish_plan(self.plan)
         with torch.no_grad():
             self._reader.read_data(self.plan, self._planner).wait()
+            if isinstance(self._planner, DefaultLoadPlanner) and self._planner.ties:
+                if isinstance(self._reader, NativeReader):
+                    self._reader.use_exchange(None)  # the other ranks may have nothing to settle
+                settle_ties(self._planner, self._reader, self.plan)
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
@@ -425,6 +437,7 @@ def _check_filled(planner: LoadPlanner, plan: LoadPlan) -> None:
     faults = [
         Difference(key=key, kind="missing", stored="another rank's part", wanted=f"{list(piece.box.lengths)}")
         for key, leaf in wanted.items()
+        if key not in planner.left_out
         for piece in pieces_of(key, leaf).pieces
         if filled[key, piece.box.offsets] < piece.box.volume
     ]

@@ -92,6 +92,22 @@ class Catalog:
         number = self.storing_id(key)
         return range(int(self.row_bounds[number]), int(self.row_bounds[number + 1]))
 
+    def same_bytes(self, key: str, other: str) -> bool | None:
+        """Whether two tensors are stored as the same bytes; None where their chunks do not compare."""
+        first, second = self.rows_of(key), self.rows_of(other)
+        if first == second:
+            return True
+        index, tensors = self.index, self.manifest.tensors
+        entries = tensors[self.storing_id(key)], tensors[self.storing_id(other)]
+        if len({(each.dtype, each.shape, each.quantizer) for each in entries}) > 1:
+            return None
+        rows = slice(first.start, first.stop), slice(second.start, second.stop)
+        if not all(np.array_equal(column[rows[0]], column[rows[1]]) for column in (index.lo, index.length)):
+            return None
+        blocks = index.first_block()
+        mine, its = (index.digests[blocks[each.start] : blocks[each.stop]] for each in (first, second))
+        return np.array_equal(mine, its)
+
     def quantizer(self, entry: TensorEntry) -> dict[str, Any]:
         """What the integers of a quantised tensor stand for."""
         return {} if entry.quantizer is None else msgspec.to_builtins(entry.quantizer)
@@ -145,7 +161,7 @@ class Catalog:
             )
         entries.update({value.key: BytesStorageMetadata() for value in values})
         paths = self.paths()
-        user_metadata, planner_data = split_planner_data(
+        user_metadata, planner_data, versions = split_planner_data(
             decode_value(self.manifest.metadata, key="user_metadata"), paths
         )
         return Metadata(
@@ -154,6 +170,7 @@ class Catalog:
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
             user_metadata=user_metadata,
             paths=paths,
+            versions=versions,
         )
 
 

@@ -168,6 +168,10 @@ class NativeReader(StorageReader):
         done.set_result(None)
         return done
 
+    def same_bytes(self, key: str, other: str) -> bool | None:
+        """Known where both are the same tensor, or were stored in the same chunks: then their digests tell."""
+        return self.catalog.same_bytes(key, other)
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path and no URL."""
@@ -231,6 +235,8 @@ class _Delivery:
         if not memory or columns.keys != columns.storage_keys:
             return None
         address = np.array([memory.get(key, _NOWHERE)[1] for key in columns.keys], dtype=np.int64)
+        # Such memory may be written without a Target, which would tell autograd.
+        torch.autograd.graph.increment_version([tensor for tensor, _ in memory.values()])
         tensor = self._catalog.index.tensor[self._rows]
         is_all = self._is_whole & (bounds[tensor + 1] - bounds[tensor] == 1)
         return np.where(is_all, address[columns.key[self._items]], 0)

@@ -29,7 +29,6 @@ from holdfast._staging.handle import AsyncSave
 from holdfast._staging.memory import Region
 from holdfast._staging.proof import Changes, Fingerprints
 from holdfast._staging.turns import TURNS, interpreter_ends
-from holdfast._state.exposure import expose
 from holdfast._state.raw import source_of
 from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
@@ -66,6 +65,10 @@ class Steps(Protocol):
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write."""
+        ...
+
+    def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The state of the objects in ``state``."""
         ...
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
@@ -381,7 +384,7 @@ class StagerJob(Job):
     def _begin_staging(self, state: Mapping[Any, Any]) -> None:
         self._take_turn()
         self._handle.enter("staging")
-        self._staged = self.stager.stage(expose(state))
+        self._staged = self.stager.stage(self._steps.expose(state))
         if self.is_staged:
             self._handle.enter("staged")
         else:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from holdfast._state.containers import check_containers
-from holdfast._state.paths import Path, is_one_value, path_element, tuple_like
+from holdfast._state.paths import Path, is_one_value, path_element, path_key, tuple_like
+from holdfast._state.versions import pass_on_versions, versions_in, with_versions
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.stateful import is_stateful
@@ -22,14 +23,15 @@ from holdfast.stateful import is_stateful
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """What the objects of a target say of places in it where nothing is.
+    """What the objects of a state say of it.
 
     ``parameters`` has the parameter to whose state a path leads, where an optimizer has none of it yet; ``modules`` the
-    paths of those that hold nothing, and want nothing.
+    paths of those that hold nothing, and want nothing; ``buffers`` the keys of what modules have as buffers.
     """
 
     parameters: dict[Path, torch.Tensor] = field(default_factory=dict)
     modules: set[Path] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
 
 
 def expose(state: Any, owners: Owners | None = None) -> dict[Any, Any]:
@@ -50,19 +52,22 @@ def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        return {
+        entries = {
             key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
             for key, entry in value.items()
         }
+        return with_versions(entries, versions_in(value))
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
-        entries = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
-        return entries if isinstance(value, list) else tuple_like(value, entries)
+        made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
+        return made if isinstance(value, list) else tuple_like(value, made)
     if is_stateful(value):
         inner = value.state_dict()
         check_containers(inner, within=".".join(map(str, trail)))
         exposed = _exposed(inner, trail, owners)
         if isinstance(value, torch.nn.Module):
             owners.modules.update(() if exposed else [trail])
+            names = (name for name, _ in value.named_buffers(remove_duplicate=False))
+            owners.buffers.update(path_key((*trail, name)) for name in names)
         elif hasattr(value, "param_groups"):
             owners.parameters.update(_without_state(value, exposed, trail))
         return exposed
@@ -85,6 +90,7 @@ def hand_back(state: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> Non
     """Put what was loaded into ``state``, in place: what is new first, the rest in the order of its keys."""
     for key in sorted(loaded, key=lambda key: str(key) if key in state else ""):
         state[key] = _handed_back(state.get(key), loaded[key])
+    pass_on_versions(loaded, state)
 
 
 def _handed_back(original: Any, loaded: Any) -> Any:
@@ -95,6 +101,7 @@ def _handed_back(original: Any, loaded: Any) -> Any:
             return loaded
         for key, entry in loaded.items():
             original[key] = _handed_back(original.get(key), entry)
+        pass_on_versions(loaded, original)
         return original
     if isinstance(original, list) and isinstance(loaded, list) and len(original) == len(loaded):
         original[:] = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]

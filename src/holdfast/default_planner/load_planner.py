@@ -19,6 +19,7 @@ from holdfast._state.paths import Path, flatten, path_key, set_element
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor
 from holdfast._state.tensors import check_fillable, empty_tensor, plain_address, quantizer_of
+from holdfast._state.ties import Place, Tie, ties_of
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
@@ -61,12 +62,17 @@ class DefaultLoadPlanner(LoadPlanner):
         self.owners = Owners()
         self.made: list[str] = []
         self._refused: list[Difference] = []
+        self.versioned: dict[str, Mapping[Any, Any]] = {}
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
         self.stored_values: Callable[[list[str]], Mapping[str, Any]] | None = None
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
+        self._wrappers: list[torch.Tensor] = []
+        self.same_bytes: Callable[[str, str], bool | None] | None = None
+        self.ties: list[Tie] = []
+        self.left_out: set[str] = set()
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -74,7 +80,8 @@ class DefaultLoadPlanner(LoadPlanner):
         """Take the target, flattened; meta tensors are materialised on the CPU, empty containers asked to be filled."""
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
+            self.versioned = {}
+            state_dict, self.mappings = flatten(state_dict, self.versioned)
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
         self.state_dict = {
@@ -145,11 +152,12 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         rows = ReadRows()
-        self.differences, self.casts, self._memory = list(self._refused), [], {}
+        self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
+        others: list[Place] = []
         entries = self.metadata.state_dict_metadata
         left_out = self._other_contexts(entries)
         # What is compared only once it is read comes first, before anything is touched.
-        compared = {
+        compared: dict[str, Any] = {
             key: leaf
             for key, leaf in self.state_dict.items()
             if isinstance(leaf, (ComposedTensor, np.ndarray)) and isinstance(entries.get(key), BytesStorageMetadata)
@@ -174,12 +182,15 @@ class DefaultLoadPlanner(LoadPlanner):
                 self.differences.append(difference)
             elif isinstance(stored, TensorStorageMetadata):
                 if key in self._pieces:
-                    for piece in self._pieces[key].pieces:
-                        rows.add_tensor(key, stored, piece.box)
-                else:
-                    rows.add_tensor(key, stored)
+                    self._wrappers.append(leaf)
+                for place in self.places(key):
+                    others.append(place)
+                    rows.add_tensor(key, stored, place.box)
             elif stored is not None:
                 rows.add_value(key)
+                if isinstance(leaf, ComposedTensor):
+                    self._wrappers.append(leaf.tensor)
+        columns = self._without_ties(rows.columns(), others)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
             can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
@@ -187,7 +198,51 @@ class DefaultLoadPlanner(LoadPlanner):
                 faults,
                 advice=f"Fix the target, or pass strict=False to load what fits{', or cast=True' if can_cast else ''}.",
             )
-        return LoadPlan(LazyList(rows.columns()))
+        return LoadPlan(LazyList(columns))
+
+    def places(self, key: str) -> list[Place]:
+        """The memory of the target that takes what is stored of the tensor ``key``."""
+        if key in self._pieces:
+            return [Place(key, piece.tensor, piece.box) for piece in self._pieces[key].pieces]
+        leaf = self.state_dict[key]
+        return [Place(key, torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf, None)]
+
+    def _without_ties(self, columns: ReadColumns, others: list[Place]) -> ReadColumns:
+        """``columns`` without what would be loaded over something else.
+
+        Where all keys with one memory are known to be the same, or known to differ, the last of them is loaded.
+        Otherwise the first: the others are in ``ties``, for whoever gave ``same_bytes`` to settle.
+        """
+        self.ties, self.left_out = [], set()
+        if self.same_bytes is None or not self._fills_the_target():
+            return columns
+        for tie in ties_of(self._memory, others, self.state_dict):
+            *earlier, last = tie.keys
+            known = [self._has_same(key, last) if tie.is_exact else None for key in earlier]
+            if None in known:
+                self.ties.append(tie)
+                self.left_out.update(tie.keys[1:])
+            else:
+                self.left_out.update(earlier)
+                self.differences += [tied(key, last) for key, same in zip(earlier, known, strict=True) if not same]
+        if not self.left_out:
+            return columns
+        self._wrappers += [place.tensor for key in self.left_out for place in self.places(key)]
+        is_left_out = np.array([key in self.left_out for key in columns.keys])
+        return columns.take(np.flatnonzero(~is_left_out[columns.key]))
+
+    def _fills_the_target(self) -> bool:
+        """Whether what is loaded goes where the target has it: a subclass may have another place for it."""
+        names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+        return all(getattr(type(self), name) is getattr(DefaultLoadPlanner, name) for name in names)
+
+    def _has_same(self, key: str, other: str) -> bool | None:
+        """Whether the same is stored for both; None where that is not known without reading."""
+        assert self.same_bytes is not None
+        same = self.same_bytes(key, other)
+        if same is False and (key in self._pieces or {key, other} & {each.key for each in self.casts}):
+            return None  # parts of them may be the same, or become it
+        return same
 
     def _other_contexts(self, entries: Mapping[str, object]) -> tuple[str, ...]:
         """How the keys of tensor subclasses begin whose contexts differ, as far as those are known before the load."""
@@ -254,7 +309,8 @@ class DefaultLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """``central_plan``, unchanged."""
+        """``central_plan``, unchanged; from here on the target is another to autograd, as its parts are when filled."""
+        torch.autograd.graph.increment_version(self._wrappers)
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -329,6 +385,11 @@ class WholeLoadPlanner(DefaultLoadPlanner):
     def plain_memory(self) -> Mapping[str, Memory]:
         """What was found when the target was compared with the checkpoint."""
         return self._memory
+
+
+def tied(key: str, other: str) -> Difference:
+    """That ``key`` cannot be loaded, because ``other``, which is loaded, has its memory."""
+    return Difference(key=key, kind="tied", stored=f"other data than {other!r}", wanted=f"the memory of {other!r}")
 
 
 def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:

@@ -111,10 +111,10 @@ class PlanMemory:
         whole = [self._whole(rank, plan) for rank, plan in enumerate(plans)]
         same = self._same_outcome(plans, manner)
         if same is not None:
-            check_contents(whole)
+            differing = check_contents(whole)
             self._outcomes[same] = outcome = dataclasses.replace(self._outcomes[same], round=self._plannings)
             answer: SavePlan = NamedPlan([], usable=False, planning=same)
-            return [answer] * len(plans), dataclasses.replace(outcome.metadata)
+            return [answer] * len(plans), dataclasses.replace(outcome.metadata, differing=differing)
         before = [_snapshot(plan) for plan in whole]
         finished, metadata = plan_together(whole)
         name = secrets.token_hex(8)
@@ -190,6 +190,7 @@ def _is_same(remembered: _Remembered, columns: WriteColumns, planner_data: Any) 
     return (
         known.keys == columns.keys
         and known.heads == columns.heads
+        and known.lenient == columns.lenient
         and all(
             np.array_equal(getattr(known, name), getattr(columns, name))
             for name in ("key", "lo", "length", "hint", "is_shard")

@@ -29,6 +29,7 @@ from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.paths import empty_dicts, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
+from holdfast._state.versions import add_versions
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
 from holdfast._values.lazy import LazyList
@@ -39,7 +40,14 @@ from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.interop.progress import OnProgress, Progress
 from holdfast.interop.pt_files import read_pt, write_pt
-from holdfast.metadata import STATE_DICT_TYPE, STORAGE_TYPES, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    StorageMeta,
+    TensorStorageMetadata,
+    Versions,
+)
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded, write_columns
 from holdfast.saver import save
 from holdfast.storage import StorageWriter
@@ -292,7 +300,7 @@ class _Leaves:
     def state(self) -> dict[Any, Any]:
         """All of it, nested as it was saved."""
         leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
-        return unflatten(leaves, restorable_paths(self.metadata))
+        return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
 
     def _leaf(self, key: str, entry: STORAGE_TYPES) -> Any:
         if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
@@ -354,6 +362,10 @@ class _CopyPlanner(DefaultSavePlanner):
         )
         self.plan = SavePlan(LazyList(columns), planner_data=self.mappings)
         return self.plan
+
+    def versions(self) -> Versions:
+        """Those of the checkpoint."""
+        return self._leaves.metadata.versions
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor, or the value, of ``write_item``."""
