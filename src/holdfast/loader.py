@@ -146,10 +146,9 @@ def load(
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
         reader = reader_at(state_dict, verify=verify, allow_pickle=allow_pickle)
-        return load_without_target(reader, keys, SoloRanks, allow_pickle=allow_pickle)
-    ranks = partial(participants, process_group, no_dist=no_dist, deadline_s=deadline_s)
-    first = ranks()
-    with first:
+        return load_without_target(reader, keys, SoloRanks(), allow_pickle=allow_pickle)
+    ranks = participants(process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=deadline_s)
+    with ranks:
         checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
         if keys is not None:
             raise ValueError("a target says itself which keys it wants; keys are for load(path)")
@@ -167,8 +166,7 @@ def load(
             planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
-        first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-    return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
+        return load_with(state_dict, storage_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
 
 
 def reader_at(
@@ -184,12 +182,13 @@ def load_with(
     state: MutableMapping[Any, Any],
     reader: StorageReader,
     planner: LoadPlanner,
-    make_ranks: Callable[[], Ranks],
+    ranks: Ranks,
     *,
     allow_pickle: bool = False,
     share: Sharing = "host",
 ) -> LoadReport:
-    """Load into ``state``, in place, with a storage and a planner, ours or torch's."""
+    """Load into ``state``, in place, with a storage and a planner, ours or torch's, among ranks that were entered."""
+    started = time.monotonic()
     planner = as_load_planner(planner, allow_pickle=allow_pickle)
     owners = Owners()
     if isinstance(planner, DefaultLoadPlanner):
@@ -200,22 +199,28 @@ def load_with(
             reader.check_files()  # room for all, and what is not there may be more than there is
         return expose(state, owners)
 
-    target, report = _load(make_target, as_reader(reader), planner, make_ranks, share=share)
-    hand_back(state, target)
-    return report
+    loading = _load(make_target, as_reader(reader), planner, ranks, share=share)
+    reports: list[LoadReport] = []
+
+    def finish() -> None:
+        hand_back(state, loading.target)
+        reports.append(_report(loading, planner, time.monotonic() - started))
+
+    ranks.share("handing back the state", finish, lambda done: None)
+    return reports[0]
 
 
 def load_without_target(
     reader: StorageReader,
     keys: Iterable[str] | None,
-    make_ranks: Callable[[], Ranks],
+    ranks: Ranks,
     *,
     allow_pickle: bool = False,
 ) -> dict[Any, Any]:
     """All that the checkpoint has, or what is at and below ``keys``, nested as it was saved, on the CPU."""
     planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
     chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
-    leaves, _ = _load(partial(_leaves, reader, chosen), as_reader(reader), planner, make_ranks)
+    leaves = _load(partial(_leaves, reader, chosen), as_reader(reader), planner, ranks).target
     metadata = planner.metadata
     assert metadata is not None
     require_gradients(metadata, leaves)
@@ -233,28 +238,28 @@ def _load(
     make_target: Callable[[Metadata], dict[Any, Any]],
     reader: StorageReader,
     planner: LoadPlanner,
-    make_ranks: Callable[[], Ranks],
+    ranks: Ranks,
     *,
     share: Sharing = "host",
-) -> tuple[dict[Any, Any], LoadReport]:
-    """What was loaded into the target, and the report.
+) -> _Loading:
+    """The load, once all of the target is read.
 
     When the checkpoint is replaced by another one while it is read, all ranks start again together.
     """
-    started = time.monotonic()
     try:
         while True:
             try:
-                with make_ranks() as ranks, ExitStack() as stack:
+                with ExitStack() as stack:
                     loading = _Loading(reader, planner, ranks)
                     loading.open(stack, share=share)
                     loading.make_plan(make_target)
                     loading.read()
-                    return loading.target, _report(loading, planner, reader.bytes_read, time.monotonic() - started)
+                    loading.bytes_read = reader.bytes_read
+                    return loading
             except CorruptError as error:
-                with make_ranks() as ranks:
-                    if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):
-                        continue
+                ranks.again()
+                if ranks.share("looking for another checkpoint", partial(_was_replaced, reader), any):
+                    continue
                 error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
     finally:
@@ -276,6 +281,7 @@ class _Loading:
         self._metadata: Metadata | None = None
         self._is_apart = False
         self.target: dict[Any, Any] = {}
+        self.bytes_read = 0
         self.plan = LoadPlan([])
 
     @property
@@ -391,7 +397,7 @@ def _one_attempt(attempts: list[tuple[bool, str | None]]) -> None:
         raise CorruptError("the checkpoint was replaced by another one while it was opened")
 
 
-def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: float) -> LoadReport:
+def _report(loading: _Loading, planner: LoadPlanner, seconds: float) -> LoadReport:
     columns = read_columns(loading.plan.items)
     loaded = set(columns.storage_keys)
     return LoadReport(
@@ -399,7 +405,7 @@ def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: f
         unexpected=tuple(key for key in loading.metadata.state_dict_metadata if key not in loaded),
         differences=tuple(planner.differences) if isinstance(planner, DefaultLoadPlanner) else (),
         casts=tuple(planner.casts) if isinstance(planner, DefaultLoadPlanner) else (),
-        bytes_read=bytes_read,
+        bytes_read=loading.bytes_read,
         seconds=seconds,
         made=tuple(planner.made) if isinstance(planner, DefaultLoadPlanner) else (),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch.distributed
@@ -9,6 +10,7 @@ import torch.distributed
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._io.sharing import host_identity
 from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._values.deadline import Patience
 from holdfast._values.digest import digest
 
 if TYPE_CHECKING:
@@ -30,9 +32,15 @@ def host_name() -> int:
 
 
 def participants(
-    process_group: ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0, deadline_s: float = DEADLINE_S
+    process_group: ProcessGroup | None,
+    *,
+    no_dist: bool,
+    call: str,
+    place: object = None,
+    coordinator_rank: int = 0,
+    deadline_s: float = DEADLINE_S,
 ) -> Ranks:
-    """The ranks of one operation; every rank of the group makes it, in the same order, before anything can fail."""
+    """The ranks of one operation, which meet where ``call`` and ``place``, the path if that is one, are the same."""
     if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return SoloRanks()
     if torch.distributed.get_world_size(process_group) == 1:
@@ -42,9 +50,16 @@ def participants(
     from holdfast._coord.rendezvous import connect
 
     return ChannelRanks(
-        connect(process_group, deadline_s=deadline_s),
+        connect(process_group, coordinator=coordinator_rank),
+        key=f"{call} {_shown(place)}",
         encode=encode_message,
         decode=decode_message,
-        coordinator_rank=coordinator_rank,
-        deadline_s=deadline_s,
+        patience=Patience.within(deadline_s),
     )
+
+
+def _shown(place: object) -> str:
+    try:
+        return repr(os.fspath(place)) if isinstance(place, (str, bytes, os.PathLike)) else "None"
+    except Exception:  # of a path of the caller's own making; the operation itself will say so
+        return "None"
