@@ -123,7 +123,7 @@ def async_save(
             raised by ``result`` of the handle.
     """
     handle = AsyncSave()
-    ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
+    ranks = participants(process_group, no_dist=no_dist, call="async_save", place=checkpoint_id, deadline_s=deadline_s)
     background = Background()
     with contextlib.ExitStack() as stack:
         pause = stack.enter_context(contextlib.ExitStack())
@@ -149,7 +149,6 @@ def async_save(
             allow_pickle=allow_pickle,
             user_metadata=copy.deepcopy(user_metadata),
         )
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         planner = planner or planner_for(replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
@@ -280,7 +279,7 @@ def prewarm(
     practice, and the process that writes is started, where one is wanted. Nothing is written.
     """
     handle = AsyncSave()
-    ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
+    ranks = participants(process_group, no_dist=no_dist, call="prewarm", deadline_s=deadline_s)
     with ranks:
         writer = NativeWriter("")
         saving = Saving(writer, planner or WholeSavePlanner(replica_check="off"), ranks)

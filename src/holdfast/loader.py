@@ -151,10 +151,9 @@ def load(
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
         find = partial(reader_at, state_dict, verify=verify, allow_pickle=allow_pickle)
-        return load_without_target(find, keys, SoloRanks, allow_pickle=allow_pickle)
-    ranks = partial(participants, process_group, no_dist=no_dist, deadline_s=deadline_s)
-    first = ranks()
-    with first:
+        return load_without_target(find, keys, SoloRanks(), allow_pickle=allow_pickle)
+    ranks = participants(process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=deadline_s)
+    with ranks:
         checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
         if keys is not None:
             raise ValueError("a target says itself which keys it wants; keys are for load(path)")
@@ -172,10 +171,9 @@ def load(
             planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
-        first.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-    given = storage_reader
-    find_reader = find if given is None else lambda: given
-    return load_with(state_dict, find_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
+        given = storage_reader
+        find_reader = find if given is None else lambda: given
+        return load_with(state_dict, find_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
 
 
 def reader_at(
@@ -191,15 +189,16 @@ def load_with(
     state: MutableMapping[Any, Any],
     find_reader: Callable[[], StorageReader],
     planner: LoadPlanner,
-    make_ranks: Callable[[], Ranks],
+    ranks: Ranks,
     *,
     allow_pickle: bool = False,
     share: Sharing = "host",
 ) -> LoadReport:
-    """Load into ``state``, in place, with a storage and a planner, ours or torch's.
+    """Load into ``state``, in place, with a storage and a planner, ours or torch's, among ranks that were entered.
 
     ``find_reader`` gives the storage for what is there when it is called, again after it was replaced.
     """
+    started = time.monotonic()
     planner = as_load_planner(planner, allow_pickle=allow_pickle)
     owners = Owners()
     if isinstance(planner, DefaultLoadPlanner):
@@ -210,22 +209,32 @@ def load_with(
             reader.check_files()  # room for all, and what is not there may be more than there is
         return expose(state, owners)
 
-    target, report = _load(make_target, find_reader, planner, make_ranks, share=share)
-    hand_back(state, target)
-    return report
+    loading = _load(make_target, find_reader, planner, ranks, share=share)
+    reports: list[LoadReport] = []
+
+    def finish() -> None:
+        report = _report(loading, planner, time.monotonic() - started)
+        if isinstance(planner, DefaultLoadPlanner):
+            failed = {difference.key for difference in report.differences}
+            tell_versions(planner.versioned, loading.metadata.versions, failed)
+        hand_back(state, loading.target)
+        reports.append(report)
+
+    ranks.share("handing back the state", finish, lambda done: None)
+    return reports[0]
 
 
 def load_without_target(
     find_reader: Callable[[], StorageReader],
     keys: Iterable[str] | None,
-    make_ranks: Callable[[], Ranks],
+    ranks: Ranks,
     *,
     allow_pickle: bool = False,
 ) -> dict[Any, Any]:
     """All that the checkpoint has, or what is at and below ``keys``, nested as it was saved, on the CPU."""
     planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
     chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
-    leaves, _ = _load(partial(_leaves, chosen), find_reader, planner, make_ranks)
+    leaves = _load(partial(_leaves, chosen), find_reader, planner, ranks).target
     metadata = planner.metadata
     assert metadata is not None
     require_gradients(metadata, leaves)
@@ -246,36 +255,32 @@ def _load(
     make_target: _MakeTarget,
     find_reader: Callable[[], StorageReader],
     planner: LoadPlanner,
-    make_ranks: Callable[[], Ranks],
+    ranks: Ranks,
     *,
     share: Sharing = "host",
-) -> tuple[dict[Any, Any], LoadReport]:
-    """What was loaded into the target, and the report.
+) -> _Loading:
+    """The load, once all of the target is read.
 
     When the checkpoint is replaced by another one while it is read, all ranks start again together.
     """
-    started = time.monotonic()
     reader: StorageReader | None = None
     try:
         while True:
             try:
-                with make_ranks() as ranks, ExitStack() as stack:
-                    reader = as_reader(find_reader())
+                with ExitStack() as stack:
+                    reader = ranks.alone("looking for the checkpoint", lambda: as_reader(find_reader()))
                     loading = _Loading(reader, planner, ranks)
                     loading.open(stack, share=share)
                     loading.make_plan(make_target)
                     loading.read()
-                    report = _report(loading, planner, reader.bytes_read, time.monotonic() - started)
-                    if isinstance(planner, DefaultLoadPlanner):
-                        failed = {difference.key for difference in report.differences}
-                        tell_versions(planner.versioned, loading.metadata.versions, failed)
-                    return loading.target, report
+                    loading.bytes_read = reader.bytes_read
+                    return loading
             except (CorruptError, NotFoundError) as error:
-                with make_ranks() as ranks:
-                    was_replaced = partial(_was_replaced, reader, as_reader(find_reader()))
-                    if ranks.share("looking for another checkpoint", was_replaced, any):
-                        _close(reader)
-                        continue
+                ranks.again()
+                was_replaced = partial(_was_replaced, reader, find_reader)
+                if ranks.share("looking for another checkpoint", was_replaced, any):
+                    _close(reader)
+                    continue
                 if isinstance(error, CorruptError):
                     error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
@@ -288,10 +293,10 @@ def _close(reader: StorageReader | None) -> None:
         reader.close()
 
 
-def _was_replaced(reader: StorageReader | None, found: StorageReader) -> bool:
-    """Whether another checkpoint is there than the one that ``reader`` read; ``found`` is the reader for what is."""
+def _was_replaced(reader: StorageReader | None, find_reader: Callable[[], StorageReader]) -> bool:
+    """Whether another checkpoint is there than the one that ``reader`` read."""
     if isinstance(reader, (NativeReader, FileSystemReader)):
-        return type(found) is not type(reader) or reader.was_replaced()
+        return type(as_reader(find_reader())) is not type(reader) or reader.was_replaced()
     return False
 
 
@@ -305,6 +310,7 @@ class _Loading:
         self._metadata: Metadata | None = None
         self._is_apart = False
         self.target: dict[Any, Any] = {}
+        self.bytes_read = 0
         self.plan = LoadPlan([])
 
     @property
@@ -453,7 +459,7 @@ def _one_attempt(attempts: list[tuple[bool, str | None]]) -> None:
         raise CorruptError("the checkpoint was replaced by another one while it was opened")
 
 
-def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: float) -> LoadReport:
+def _report(loading: _Loading, planner: LoadPlanner, seconds: float) -> LoadReport:
     columns = read_columns(loading.plan.items)
     empty: list[str] = []
     asked = set(columns.storage_keys)
@@ -466,7 +472,7 @@ def _report(loading: _Loading, planner: LoadPlanner, bytes_read: int, seconds: f
         unexpected=tuple(key for key in loading.metadata.state_dict_metadata if key not in asked),
         differences=tuple(planner.differences) if isinstance(planner, DefaultLoadPlanner) else (),
         casts=tuple(planner.casts) if isinstance(planner, DefaultLoadPlanner) else (),
-        bytes_read=bytes_read,
+        bytes_read=loading.bytes_read,
         seconds=seconds,
         made=tuple(planner.made) if isinstance(planner, DefaultLoadPlanner) else (),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch.distributed
@@ -9,6 +10,7 @@ import torch.distributed
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._io.sharing import host_identity
 from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._values.deadline import Patience
 from holdfast._values.digest import digest
 from holdfast._values.forks import reset_in_child
 from holdfast.errors import CheckpointError
@@ -20,9 +22,6 @@ _inherited: list[object] = []  # the default group of the process that this one 
 
 DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
-
-_LONGEST_S = 1e6
-"""As long as torch's stores can wait, which count milliseconds in 32 bits."""
 
 
 def mesh_rank() -> int:
@@ -43,9 +42,15 @@ def _forget_parent() -> None:
 
 
 def participants(
-    process_group: ProcessGroup | None, *, no_dist: bool, coordinator_rank: int = 0, deadline_s: float = DEADLINE_S
+    process_group: ProcessGroup | None,
+    *,
+    no_dist: bool,
+    call: str,
+    place: object = None,
+    coordinator_rank: int = 0,
+    deadline_s: float = DEADLINE_S,
 ) -> Ranks:
-    """The ranks of one operation; every rank of the group makes it, in the same order, before anything can fail.
+    """The ranks of one operation, which meet where ``call`` and ``place``, the path if that is one, are the same.
 
     ``deadline_s`` may be infinite; ValueError unless it is positive.
     """
@@ -65,9 +70,16 @@ def participants(
     from holdfast._coord.rendezvous import connect
 
     return ChannelRanks(
-        connect(process_group, deadline_s=min(deadline_s, _LONGEST_S)),
+        connect(process_group, coordinator=coordinator_rank),
+        key=f"{call} {_shown(place)}",
         encode=encode_message,
         decode=decode_message,
-        coordinator_rank=coordinator_rank,
-        deadline_s=deadline_s,
+        patience=Patience.within(deadline_s),
     )
+
+
+def _shown(place: object) -> str:
+    try:
+        return repr(os.fspath(place)) if isinstance(place, (str, bytes, os.PathLike)) else "None"
+    except Exception:  # of a path of the caller's own making; the operation itself will say so
+        return "None"

@@ -89,13 +89,12 @@ def save(
         StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
             where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
     """
-    ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
+    ranks = participants(process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=deadline_s)
     with ranks:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
         )
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
             planner = planner_for(replica_check)
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
@@ -236,7 +235,8 @@ class Saving:
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
         self._check_process()
-        metadata = self._planning.metadata(self.ranks.share("writing the checkpoint", write, self._publish))
+        told = self.ranks.share("writing the checkpoint", write, self._publish)
+        metadata = self.ranks.alone("describing the checkpoint", lambda: self._planning.metadata(told))
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)

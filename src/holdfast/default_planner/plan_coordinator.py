@@ -268,8 +268,10 @@ def _job(plan: LayoutPlan) -> Job:
     """What ranks need to make the metadata."""
     keys = dict.fromkeys(key for members in plan.classes for key in members.layout.keys)
     place = {key: number for number, key in enumerate(keys)}
+    # Ranks that have nothing are in no class.
+    is_everyone = len(plan.classes) == 1 and len(plan.classes[0].ranks) == len(plan.names)
     return Job(
-        classes=None if len(plan.classes) == 1 else encode_message(list(plan.classes)),
+        classes=None if is_everyone else encode_message(list(plan.classes)),
         order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
         names=_narrow(plan.names),
         to_lowest_rank=plan.to_lowest_rank,
