@@ -214,9 +214,7 @@ def load_with(
 
     def finish() -> None:
         report = _report(loading, planner, time.monotonic() - started)
-        if isinstance(planner, DefaultLoadPlanner):
-            failed = {difference.key for difference in report.differences}
-            tell_versions(planner.versioned, loading.metadata.versions, failed)
+        loading.tell_versions(report)
         hand_back(state, loading.target)
         reports.append(report)
 
@@ -356,6 +354,14 @@ class _Loading:
     def read(self) -> None:
         """Read all that this rank wants."""
         self._ranks.share("reading the checkpoint", self._read, lambda done: None)
+
+    def tell_versions(self, report: LoadReport) -> None:
+        """Let modules' state_dicts in the target say with which versions that was saved which is in them now."""
+        planner, versions = self._planner, self.metadata.versions
+        if isinstance(planner, DefaultLoadPlanner):
+            tell_versions(planner.versioned, versions, {difference.key for difference in report.differences})
+            if planner.made:
+                self.target = add_versions(self.target, versions)
 
     def _read_metadata(self) -> tuple[bool, str | None]:
         self._metadata, self._is_apart = _metadata(self._reader, self._ranks.rank)

@@ -121,6 +121,19 @@ def test_everything_without_a_target_comes_with_the_versions_saved(path: str) ->
     assert torch.equal(model[1][0].weight, torch.full((4,), 5.0))
 
 
+def test_dicts_that_are_made_for_an_empty_target_have_them_too(path: str) -> None:
+    with version(1):
+        holdfast.save({"models": [model_of(0.5)], "same": model_of(0.6)}, path)
+    target: dict[str, Any] = {"same": model_of(0.0)}
+    holdfast.load(target, path)
+    assert torch.equal(target["same"][1][0].weight, torch.full((4,), 6.0))
+    everything: dict[str, Any] = {}
+    holdfast.load(everything, path)
+    model = model_of(0.0)
+    model.load_state_dict(everything["models"][0])
+    assert torch.equal(model[1][0].weight, torch.full((4,), 5.0))
+
+
 def test_a_state_that_is_a_state_dict_itself(path: str) -> None:
     with version(1):
         holdfast.save(Scaled(0.5).state_dict(), path)

@@ -72,7 +72,7 @@ def tell_versions(state_dicts: Mapping[str, Mapping[Any, Any]], stored: Versions
 
 
 def add_versions(state: dict[Any, Any], stored: Versions) -> dict[Any, Any]:
-    """``state``, which was loaded without a target; modules' state_dicts in it say what was stored."""
+    """``state``, with dicts made for what was loaded; those that are modules' state_dicts say what was stored."""
     stored = {key: modules for key, modules in stored.items() if key.count(".") <= _MOST_DOTS}
     above = {prefix for key in stored for prefix in ("", *_prefixes(key))}
     made: dict[Any, Any] = _with_stored(state, "", stored, above)
@@ -81,10 +81,13 @@ def add_versions(state: dict[Any, Any], stored: Versions) -> dict[Any, Any]:
 
 def _with_stored(value: Any, key: str, stored: Versions, above: Collection[str]) -> Any:
     if key in above and isinstance(value, (dict, list, tuple)):
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        entries = list(value.items() if isinstance(value, dict) else enumerate(value))
         grown = [(name, _with_stored(child, _joined(key, str(name)), stored, above)) for name, child in entries]
-        value = dict(grown) if isinstance(value, dict) else type(value)(child for _, child in grown)
-    if not isinstance(value, dict) or key not in stored:
+        if isinstance(value, tuple):
+            return getattr(type(value), "_make", tuple)(child for _, child in grown)
+        for name, child in grown:
+            value[name] = child
+    if not isinstance(value, dict) or key not in stored or versions_in(value) is not None:
         return value
     modules = stored[key].keys() | {_module_of(str(name)) for name in value} | {""}
     versions = OrderedDict((module, dict(stored[key].get(module, _USUAL))) for module in sorted(modules))

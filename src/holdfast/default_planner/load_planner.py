@@ -30,6 +30,8 @@ from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, M
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
 from holdfast.planner_helpers import ReadRows
 
+SameBytes = Callable[[str, str], bool | None]
+
 
 class DefaultLoadPlanner(LoadPlanner):
     """Loads every leaf of the target in place; subclass it and override ``lookup_tensor`` or ``transform_tensor``.
@@ -70,7 +72,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
         self._wrappers: list[torch.Tensor] = []
-        self.same_bytes: Callable[[str, str], bool | None] | None = None
+        self.same_bytes: SameBytes | None = None
         self.ties: list[Tie] = []
         self.left_out: set[str] = set()
 
@@ -214,11 +216,12 @@ class DefaultLoadPlanner(LoadPlanner):
         Otherwise the first: the others are in ``ties``, for whoever gave ``same_bytes`` to settle.
         """
         self.ties, self.left_out = [], set()
-        if self.same_bytes is None or not self._fills_the_target():
+        same_bytes, self.same_bytes = self.same_bytes, None  # a planner may live longer than its storage
+        if same_bytes is None or not self._fills_the_target():
             return columns
         for tie in ties_of(self._memory, others, self.state_dict):
             *earlier, last = tie.keys
-            known = [self._has_same(key, last) if tie.is_exact else None for key in earlier]
+            known = [self._has_same(same_bytes, key, last) if tie.is_exact else None for key in earlier]
             if None in known:
                 self.ties.append(tie)
                 self.left_out.update(tie.keys[1:])
@@ -236,10 +239,9 @@ class DefaultLoadPlanner(LoadPlanner):
         names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
         return all(getattr(type(self), name) is getattr(DefaultLoadPlanner, name) for name in names)
 
-    def _has_same(self, key: str, other: str) -> bool | None:
+    def _has_same(self, same_bytes: SameBytes, key: str, other: str) -> bool | None:
         """Whether the same is stored for both; None where that is not known without reading."""
-        assert self.same_bytes is not None
-        same = self.same_bytes(key, other)
+        same = same_bytes(key, other)
         if same is False and (key in self._pieces or {key, other} & {each.key for each in self.casts}):
             return None  # parts of them may be the same, or become it
         return same
