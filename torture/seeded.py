@@ -52,8 +52,8 @@ BY_HAND = (
     Bug(
         name="no fsync of the manifest",
         file="_io/posix.py",
-        text="            sync_file(descriptor, path)\n        except BaseException:\n            discard",
-        replacement="        except BaseException:\n            discard",
+        text="        sync_file(made[0], path)\n",
+        replacement="",
         tests=_CRASH,
     ),
     Bug(
@@ -87,8 +87,8 @@ BY_HAND = (
     Bug(
         name="no fsync of the directory after publishing",
         file="_native/publish.py",
-        text="            raise\n        posix.sync_directory(directory)\n        turn.remove_other()\n",
-        replacement="            raise\n        turn.remove_other()\n",
+        text="    posix.sync_directory(directory)\n    turn.remove_other()\n",
+        replacement="    turn.remove_other()\n",
         tests=_CRASH,
     ),
     Bug(
@@ -101,9 +101,9 @@ BY_HAND = (
     Bug(
         name="old files removed before the new name is durable",
         file="_native/publish.py",
-        text="        posix.sync_directory(directory)\n        turn.remove_other()\n    for name in replaced:",
-        replacement="        for name in replaced:\n            os.unlink(os.path.join(directory, name))\n"
-        "        posix.sync_directory(directory)\n        turn.remove_other()\n    for name in ():",
+        text="    posix.sync_directory(directory)\n    turn.remove_other()\n    for name in replaced:",
+        replacement="    for name in replaced:\n        os.unlink(os.path.join(directory, name))\n"
+        "    posix.sync_directory(directory)\n    turn.remove_other()\n    for name in ():",
         tests=_CRASH,
     ),
     Bug(
@@ -160,8 +160,8 @@ BY_HAND = (
     Bug(
         name="a failed save leaves its index",
         file="_native/publish.py",
-        text="            for path in written:\n",
-        replacement="            for path in ():\n",
+        text="                for path in itertools.takewhile(lambda path: path != taken, written):\n",
+        replacement="                for path in ():\n",
         tests=(*_PUBLISH, "tests/faults/test_storage_failures.py"),
     ),
     # Children.
@@ -190,7 +190,7 @@ BY_HAND = (
     Bug(
         name="no note about two formats",
         file="_native/formats.py",
-        text="        posix.write_new(note, _note(self._own, digests))\n",
+        text="        posix.write_new(self.note, _note(self._own, digests))\n",
         replacement="        pass\n",
         tests=_FORMATS,
     ),
