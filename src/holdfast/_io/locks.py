@@ -134,7 +134,7 @@ class DirectoryLock(LockedFile):
     def release(self) -> None:
         """Let it go; also again."""
         # Closing it would not do where a child was just forked, which has it open too.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it may be released already
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.discard()
 
