@@ -35,7 +35,7 @@ from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, empty_state, require_gradients
 from holdfast.default_planner.tied_targets import settle_ties
 from holdfast.detect import reader_for
-from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
+from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
@@ -266,7 +266,7 @@ def _load(
         while True:
             try:
                 with ExitStack() as stack:
-                    reader = ranks.alone("looking for the checkpoint", lambda: as_reader(find_reader()))
+                    reader = _found(find_reader, ranks)
                     loading = _Loading(reader, planner, ranks)
                     loading.open(stack, share=share)
                     loading.make_plan(make_target)
@@ -284,6 +284,19 @@ def _load(
                 raise
     finally:
         _close(reader)
+
+
+def _found(find_reader: Callable[[], StorageReader], ranks: Ranks) -> StorageReader:
+    """The storage for what is there; where there is nothing, that is raised on every rank."""
+    try:
+        return as_reader(find_reader())
+    except CheckpointError as error:
+        refused = error
+
+        def refuse() -> StorageReader:
+            raise refused
+
+        return ranks.alone("looking for the checkpoint", refuse)
 
 
 def _close(reader: StorageReader | None) -> None:

@@ -24,7 +24,7 @@ def test_a_deadline_is_positive(tmp_path: Path, deadline_s: float) -> None:
         lambda: holdfast.save(STATE, tmp_path / "a", deadline_s=deadline_s),
         lambda: holdfast.async_save(STATE, tmp_path / "a", deadline_s=deadline_s),
         lambda: holdfast.load(dict(STATE), tmp_path / "a", deadline_s=deadline_s),
-        lambda: participants(None, no_dist=False, deadline_s=deadline_s),
+        lambda: participants(None, no_dist=False, call="save", deadline_s=deadline_s),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"deadline_s is a positive number of seconds, or math\.inf"):

@@ -65,7 +65,7 @@ def test_an_empty_entry_gets_all_that_is_below_it(path: str, same: Same) -> None
     holdfast.save({"model": model, "optimizer": optimizer, "step": 3}, path)
     target: dict[str, Any] = {"model": {}, "step": 0}
     report = holdfast.load(target, path)
-    same(target["model"], holdfast.load(path)["model"])
+    same(target["model"], dict(holdfast.load(path)["model"]))
     assert target["step"] == 3
     assert all(key.startswith("optimizer.") for key in report.unexpected)
     assert all(key.startswith("model.") for key in report.made)

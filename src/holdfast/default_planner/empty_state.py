@@ -46,7 +46,7 @@ def empty_state(
 
 def _tensor_like(like: torch.Tensor | torch.device | None, stored: TensorStorageMetadata) -> torch.Tensor:
     if isinstance(like, torch.Tensor):
-        return torch.empty_like(like, dtype=stored.properties.dtype)
+        return torch.empty_like(like, dtype=stored.properties.dtype, device=like.device)
     return empty_tensor(stored.size, stored.properties.dtype, like or "cpu")
 
 
