@@ -46,8 +46,7 @@ class Progress:
 
 
 def _bytes_at(path: str) -> int:
-    """The bytes of a file, or of the files in a directory."""
-    if not os.path.isdir(path):
-        return os.path.getsize(path) if os.path.isfile(path) else 0
-    with os.scandir(path) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    """The bytes of a file, or of the files in a directory and below."""
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
