@@ -80,6 +80,7 @@ def save_statistics(directory: str, way: str) -> dict[str, Any]:
     finally:
         logger.removeHandler(lines)
         logger.setLevel(logging.NOTSET)
+        holdfast.release()
     buffers = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
     return {"told": told, "lines": lines.lines, "buffers": buffers}
 
