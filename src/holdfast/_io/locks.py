@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from holdfast._io import posix
 from holdfast._values import forks
@@ -23,7 +23,6 @@ UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP
 """What a file system answers that has no locks."""
 
 _WAIT_S = 10.0
-_TURN_S = 60.0
 _PAUSE_S = 0.005
 _TRIES = 20
 
@@ -81,16 +80,20 @@ def new_file(path: str | os.PathLike[str], data: bytes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def directory_lock(path: str | os.PathLike[str]) -> Iterator[bool]:
-    """Holds the lock of the directory ``path`` for the block; False where directories have none.
+    """Holds the lock of the directory ``path`` for the block.
 
-    StorageError when somebody holds it for a minute: whoever does so for good is stopped, and may go on any time.
+    False where directories have none, or where somebody holds it for so long that it must have been stopped.
     """
     with posix.reporting("open", path):
         descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     forks.forget_in_child(descriptor)
     is_held = False
     try:
-        is_held = _wait_for_lock(descriptor.number, path, seconds=_TURN_S, unsupported=UNSUPPORTED | {errno.EBADF})
+        try:
+            is_held = _wait_for_lock(descriptor.number, path)
+        except StorageError as error:
+            if error.errno not in (errno.EAGAIN, errno.EBADF):
+                raise
         yield is_held
     finally:
         if is_held:
@@ -152,17 +155,13 @@ def are_reliable(descriptor: int) -> tuple[bool, str]:
     return kind in _LOCAL_FILE_SYSTEMS, kind
 
 
-def _wait_for_lock(
-    descriptor: int,
-    path: str | os.PathLike[str],
-    *,
-    seconds: float = _WAIT_S,
-    unsupported: Collection[int] = UNSUPPORTED,
-) -> bool:
-    """Whether the lock is held; False where there are none. Of a file just made only a sweep, or of a directory only
-    somebody who publishes, may be in the way, and not for long.
+def _wait_for_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether the lock is held; False where there are none.
+
+    Of a file just made only a sweep that looks at it may be in the way, of a directory only somebody who publishes;
+    neither is for long.
     """
-    until = time.monotonic() + seconds
+    until = time.monotonic() + _WAIT_S
     with posix.reporting("lock", path):
         while True:
             try:
@@ -172,7 +171,7 @@ def _wait_for_lock(
                 if time.monotonic() >= until:
                     raise
             except OSError as error:
-                if error.errno in unsupported:
+                if error.errno in UNSUPPORTED:
                     return False
                 raise
             time.sleep(_PAUSE_S)
