@@ -470,16 +470,37 @@ def test_a_checkpoint_of_many_files_needs_few_open_ones(
         holdfast.load(target, tmp_path / "converted")
 
 
-def test_the_turn_of_a_saver_that_never_ends_is_told_and_not_taken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saver_that_was_stopped_in_its_turn_does_not_stop_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(path, "native", 1)
-    before = sorted(os.listdir(path))
-    monkeypatch.setattr(locks, "_TURN_S", 0.0)
+    monkeypatch.setattr(locks, "_WAIT_S", 0.0)
+    lock, other = locks.DirectoryLock(path), locks.DirectoryLock(path)
+    assert lock.acquire()
+    assert not other.acquire()
+    save(path, "native", 2)
+    with pytest.raises(holdfast.AlreadyPublishedError, match="may not replace"):
+        save(path, "torch", 3)
+    lock.release()
+    other.release()
+    assert loaded(path) == 2
+    save(path, "torch", 4)
+    assert loaded(path) == 4
+
+
+def test_a_forked_child_does_not_keep_the_turn(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(path, "native", 1)
+    monkeypatch.setattr(locks, "_WAIT_S", 0.0)
+    reading, writing = os.pipe()
     lock = locks.DirectoryLock(path)
     assert lock.acquire()
-    with pytest.raises(holdfast.StorageError, match="lock") as caught:
-        save(path, "native", 2)
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has looked
+        os._exit(0)
     lock.release()
-    assert caught.value.errno == errno.EAGAIN
-    assert sorted(os.listdir(path)) == before
-    save(path, "native", 3)
-    assert loaded(path) == 3
+    again = locks.DirectoryLock(path)
+    assert again.acquire()
+    again.release()
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)

@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from holdfast._io import posix
 from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor
@@ -24,7 +24,6 @@ UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP
 """What a file system answers that has no locks."""
 
 _WAIT_S = 10.0
-_TURN_S = 60.0
 _PAUSE_S = 0.005
 _TRIES = 20
 
@@ -122,20 +121,26 @@ class DirectoryLock(LockedFile):
     """The lock of the directory ``path``."""
 
     def acquire(self) -> bool:
-        """Hold it; False where directories have none. Whatever comes of it, an interrupt too, ``release`` undoes it.
+        """Hold it; whatever comes of it, an interrupt too, ``release`` undoes it.
 
-        StorageError when somebody holds it for a minute: whoever does so for good is stopped, and may go on any time.
+        False where directories have none, or where somebody holds it for so long that it must have been stopped.
         """
         with posix.reporting("open", self.path):
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             self._opened.extend(map(OpenDescriptor, map(os.open, (self.path,), (flags,))))
-        return _wait_for_lock(self.descriptor, self.path, seconds=_TURN_S, unsupported=UNSUPPORTED | {errno.EBADF})
+        try:
+            return _wait_for_lock(self.descriptor, self.path)
+        except StorageError as error:
+            if error.errno not in (errno.EAGAIN, errno.EBADF):
+                raise
+            return False
 
     def release(self) -> None:
         """Let it go; also again."""
-        # Closing it would not do where a child was just forked, which has it open too.
-        with contextlib.suppress(OSError, ValueError):  # it may be released already
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        if self.descriptor >= 0:
+            # Closing it would not do where a child was just forked, which has it open too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.discard()
 
 
@@ -176,17 +181,13 @@ def are_reliable(descriptor: int) -> tuple[bool, str]:
     return kind in _LOCAL_FILE_SYSTEMS, kind
 
 
-def _wait_for_lock(
-    descriptor: int,
-    path: str | os.PathLike[str],
-    *,
-    seconds: float = _WAIT_S,
-    unsupported: Collection[int] = UNSUPPORTED,
-) -> bool:
-    """Whether the lock is held; False where there are none. Of a file just made only a sweep, or of a directory only
-    somebody who publishes, may be in the way, and not for long.
+def _wait_for_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether the lock is held; False where there are none.
+
+    Of a file just made only a sweep that looks at it may be in the way, of a directory only somebody who publishes;
+    neither is for long.
     """
-    until = time.monotonic() + seconds
+    until = time.monotonic() + _WAIT_S
     with posix.reporting("lock", path):
         while True:
             try:
@@ -196,7 +197,7 @@ def _wait_for_lock(
                 if time.monotonic() >= until:
                     raise
             except OSError as error:
-                if error.errno in unsupported:
+                if error.errno in UNSUPPORTED:
                     return False
                 raise
             time.sleep(_PAUSE_S)

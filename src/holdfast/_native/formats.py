@@ -6,8 +6,9 @@ the digests of these files, and says which one counts. Then the new one gets its
 one is removed after it. Whoever finds both looks for the note about just these two. Where there is none, somebody else
 (torch itself) wrote one of them, and nobody can tell which one is meant: that is an error.
 
-Savers publish one after the other, by the lock of the directory: so each knows what it replaces, and no two can remove
-each other's. Where a directory has no lock, one format is not replaced by the other.
+Savers publish one after the other, by the lock of the directory: so each knows what it replaces. Who cannot have the
+lock, because there is none or because a saver that was stopped holds it, goes on without, but does not replace the
+other format: only one at a time removes what is not its own, so that no two can remove each other's.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def formats_at(path: str | os.PathLike[str]) -> list[Format]:
 
 
 class Turn:
-    """The turn to publish in ``directory``, in the format ``own``: nobody else does so from ``take`` to ``pass_on``.
+    """The turn to publish in ``directory``, in the format ``own``, from ``take`` to ``pass_on``.
 
     ``note`` is where a note goes, if there is to be one; ``name`` is of this save alone.
     """
