@@ -66,7 +66,7 @@ def version_of(state: dict[str, Any], shape: str = "small") -> int:
         raise Torn(f"the step is {step!r}")
     try:
         wanted = state_of(step, shape)
-        same = list(state) == list(wanted) and all(_equal(state[key], wanted[key]) for key in wanted)
+        same = list(state) == list(wanted) and all(equal(state[key], wanted[key]) for key in wanted)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Torn(f"not a state of the shape {shape!r}: {error}") from error
     if not same:
@@ -74,13 +74,14 @@ def version_of(state: dict[str, Any], shape: str = "small") -> int:
     return step
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same, values and types of tensors alike."""
     if isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(other, dict):
-        return isinstance(one, dict) and list(one) == list(other) and all(_equal(one[key], other[key]) for key in other)
+        return isinstance(one, dict) and list(one) == list(other) and all(equal(one[key], other[key]) for key in other)
     if isinstance(other, list):
-        return isinstance(one, list) and len(one) == len(other) and all(map(_equal, one, other))
+        return isinstance(one, list) and len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
 
 

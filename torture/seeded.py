@@ -219,7 +219,7 @@ BY_HAND = (
     Bug(
         name="savers publish without taking turns",
         file="_native/formats.py",
-        text="        self._is_alone = self._stack.enter_context(locks.directory_lock(self._directory))\n",
+        text="        self._is_alone = self._lock.acquire()\n",
         replacement="        self._is_alone = True\n",
         tests=_FORMATS,
     ),

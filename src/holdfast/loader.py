@@ -96,7 +96,7 @@ def load(
     verify: bool = True,
     allow_pickle: bool = False,
 ) -> dict[Any, Any]: ...
-@collector_paused()
+@collector_paused
 def load(
     state_dict: MutableMapping[Any, Any] | str | os.PathLike[str],
     checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,

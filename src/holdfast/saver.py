@@ -38,7 +38,7 @@ ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
 """How ranks compare what they have in common, or the keys of which they need not have the same."""
 
 
-@collector_paused()
+@collector_paused
 def save(
     state_dict: Mapping[Any, Any],
     checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,

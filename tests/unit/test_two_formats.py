@@ -294,9 +294,10 @@ def test_a_note_that_nobody_needs_is_swept_unless_somebody_publishes(path: Path)
     save(path, "native", 1)
     note = path / "replaces-dead.tmp"
     note.write_text("native counts of native 1 and torch 2\n")
-    with locks.directory_lock(path) as is_held:
-        assert is_held
-        assert sweep(path, delete=True).leftovers == ()
+    lock = locks.DirectoryLock(path)
+    assert lock.acquire()
+    assert sweep(path, delete=True).leftovers == ()
+    lock.release()
     assert sweep(path).dead[0].files == (note.name,)
     assert note.exists()
     assert sweep(path, delete=True).removed_files == 1
@@ -473,8 +474,11 @@ def test_the_turn_of_a_saver_that_never_ends_is_told_and_not_taken(path: Path, m
     save(path, "native", 1)
     before = sorted(os.listdir(path))
     monkeypatch.setattr(locks, "_TURN_S", 0.0)
-    with locks.directory_lock(path), pytest.raises(holdfast.StorageError, match="lock") as caught:
+    lock = locks.DirectoryLock(path)
+    assert lock.acquire()
+    with pytest.raises(holdfast.StorageError, match="lock") as caught:
         save(path, "native", 2)
+    lock.release()
     assert caught.value.errno == errno.EAGAIN
     assert sorted(os.listdir(path)) == before
     save(path, "native", 3)

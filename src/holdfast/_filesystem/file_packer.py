@@ -197,15 +197,21 @@ class FilePacker:
 
     def _create(self, name: str, rows: list[int]) -> _File:
         expected = sum(self._items.nbytes[row] + _ARCHIVE_FRAME_BYTES for row in rows)
+        file = self._enter(name)
         try:
-            output = OutputFile.create(os.path.join(self._directory, name), expected_bytes=expected)
+            file.output.make(expected)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
             # Another saver was faster; the metadata tells which name it is.
-            name = f"{name.removesuffix(DATA_SUFFIX)}_{secrets.token_hex(8)}{DATA_SUFFIX}"
-            output = OutputFile.create(os.path.join(self._directory, name), expected_bytes=expected)
-        file = _File(output, name, sync=self._sync)
+            self._files.remove(file)
+            file = self._enter(f"{name.removesuffix(DATA_SUFFIX)}_{secrets.token_hex(8)}{DATA_SUFFIX}")
+            file.output.make(expected)
+        return file
+
+    def _enter(self, name: str) -> _File:
+        """A file that is known from here on, and still to be made: whatever comes, it is abandoned."""
+        file = _File(OutputFile(os.path.join(self._directory, name)), name, sync=self._sync)
         self._files.append(file)
         return file
 

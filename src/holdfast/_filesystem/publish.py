@@ -19,6 +19,7 @@ from holdfast._native.formats import MANIFEST_NAME, Turn, other_format_stays
 from holdfast._torchformat.pickling import encode_metadata
 from holdfast._torchformat.places import DATA_SUFFIX, METADATA_NAME
 from holdfast._torchformat.unpickling import data_files_of
+from holdfast._values.ending import Ending
 from holdfast._values.limits import MAX_METADATA_BYTES
 from holdfast.errors import AlreadyPublishedError, CheckpointError
 from holdfast.metadata import Metadata
@@ -60,31 +61,51 @@ def publish(
     """
     data = encode_metadata(metadata)
     target = fs.concat_path(directory, name)
-    written = [fs.concat_path(directory, f"{name}-{save_id}.tmp")]
+    staged = fs.concat_path(directory, f"{name}-{save_id}.tmp")
     check_replaceable(fs, directory, name, overwrite=overwrite)
-    with contextlib.ExitStack() as held:
-        turn = held.enter_context(Turn(os.fspath(directory), "torch")) if is_local(fs) else None
+    turn = Turn(os.fspath(directory), "torch", name=save_id) if is_local(fs) else None
+    passing = Ending(turn.pass_on if turn is not None else lambda: None)
+    replaced: set[str] = set()
+
+    def conclude() -> None:
+        if turn is not None:
+            if sync:
+                posix.sync_directory(directory)
+            turn.remove_other()
+        _remove(fs, directory, replaced, metadata)
+
+    with passing, passing:
         try:
+            if turn is not None:
+                turn.take()
             replaced = _named_files(fs, target)
-            with posix.reporting("write", str(written[0])), fs.create_stream(written[0], "wb") as stream:
+            with posix.reporting("write", str(staged)), fs.create_stream(staged, "wb") as stream:
                 stream.write(data)
                 if sync:
-                    posix.sync_stream(stream, str(written[0]))
-            may_replace = overwrite and name == METADATA_NAME
-            if turn is not None and (note := turn.announce(data, name=save_id, overwrite=may_replace)) is not None:
-                written.append(note)
+                    posix.sync_stream(stream, str(staged))
+            if turn is not None and turn.announce(data, overwrite=overwrite and name == METADATA_NAME):
                 posix.sync_directory(directory)
-            _move(fs, written[0], target, overwrite=overwrite)
-        except BaseException:
-            for path in written:
+            _move(fs, staged, target, overwrite=overwrite)
+        except BaseException as error:
+            is_published = not isinstance(error, Exception) and _read(fs, target) == data
+            for path in (staged,) if turn is None or is_published else (staged, turn.note):
                 with contextlib.suppress(Exception):
                     if fs.exists(path):
                         fs.rm_file(path)
+            if is_published:  # an interrupt came right after the fact
+                conclude()
             raise
-        if sync and turn is not None:
-            posix.sync_directory(directory)
-        if turn is not None:
-            turn.remove_other()
+        try:
+            conclude()
+        except Exception:
+            raise  # a sync that failed is not tried again
+        except BaseException:
+            conclude()
+            raise
+
+
+def _remove(fs: FileSystemBase, directory: PathLike, replaced: set[str], metadata: Metadata) -> None:
+    """Remove the files that were ``replaced``, but for those that ``metadata`` names too."""
     for old in replaced - {info.relative_path for info in metadata.storage_data.values()}:
         # What cannot be removed is invisible.
         with contextlib.suppress(Exception):

@@ -18,6 +18,7 @@ import threading
 from types import TracebackType
 
 from holdfast._io import locks, posix
+from holdfast._io.descriptor import CLOSED, Descriptor
 from holdfast._values.forks import forget_in_child
 from holdfast.errors import CorruptError, StorageError
 
@@ -35,26 +36,34 @@ class OutputFile:
     multiples of ``ALIGNMENT``. Nothing is durable before ``finish``.
     """
 
-    def __init__(self, file: locks.LockedFile, *, direct: bool) -> None:
-        self._file = file
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = locks.LockedFile(path)
         self._lock = threading.Lock()
-        self.path = file.path
-        self.direct = direct
+        self.path = self._file.path
+        self.direct = False
         self.bytes_written = 0
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, expected_bytes: int) -> OutputFile:
-        """A file that did not exist before, locked, with room for ``expected_bytes`` where that can be reserved."""
-        file = locks.create_locked(path)
+        """One that is made; nothing stays after a failure."""
+        file = cls(path)
         try:
-            _reserve(file.descriptor, file.path, expected_bytes)
-            # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
-            return cls(file, direct=_set_direct(file.descriptor))
+            file.make(expected_bytes)
         except BaseException:
             with contextlib.suppress(StorageError):
-                file.remove()
-            file.discard()
+                file.abandon()
             raise
+        return file
+
+    def make(self, expected_bytes: int) -> None:
+        """Make the file, which did not exist before, locked, with room for ``expected_bytes`` where it can be reserved.
+
+        After a failure ``abandon`` it.
+        """
+        self._file.create()
+        _reserve(self._file.descriptor, self.path, expected_bytes)
+        # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
+        self.direct = _set_direct(self._file.descriptor)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Writes all of ``view`` at ``offset``; where O_DIRECT turns out not to work, goes on without it for good."""
@@ -117,9 +126,9 @@ class InputFile:
     once reading past the page cache was refused.
     """
 
-    def __init__(self, descriptor: int, path: str, size: int) -> None:
+    def __init__(self, descriptor: Descriptor, path: str, size: int) -> None:
         self._descriptor = descriptor
-        self._direct_descriptor = -1
+        self._direct_descriptor = CLOSED
         self._lock = threading.Lock()
         self.path = path
         self.size = size
@@ -206,11 +215,10 @@ class InputFile:
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
         descriptors = (self._descriptor, self._direct_descriptor)
-        self._descriptor = self._direct_descriptor = -1
+        self._descriptor = self._direct_descriptor = CLOSED
         with contextlib.ExitStack() as stack:
             for descriptor in descriptors:
-                if descriptor >= 0:
-                    stack.callback(posix.close_descriptor, descriptor, self.path)
+                stack.callback(posix.close_descriptor, descriptor, self.path)
 
     def _read_once(self, descriptor: int, view: memoryview, offset: int) -> int:
         with posix.reporting("read", self.path):
@@ -235,17 +243,17 @@ class InputFile:
                 self.direct = self._direct_descriptor >= 0
             return self._direct_descriptor
 
-    def _reopen_direct(self) -> int:
+    def _reopen_direct(self) -> Descriptor:
         try:
             descriptor = posix.open_regular(self.path, flags=_direct_flag())
         except (StorageError, CorruptError):
-            return -1
+            return CLOSED
         # The name may have been given to another file since, or to none; the first descriptor still has ours.
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
                 return descriptor
         posix.discard_descriptor(descriptor)
-        return -1
+        return CLOSED
 
     def _truncated(self, begin: int, end: int) -> CorruptError:
         return CorruptError(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 
 from holdfast._io import posix
+from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor
 from holdfast._values import forks
 from holdfast.errors import StorageError
 
@@ -36,21 +37,50 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 
 
 class LockedFile:
-    """An open file whose lock this process holds; ``descriptor`` is -1 once it is closed.
+    """The file ``path``, once it is open a file whose lock this process holds, until it is closed or dropped.
 
     A forked child has it closed, and cannot remove it: a copy would keep the lock for as long as the child lives.
     """
 
-    def __init__(self, descriptor: int, path: str) -> None:
-        self.descriptor = descriptor
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str], *descriptors: Descriptor) -> None:
+        self.path = os.fspath(path)
+        self._opened = list(descriptors)
+        self._is_closed = False
         self._is_inherited = False
         forks.forget_in_child(self)
 
+    @property
+    def descriptor(self) -> Descriptor:
+        """What to write with; -1 when it is not open."""
+        return CLOSED if self._is_closed or not self._opened else self._opened[-1]
+
+    def create(self) -> None:
+        """Make the file, which did not exist before, and hold its lock where there are locks.
+
+        Between making a file and locking it, a sweep may take it for a dead writer's and remove it, and a forked child
+        may get a copy that it does not know of, which would keep the lock; then it is made again. Whatever comes of
+        it, an interrupt too, ``remove`` and ``close`` undo it.
+        """
+        for _ in range(_TRIES):
+            forks_before = forks.begun()
+            posix.create_new(self.path, self._opened)
+            if forks.begun() != forks_before:
+                self.remove()
+            else:
+                _wait_for_lock(self.descriptor, self.path)
+                if has_name(self.descriptor, self.path):
+                    return
+            posix.close_descriptor(self._opened.pop(), self.path)
+        raise StorageError(
+            f"{self.path!r} was removed while being created, {_TRIES} times; save again",
+            errno=errno.ENOENT,
+            path=self.path,
+        )
+
     def close(self) -> None:
         """Close it, which drops the lock; a second call does nothing."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
+        self._is_closed = True
+        for descriptor in self._opened:
             posix.close_descriptor(descriptor, self.path)
 
     def discard(self) -> None:
@@ -60,7 +90,7 @@ class LockedFile:
 
     def remove(self) -> None:
         """Remove its name, for the process that made it."""
-        if not self._is_inherited:
+        if self._opened and not self._is_inherited:
             posix.remove(self.path)
 
     def forget_parent(self) -> None:
@@ -68,46 +98,14 @@ class LockedFile:
         self._is_inherited = True
         self.discard()
 
-    def __del__(self) -> None:
-        # For storage that someone else drives and does not close: an open file keeps its room on disk, and its lock.
-        self.discard()
-
-
-def create_locked(path: str | os.PathLike[str]) -> LockedFile:
-    """The file ``path``, which did not exist before, open for writing; its lock is held where there are locks.
-
-    Between making a file and locking it, a sweep may take it for a dead writer's and remove it, and a forked child may
-    get a copy that it does not know of, which would keep the lock; then it is made again.
-    """
-    for _ in range(_TRIES):
-        forks_before = forks.begun()
-        file = LockedFile(posix.create_new(path), os.fspath(path))
-        try:
-            if forks.begun() != forks_before:
-                file.remove()
-            else:
-                _wait_for_lock(file.descriptor, path)
-                if has_name(file.descriptor, path):
-                    return file
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                file.remove()
-            file.discard()
-            raise
-        file.close()
-    raise StorageError(
-        f"{os.fspath(path)!r} was removed while being created, {_TRIES} times; save again",
-        errno=errno.ENOENT,
-        path=path,
-    )
-
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], data: bytes) -> Iterator[None]:
     """Creates ``path`` with exactly ``data``, as ``posix.write_new`` does, and holds its lock for the block."""
-    file = create_locked(path)
+    file = LockedFile(path)
     try:
         try:
+            file.create()
             posix.write_all(file.descriptor, data, path)
             posix.sync_file(file.descriptor, path)
         except BaseException:
@@ -120,40 +118,26 @@ def new_file(path: str | os.PathLike[str], data: bytes) -> Iterator[None]:
         file.discard()
 
 
-@contextlib.contextmanager
-def directory_lock(path: str | os.PathLike[str]) -> Iterator[bool]:
-    """Holds the lock of the directory ``path`` for the block; False where directories have none.
+class DirectoryLock(LockedFile):
+    """The lock of the directory ``path``."""
 
-    StorageError when somebody holds it for a minute: whoever does so for good is stopped, and may go on any time.
-    """
-    with posix.reporting("open", path):
-        descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    forks.forget_in_child(descriptor)
-    is_held = False
-    try:
-        is_held = _wait_for_lock(descriptor.number, path, seconds=_TURN_S, unsupported=UNSUPPORTED | {errno.EBADF})
-        yield is_held
-    finally:
-        if is_held:
+    def acquire(self) -> bool:
+        """Hold it; False where directories have none. Whatever comes of it, an interrupt too, ``release`` undoes it.
+
+        StorageError when somebody holds it for a minute: whoever does so for good is stopped, and may go on any time.
+        """
+        with posix.reporting("open", self.path):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._opened.extend(map(OpenDescriptor, map(os.open, (self.path,), (flags,))))
+        return _wait_for_lock(self.descriptor, self.path, seconds=_TURN_S, unsupported=UNSUPPORTED | {errno.EBADF})
+
+    def release(self) -> None:
+        """Let it go; also again."""
+        if self.descriptor >= 0:
             # Closing it would not do where a child was just forked, which has it open too.
             with contextlib.suppress(OSError):
-                fcntl.flock(descriptor.number, fcntl.LOCK_UN)
-        descriptor.close()
-
-
-class _Descriptor:
-    """An open file, closed in a child of this process: its copy would hold the lock when this process is dead."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def close(self) -> None:
-        """Close it; a second call does nothing."""
-        number, self.number = self.number, -1
-        if number >= 0:
-            posix.discard_descriptor(number)
-
-    forget_parent = close
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        self.discard()
 
 
 def try_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:

@@ -15,6 +15,8 @@ import sys
 
 import numpy as np
 
+from holdfast._io.descriptor import Descriptor, opened
+
 HUGE_PAGE = 2 << 20
 
 # Of Linux; the names are not in every Python's mmap.
@@ -45,19 +47,19 @@ def map_private(size: int, *, is_wiped: bool = False) -> tuple[mmap.mmap, int]:
     return memory, -_address(memory) % HUGE_PAGE
 
 
-def new_shared(size: int) -> int:
+def new_shared(size: int) -> Descriptor:
     """The descriptor of new memory, which nobody can shrink, for every process that gets it; the caller closes it.
 
     Not charged to /dev/shm, which is small in many containers.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memory without a name")
-    descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = opened(map(os.memfd_create, ("holdfast",), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except BaseException:
-        os.close(descriptor)
+        descriptor.close()
         raise
     return descriptor
 

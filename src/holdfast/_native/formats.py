@@ -69,42 +69,46 @@ def formats_at(path: str | os.PathLike[str]) -> list[Format]:
 
 
 class Turn:
-    """The turn to publish in ``directory``, in the format ``own``: nobody else does so until the block ends."""
+    """The turn to publish in ``directory``, in the format ``own``: nobody else does so from ``take`` to ``pass_on``.
 
-    def __init__(self, directory: str, own: Format) -> None:
+    ``note`` is where a note goes, if there is to be one; ``name`` is of this save alone.
+    """
+
+    def __init__(self, directory: str, own: Format, *, name: str) -> None:
+        self.note = os.path.join(directory, f"{NOTE_PREFIX}{name}.tmp")
         self._directory = directory
         self._own: Format = own
         self._other: Format = "torch" if own == "native" else "native"
         self._files: list[str] = []
         self._heads: list[str] = []
         self._is_alone = False
-        self._stack = contextlib.ExitStack()
+        self._lock = locks.DirectoryLock(directory)
 
-    def __enter__(self) -> Turn:
-        self._is_alone = self._stack.enter_context(locks.directory_lock(self._directory))
-        return self
+    def take(self) -> None:
+        """Have the turn."""
+        self._is_alone = self._lock.acquire()
 
-    def __exit__(self, *details: object) -> None:
-        self._stack.close()
+    def pass_on(self) -> None:
+        """Let others have it; also again."""
+        self._lock.release()
 
-    def announce(self, head: bytes, *, name: str, overwrite: bool) -> str | None:
+    def announce(self, head: bytes, *, overwrite: bool) -> bool:
         """Have ``head``, the contents of the file that is about to get its name, count and not the other format's.
 
-        The note to be removed if it does not get it; None where none was needed. ``name`` is of this save alone. The
-        note is durable once the directory is synced. AlreadyPublishedError where the other must stay.
+        Whether a note was needed, which is to be removed if it does not get it. The note is durable once the directory
+        is synced. AlreadyPublishedError where the other must stay.
         """
         found = _heads(self._directory)
         if self._other not in found:
-            return None
+            return False
         if not (overwrite and self._is_alone):
             raise other_format_stays(self._directory, self._own)
         self._heads = _all_heads(self._directory, self._other)
         self._files = _files_of(self._directory, self._heads)
         other = _read(self._directory, found[self._other])
-        note = os.path.join(self._directory, f"{NOTE_PREFIX}{name}.tmp")
         digests = {self._own: digest(head), self._other: digest(other)}
-        posix.write_new(note, _note(self._own, digests))
-        return note
+        posix.write_new(self.note, _note(self._own, digests))
+        return True
 
     def remove_other(self) -> None:
         """Remove the checkpoint of the other format, durably; what is published counts, and is durable."""

@@ -74,7 +74,7 @@ class Image:
             stops[number].extend(min(start + BLOCK_BYTES, end) for start in blocks)
         return [
             FileImage(
-                path=os.fsencode(file.path),
+                path=os.fsencode(file.output.path),
                 begin=self._begins[number],
                 size=file.end,
                 header=file.header_bytes,

@@ -67,7 +67,8 @@ class ImageFiles:
         """What was written, durably; after an error ``abandon`` what there is."""
         digests = [[0] * len(file.starts) for file in files]
         for file in files:
-            self._outputs.append(OutputFile.create(os.fsdecode(file.path), expected_bytes=file.size))
+            self._outputs.append(OutputFile(os.fsdecode(file.path)))
+            self._outputs[-1].make(file.size)
         run_bounded(self._jobs(files, memory, digests), workers=_WORKERS)
         written: list[WrittenImage] = []
         for file, output, blocks in zip(files, self._outputs, digests, strict=True):

@@ -31,10 +31,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast._io import locks, posix
+from holdfast._io.descriptor import Descriptor
 from holdfast._io.directory import Directory, walk
 from holdfast._native.formats import MANIFEST_NAME, format_at, formats_at
 from holdfast._native.manifest import decode_manifest
 from holdfast._torchformat.places import NOTE_PREFIX, is_of_a_save
+from holdfast._values.ending import Ending
 from holdfast._values.limits import MAX_MANIFEST_BYTES
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
 
@@ -240,8 +242,10 @@ class _Attempt:
             directory.sync()
             self._unlink(self._staged, removed)
             return
-        with contextlib.ExitStack() as held:
-            self._claim(held)
+        made: list[Descriptor] = []
+        forgetting = Ending(lambda: self._directory.remove(self._index) if made else None)
+        with contextlib.ExitStack() as held, forgetting, forgetting:
+            self._claim(held, made)
             names = _attempts(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
                 raise _Living("it went on while it was looked at")
@@ -254,13 +258,12 @@ class _Attempt:
                 if name in self._names:
                     self._unlink(name, removed)
 
-    def _claim(self, held: contextlib.ExitStack) -> None:
+    def _claim(self, held: contextlib.ExitStack, made: list[Descriptor]) -> None:
         """Take the lock of the index, made if need be: nobody else can publish the attempt from here on."""
-        is_made = self._directory.status(self._index) is None and self._directory.create(self._index)
+        if self._directory.status(self._index) is None:
+            self._directory.create(self._index, made)
         if not held.enter_context(self._locked(self._index)):
             raise _Living("it went on while it was looked at")
-        if is_made:
-            held.callback(self._directory.remove, self._index)
 
     def _check_dead(self) -> None:
         """_Living or _Unknown unless the locks of all files can be had."""

@@ -129,8 +129,15 @@ class Job(abc.ABC):
         """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
         self._handle.tell()
         self._steps.check()
+        if self._handle.is_given_up and not self._handle.is_staged.is_set():
+            raise CheckpointError("the save was given up, because async_save was interrupted before all was copied")
         if self._options.at_exit == "abandon" and interpreter_ends():
             raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
+
+    def _end_copying(self) -> None:
+        """Let the state be changed; what was copied after the caller was interrupted may be changed already."""
+        self._check()
+        self._handle.enter("staged")
 
     def _at_once(self, keys: Collection[str]) -> set[str]:
         """Those of ``keys`` that the user named, or a part of whose path they named."""
@@ -222,7 +229,7 @@ class NativeJob(PlannedJob):
         assert self._staging is not None
         self._staging.finish()
         staged.forget_sources()
-        self._handle.enter("staged")
+        self._end_copying()
         staged.image.fill_frames(region.view)
         self._handle.enter("writing")
         results = self._writer.write_staged(staged, region.view, self._output(region))
@@ -246,7 +253,7 @@ class NativeJob(PlannedJob):
             self._staged,
             slabs=self._options.max_host_bytes // SLAB_BYTES,
             check=self._check,
-            on_copied=lambda: self._handle.enter("staged"),
+            on_copied=self._end_copying,
         )
         self._staged.forget_sources()
         self._look_for_changes(results)
@@ -312,11 +319,11 @@ class ForeignJob(PlannedJob):
             assert self._plan_to_write is not None
             if self._staging is not None:
                 self._staging.finish()
-                self._handle.enter("staged")
+                self._end_copying()
             self._handle.enter("writing")
             results = self._steps.writer.write_data(self._plan_to_write, self._planner).wait()
             if self.is_streaming:
-                self._handle.enter("staged")
+                self._end_copying()
             return results
 
         return self._steps.write(write)
@@ -395,7 +402,7 @@ class StagerJob(Job):
 
     def _end_staging(self) -> Any:
         state = self._staged if self.is_staged else self._staged.result()
-        self._handle.enter("staged")
+        self._end_copying()
         return state
 
     def run(self) -> Metadata:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from functools import partial
+from typing import Any
 
 import torch
 
+from holdfast._io.descriptor import CLOSED
 from holdfast._io.mapping import HUGE_PAGE, attach, collapse, map_private, new_shared
 from holdfast._io.pipeline import run_bounded
 from holdfast._staging.accelerator import Accelerator
@@ -29,12 +32,12 @@ class Region:
     ``descriptor`` is that of the memory where it ``is_shared``, else -1. ``pin`` makes it fit for copies from a device.
     """
 
-    _pinned_by: Accelerator | None = None
+    _unpin: weakref.finalize[..., Any] | None = None
 
     def __init__(self, nbytes: int, *, is_shared: bool) -> None:
         self.nbytes = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
         self.is_shared = is_shared
-        self.descriptor = -1
+        self.descriptor = CLOSED
         try:
             if is_shared:
                 self.descriptor = new_shared(self.nbytes)
@@ -79,22 +82,18 @@ class Region:
     @property
     def is_pinned(self) -> bool:
         """Whether a device can copy into it directly."""
-        return self._pinned_by is not None
+        return self._unpin is not None and self._unpin.alive
 
     def pin(self, accelerator: Accelerator) -> None:
         """Let the device copy into it directly."""
-        if self._pinned_by is None:
+        if not self.is_pinned:
             accelerator.pin(self.address, self.nbytes)
-            self._pinned_by = accelerator
+            self._unpin = weakref.finalize(self, accelerator.unpin, self.address)
 
     def unpin(self) -> None:
         """Take that back: memory that CUDA knows must not go before it has forgotten it."""
-        accelerator, self._pinned_by = self._pinned_by, None
-        if accelerator is not None:
-            accelerator.unpin(self.address)
-
-    def __del__(self) -> None:
-        self.unpin()
+        if self._unpin is not None:
+            self._unpin()
 
     def close(self) -> None:
         """Give the memory back as soon as nobody holds a view of it."""
@@ -104,13 +103,13 @@ class Region:
 
     def forget_parent(self) -> None:
         """Give the copy back; it is the parent's device that knows the memory."""
-        self._pinned_by = None
+        if self._unpin is not None:
+            self._unpin.detach()
         self.close()
 
     def _close_descriptor(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptor, self.descriptor = self.descriptor, CLOSED
+        descriptor.close()
 
 
 class HostMemory:

@@ -17,12 +17,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 import xxhash
 
 from holdfast._io import posix
+from holdfast._io.pipeline import run_ahead
 from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._staging.memory import Region
 from holdfast._staging.writer_protocol import (
@@ -106,26 +108,34 @@ class WriterProcess:
                 return  # else a child may have copies of sockets that it does not know of
 
     def _start(self, region: Region) -> None:
-        ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), region.descriptor, region.nbytes]
-        arguments = json.dumps([_PACKAGE, _PLACES, *numbers])
+        self._connection, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, arguments],
-                pass_fds=(theirs.fileno(), region.descriptor),
-                stdin=subprocess.DEVNULL,
-                cwd="/",
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # an interrupt from the terminal is for the training
-            )
+            # By a thread, because Popen loses the process that it has made when an interrupt comes into it.
+            with contextlib.closing(run_ahead([partial(self._launch, theirs, region)], workers=1, ahead=1)) as launched:
+                next(launched)
         except OSError as error:
-            ours.close()
+            self.stop()
             raise StorageError(
                 f"cannot start the process that writes checkpoints: {error}", errno=error.errno
             ) from error
+        except BaseException:
+            self.stop()  # it may run already, and ends when the connection does
+            raise
         finally:
             theirs.close()
-        self._connection, self._serves = ours, region
+        self._serves = region
+
+    def _launch(self, theirs: socket.socket, region: Region) -> None:
+        numbers = [theirs.fileno(), region.descriptor, region.nbytes]
+        arguments = json.dumps([_PACKAGE, _PLACES, *numbers])
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, arguments],
+            pass_fds=(theirs.fileno(), region.descriptor),
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # an interrupt from the terminal is for the training
+        )
 
     def output(self, check: Callable[[], None]) -> ProcessOutput:
         """What writes one save by means of this process."""
@@ -161,17 +171,16 @@ class WriterProcess:
 
     def stop(self) -> None:
         """End the process: it goes when its connection does."""
-        process, self._process = self._process, None
-        connection, self._connection = self._connection, None
-        self._serves = None
-        if connection is not None:
-            connection.close()
-        if process is not None:
+        self._serves = None  # first: whatever interrupts this, it is not used again
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
             try:
-                process.wait(_FAREWELL_S)
+                self._process.wait(_FAREWELL_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                self._process.kill()
+                self._process.wait()
+        self._process = self._connection = None
 
 
 class ProcessOutput:

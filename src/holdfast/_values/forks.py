@@ -45,23 +45,20 @@ def forget_in_child(holder: Inherited) -> None:
     _inherited[id(holder)] = holder  # which may be equal to another, or have no hash
 
 
-class Lock:
-    """A lock that nobody holds in a forked child: for ``with`` blocks alone."""
+class Lock(type(threading.RLock())):  # type: ignore[misc]
+    """A lock that no other thread holds in a forked child: for ``with`` blocks alone.
+
+    The interpreter's own in all else, because an interrupt may come into whatever is written in Python.
+    """
 
     def __init__(self) -> None:
-        self.forget_parent()
+        super().__init__()
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Be free. Whoever forked within a block is past it, and its end finds nothing to release."""
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
+        """Be free, unless it is this thread that holds it, which goes on here."""
+        if not self._is_owned():
+            self._at_fork_reinit()
 
 
 def never_destroy(thing: object) -> None:

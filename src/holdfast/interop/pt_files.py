@@ -164,16 +164,22 @@ def write_pt(state: Mapping[Any, Any], path: _Path, *, overwrite: bool = False) 
 
 def _write_archive(stream: io.IOBase, content: bytes, storages: list[Source]) -> None:
     ring = SlabRing(1)
-    with zipfile.ZipFile(stream, "w") as archive, ring.lend() as slab:
-        for record, data in first_records(content).items():
-            with _record(archive, stream, record, len(data)) as file:
-                file.write(data)
-        for number, source in enumerate(storages):
-            with _record(archive, stream, f"data/{number}", source.nbytes) as file:
-                for start in range(0, source.nbytes, SLAB_BYTES):
-                    stop = min(start + SLAB_BYTES, source.nbytes)
-                    source.copy_out(start, stop, slab, 0)
-                    file.write(slab.view[: stop - start])
+    archive = zipfile.ZipFile(stream, "w")
+    try:
+        with ring.lend() as slab:
+            for record, data in first_records(content).items():
+                with _record(archive, stream, record, len(data)) as file:
+                    file.write(data)
+            for number, source in enumerate(storages):
+                with _record(archive, stream, f"data/{number}", source.nbytes) as file:
+                    for start in range(0, source.nbytes, SLAB_BYTES):
+                        stop = min(start + SLAB_BYTES, source.nbytes)
+                        source.copy_out(start, stop, slab, 0)
+                        file.write(slab.view[: stop - start])
+        archive.close()
+    except BaseException:
+        archive.fp = None  # the file is given up: nothing is to be written to it any more, now or when this is dropped
+        raise
 
 
 def _record(archive: zipfile.ZipFile, stream: io.IOBase, name: str, nbytes: int) -> Any:
