@@ -13,7 +13,6 @@ import torch
 
 import holdfast
 from holdfast.interop.conversions import convert
-from holdfast.participants import participants
 
 STATE = {"w": torch.ones(3)}
 
@@ -24,7 +23,6 @@ def test_a_deadline_is_positive(tmp_path: Path, deadline_s: float) -> None:
         lambda: holdfast.save(STATE, tmp_path / "a", deadline_s=deadline_s),
         lambda: holdfast.async_save(STATE, tmp_path / "a", deadline_s=deadline_s),
         lambda: holdfast.load(dict(STATE), tmp_path / "a", deadline_s=deadline_s),
-        lambda: participants(None, no_dist=False, call="save", deadline_s=deadline_s),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"deadline_s is a positive number of seconds, or math\.inf"):

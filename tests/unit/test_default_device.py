@@ -16,15 +16,7 @@ from holdfast.interop.conversions import convert
 
 FACTORIES = {
     *("empty", "zeros", "ones", "full", "tensor", "arange", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),
-    *(
-        "_empty_affine_quantized",
-        "_empty_per_channel_affine_quantized",
-        "empty_like",
-        "rand",
-        "randn",
-        "eye",
-        "linspace",
-    ),
+    *("_empty_affine_quantized", "_empty_per_channel_affine_quantized", "rand", "randn", "eye", "linspace"),
 }
 
 
