@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -66,7 +67,8 @@ def saved(way: str, state: dict[str, Any], path: str) -> Any:
     if way == "planner":
         return holdfast.save(state, path, planner=holdfast.DefaultSavePlanner(enable_plan_caching=True))
     if way == "stager":
-        return holdfast.async_save(state, path, async_stager=DefaultStager()).result()
+        with contextlib.closing(DefaultStager()) as stager:
+            return holdfast.async_save(state, path, async_stager=stager).result()
     return holdfast.async_save(state, path).result()
 
 
@@ -80,6 +82,7 @@ def save_statistics(directory: str, way: str) -> dict[str, Any]:
     finally:
         logger.removeHandler(lines)
         logger.setLevel(logging.NOTSET)
+        holdfast.release()
     buffers = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
     return {"told": told, "lines": lines.lines, "buffers": buffers}
 
