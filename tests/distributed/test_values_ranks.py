@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -66,7 +67,8 @@ def saved(way: str, state: dict[str, Any], path: str) -> Any:
     if way == "planner":
         return holdfast.save(state, path, planner=holdfast.DefaultSavePlanner(enable_plan_caching=True))
     if way == "stager":
-        return holdfast.async_save(state, path, async_stager=DefaultStager()).result()
+        with contextlib.closing(DefaultStager()) as stager:
+            return holdfast.async_save(state, path, async_stager=stager).result()
     return holdfast.async_save(state, path).result()
 
 
