@@ -35,6 +35,8 @@ def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
         key = f"{call} {place}"
         return ChannelRanks(channel, key=key, encode=encode_message, decode=decode_message, patience=patience)
 
+    with participants(call="meet") as ranks:  # so that what happens later happens to ranks that know each other
+        ranks.share("meeting", lambda: None, lambda parts: None)
     for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
         setattr(importlib.import_module(name), "participants", participants)  # noqa: B010
 
