@@ -23,7 +23,6 @@ from holdfast._adapt import (
 from holdfast._coord.agreement import agreed
 from holdfast._coord.ranks import Ranks, SoloRanks
 from holdfast._filesystem.reader import FileSystemReader
-from holdfast._io import posix
 from holdfast._native.reader import NativeReader
 from holdfast._native.together import open_together
 from holdfast._native.values import decode_value
@@ -151,7 +150,7 @@ def load(
     if isinstance(state_dict, (str, bytes, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
-        find = partial(reader_at, posix.text_path(state_dict), verify=verify, allow_pickle=allow_pickle)
+        find = partial(reader_at, state_dict, verify=verify, allow_pickle=allow_pickle)
         return load_without_target(find, keys, SoloRanks(), allow_pickle=allow_pickle)
     ranks = participants(process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=deadline_s)
     with ranks:
@@ -161,8 +160,6 @@ def load(
         if not isinstance(state_dict, MutableMapping):
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
         if storage_reader is None:
-            if checkpoint_id is None:
-                raise ValueError("load needs a checkpoint_id or a storage_reader")
             find = partial(reader_at, checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
         elif not verify:
             raise ValueError("verify is an option of the storage; give it to it")

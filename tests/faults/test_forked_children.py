@@ -20,6 +20,7 @@ import torch
 import holdfast
 from holdfast import AsyncCheckpointerType
 from holdfast._io import locks, mapping, posix
+from holdfast._io.descriptor import Descriptor
 from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import run_ahead, run_bounded
 from holdfast._native.image_files import ImageFiles
@@ -198,7 +199,7 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
     with holdfast.open(tmp_path / "checkpoint") as checkpoint:
         assert checkpoint["weight"][:3].tolist() == [1.0] * 3
         files = checkpoint._reader._files  # type: ignore[union-attr]
-        (file,) = files  # type: ignore[misc]
+        (file,) = files._open_files()  # type: ignore[union-attr]
         all_held = threading.Event()
         go = threading.Event()
 
@@ -230,12 +231,12 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
 
 
 def test_a_child_collects_garbage_although_its_parent_does_not() -> None:
-    with collector.collector_paused():
+    with collector.CollectorPause():
         assert not gc.isenabled()
 
         def look() -> None:
             assert gc.isenabled()
-            with collector.collector_paused():
+            with collector.CollectorPause():
                 assert not gc.isenabled()
             assert gc.isenabled()
 
@@ -291,15 +292,15 @@ def test_a_file_is_made_again_when_a_child_may_have_a_copy_that_nobody_knows(
 ) -> None:
     create, made = posix.create_new, []
 
-    def create_while_another_thread_forks(path: str) -> int:
-        descriptor = create(path)
-        made.append(os.fstat(descriptor).st_ino)
+    def create_while_another_thread_forks(path: str, opened: list[Descriptor]) -> None:
+        create(path, opened)
+        made.append(os.fstat(opened[-1]).st_ino)
         if len(made) == 1:
             made.append(start_child(lambda: signal.pause()))
-        return descriptor
 
     monkeypatch.setattr(posix, "create_new", create_while_another_thread_forks)
-    file = locks.create_locked(tmp_path / "data")
+    file = locks.LockedFile(tmp_path / "data")
+    file.create()
     try:
         inode, child, again = made
         assert os.fstat(file.descriptor).st_ino == os.stat(tmp_path / "data").st_ino == again
@@ -403,7 +404,7 @@ def test_a_child_of_a_rank_is_no_rank(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     def use() -> None:
         with pytest.raises(holdfast.CheckpointError, match=r"forked from rank 1 .* no_dist=True"):
-            participants(None, no_dist=False)
+            participants(None, no_dist=False, call="save")
         holdfast.save(state_of(1), tmp_path / "own", no_dist=True)
 
     assert in_child(use) == 0
