@@ -204,7 +204,7 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
         go = threading.Event()
 
         def hold() -> None:
-            with TURNS._changed, plan_memory._lock, collector._lock, files._lock, file._lock:  # type: ignore[union-attr]
+            with TURNS._lock, plan_memory._lock, collector._lock, files._lock, file._lock:  # type: ignore[union-attr]
                 all_held.set()
                 go.wait(30)
 
@@ -293,10 +293,12 @@ def test_a_file_is_made_again_when_a_child_may_have_a_copy_that_nobody_knows(
     create, made = posix.create_new, []
 
     def create_while_another_thread_forks(path: str, opened: list[Descriptor]) -> None:
-        create(path, opened)
-        made.append(os.fstat(opened[-1]).st_ino)
+        mine: list[Descriptor] = []
+        create(path, mine)
+        made.append(os.fstat(mine[0]).st_ino)
         if len(made) == 1:
             made.append(start_child(lambda: signal.pause()))
+        opened += mine
 
     monkeypatch.setattr(posix, "create_new", create_while_another_thread_forks)
     file = locks.LockedFile(tmp_path / "data")
