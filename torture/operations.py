@@ -220,8 +220,8 @@ class Standing:
         """
         until = time.monotonic() + PATIENCE_S
         while (found := self._held(is_released)) and time.monotonic() < until:
+            time.sleep(0.002)
             gc.collect()
-            time.sleep(0.005)
         return found or self._on_disk()
 
     def _held(self, is_released: bool) -> str | None:

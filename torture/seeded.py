@@ -15,6 +15,7 @@ _PUBLISH = ("tests/unit/native/test_publish.py",)
 _CRASH = ("tests/faults/test_torture_samples.py::test_crash_states",)
 _FORKS = ("tests/faults/test_forked_children.py",)
 _FORMATS = ("tests/unit/test_two_formats.py",)
+_INTERRUPTS = ("tests/faults/test_interrupts.py",)
 _DAMAGE = ("tests/faults/test_damaged_files.py",)
 
 
@@ -222,6 +223,28 @@ BY_HAND = (
         text="        self._is_alone = self._lock.acquire()\n",
         replacement="        self._is_alone = True\n",
         tests=_FORMATS,
+    ),
+    # Interrupts.
+    Bug(
+        name="what was opened is kept in a second step",
+        file="_io/descriptor.py",
+        text="    return next(map(OpenDescriptor, opening))\n",
+        replacement="    number = next(opening)\n    return OpenDescriptor(number)\n",
+        tests=_INTERRUPTS,
+    ),
+    Bug(
+        name="the collector's pause is ended once",
+        file="_state/collector.py",
+        text="        finally:\n            pause.end()\n",
+        replacement="        finally:\n            pass\n",
+        tests=_INTERRUPTS,
+    ),
+    Bug(
+        name="a snapshot that the caller may have changed is published",
+        file="_staging/jobs.py",
+        text="        if self._handle.is_given_up and not self._handle.is_staged.is_set():\n",
+        replacement="        if False:\n",
+        tests=_INTERRUPTS,
     ),
     # Digests.
     Bug(

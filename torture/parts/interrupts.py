@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -272,6 +273,8 @@ def _in_child(
 
     def act() -> Any:
         work_in_small_pieces()
+        gc.collect()
+        gc.freeze()  # the many objects of torch need not be looked at again
         return function(Place(home))
 
     child = Child(act)

@@ -62,12 +62,13 @@ def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
         _underway[thread], _last = work, name
         yield
     finally:
-        # After an interrupt this may come late: what is under way by then is let alone.
-        current = _underway.get(thread)
+        # After an interrupt this may come late: what is under way by then is let alone. No interrupt comes into it,
+        # because nothing is called.
+        current = _underway[thread] if thread in _underway else None  # noqa: SIM401
         while current is not None and current is not work:
             current = current.outer
         if current is not None:
-            _underway.pop(thread, None)
+            del _underway[thread]
             if work.outer is not None:
                 _underway[thread] = work.outer
 
