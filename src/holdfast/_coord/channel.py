@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast._coord.connections import Bell, Connections
-from holdfast._coord.lobby import Join, Lobby, losers
+from holdfast._coord.lobby import MOST_SPARED, Join, Lobby, losers
 from holdfast._coord.wire import Kind, Message, cut
 from holdfast._values.deadline import Clock, Deadline
 
@@ -40,6 +40,7 @@ class _Wait:
     settling: Deadline
     grace: Deadline
     verdict: bytes = b""
+    refusals: int = 0
 
 
 class Channel:
@@ -120,7 +121,8 @@ class Channel:
                     self.post(operation, rank, Kind.LEFT)
             if self.is_coordinator and operation.verdict is not None:
                 for rank in self._missing(operation):
-                    self._lobby.remember(rank, operation.ended(rank))
+                    if self._lobby.take_left(rank, operation.key) is None:  # else it is past that call
+                        self._lobby.remember(rank, operation.ended(rank))
         self.see_sent(partners, farewell_s)
         if self._when_met is not None and len(self._met) == self.size - 1:
             self._when_met()
@@ -165,7 +167,8 @@ class Channel:
                 self._take_join(Join(rank=guest, call=call, key=message.phase))
             elif self.is_coordinator:
                 self._lobby.hear(message)
-                self._pair_failed(guest)
+                if message.kind is Kind.FAILURE:
+                    self._pass_failure_on(guest)
 
     def connected(self, rank: int) -> None:
         """Take it that ``rank`` is there, perhaps again."""
@@ -215,10 +218,14 @@ class Channel:
                 return
         self._lobby.add(join)
 
-    def _pair_failed(self, rank: int) -> None:
-        """Let whoever waits for ``rank`` know of a call that failed on it."""
+    def _pass_failure_on(self, rank: int) -> None:
+        """Let whoever waits for ``rank`` know that a call failed on it."""
         for operation in self._operations:
-            if rank not in operation.guests:
+            if rank not in operation.guests and operation.verdict is None:
+                wait = self._waits.get(operation.call)
+                if wait is not None and wait.verdict:  # it was told to come here, and went elsewhere
+                    operation.refuse(wait.verdict)
+                    continue
                 join = self._lobby.take(rank, operation.key, operation.call)
                 if join is not None:
                     self._pair(operation, join)
@@ -270,13 +277,14 @@ class Channel:
         keys |= {rank: join.key for rank, join in others.items()}
         verdict = operation.disagree(keys)
         failing = losers(1 + len(operation.guests), others)
-        if failing is None:
+        if failing is None or wait.refusals == MOST_SPARED:
             for join in others.values():
                 join.spare(verdict, grace)
             operation.refuse(verdict)
-        for join in failing or ():
-            wait.verdict, wait.grace = verdict, grace
-            self._lobby.drop(join)
+            return
+        wait.verdict, wait.grace, wait.refusals = verdict, grace, wait.refusals + 1
+        for join in failing:
+            join.has_left = True  # should the coordinator come to that call later, the rank is past it
             self._refuse(join, verdict)
 
 

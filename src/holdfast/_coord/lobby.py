@@ -21,7 +21,7 @@ INTERRUPTED = "interrupted"
 """What a failure says in place of a phase that was an interrupt."""
 
 _MOST_REMEMBERED = 16
-_MOST_SPARED = 2
+MOST_SPARED = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,7 +83,7 @@ class Lobby:
     def hear(self, message: Message) -> None:
         """Keep a message of a call that waits; of one that is given up, only that it was, and what it failed with."""
         join = next((join for join in self._joins[message.guest] if join.call == message.call), None)
-        if join is None:
+        if join is None or (join.has_left and message.kind is not Kind.LEFT):
             return
         if message.kind is Kind.BEAT:  # the last one says it all
             join.messages = [each for each in join.messages if each.kind is not Kind.BEAT]
@@ -173,6 +173,6 @@ def losers(ours: int, others: Mapping[int, Join]) -> list[Join] | None:
     come on. Where there are no more here than there, it is the coordinator's; but not for ever.
     """
     (key, count), *_ = Counter(join.key for join in others.values()).most_common(1)
-    if count <= ours and any(join.times_spared < _MOST_SPARED for join in others.values()):
+    if count <= ours and any(join.times_spared < MOST_SPARED for join in others.values()):
         return None
     return [join for join in others.values() if join.key == key]
