@@ -24,7 +24,7 @@ from holdfast._staging.jobs import ForeignJob, Job, NativeJob, Options, StagerJo
 from holdfast._staging.proof import trained_keys
 from holdfast._staging.turns import TURNS, Background
 from holdfast._state.collector import collector_paused
-from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import SavePlanner
@@ -149,7 +149,7 @@ def async_save(
             user_metadata=copy.deepcopy(user_metadata),
         )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-        planner = planner or WholeSavePlanner(replica_check=replica_check)
+        planner = planner or DefaultSavePlanner(replica_check=replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
         ranks.follow(lambda: TURNS.bytes_done, lambda: saving.writer.file_at_work)
@@ -281,7 +281,7 @@ def prewarm(
     ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
     with ranks:
         writer = NativeWriter("")
-        saving = Saving(writer, planner or WholeSavePlanner(replica_check="off"), ranks)
+        saving = Saving(writer, planner or DefaultSavePlanner(replica_check="off"), ranks)
         try:
             plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
             image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner).image

@@ -15,7 +15,7 @@ from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import expose
-from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.default_planner.plan_messages import Sketch
 from holdfast.default_planner.planning import SavePlanning
 from holdfast.metadata import Metadata
@@ -88,7 +88,7 @@ def save(
         )
         ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
-            planner = WholeSavePlanner(replica_check=replica_check)
+            planner = DefaultSavePlanner(replica_check=replica_check)
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 
@@ -205,7 +205,7 @@ class Saving:
     def _set_up(self, state: Mapping[Any, Any]) -> None:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
-            planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
+            planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
             planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
         exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
