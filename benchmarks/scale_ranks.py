@@ -133,6 +133,7 @@ class Crew:
             blobs={},
             tensors={},
             values={} if STEP not in plan.keys else {STEP: 7},
+            versions={},
         )
 
 
@@ -236,7 +237,7 @@ def part_of(sizes: Sizes, mesh: DeviceMesh, dimension: int) -> dict[str, Any]:
     return state
 
 
-@collector_paused()  # as save is
+@collector_paused  # as save is
 def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
     """The seconds of planning on a rank that is not the coordinator: in a first save, and in a later one."""
     state = {**part_of(crew.sizes, DeviceMesh("cpu", torch.arange(crew.ranks)), 0), STEP: 7}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -42,14 +41,12 @@ class Job:
 
     def state(self) -> dict[str, Any]:
         """What goes into a checkpoint, under names that do not depend on the ranks."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "data_order": self.data_order.get_state()}
+        return {"model": self.model, "optimizer": self.optimizer, "data_order": self.data_order.get_state()}
 
     def load(self, path: Path) -> None:
-        """Go on from the checkpoint at ``path``, whatever ranks have saved it."""
+        """Go on from the checkpoint at ``path``, whatever ranks have saved it; the optimizer needs no state yet."""
         state = self.state()
         holdfast.load(state, path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.data_order.set_state(state["data_order"])
 
     def train(self, steps: int) -> list[float]:

@@ -1,12 +1,14 @@
 """Looks at every hostile checkpoint in a process of its own, under watch.
 
 ``python -m torture.hostile FOLDER [FORMAT]`` prints one JSON object per case: its name, and what is wrong with what
-came of it. A case is wrong when a look at it ends in anything but an error of the library, takes 100 ms or more, makes
-the process grow by 64 MiB or more, opens something outside of the checkpoint, writes, or runs code.
+came of it. A case is wrong when a look at it ends in anything but an error of the library, takes 100 ms or more (where
+keys take long to tell apart, 2 s), makes the process grow by 64 MiB or more, opens something outside of the checkpoint,
+writes, or runs code.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import resource
 import shutil
@@ -18,14 +20,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 import holdfast
 from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._native.verify import verify_checkpoint
-from torture import hostile_native, hostile_torch, watch
+from holdfast.interop.conversions import convert
+from torture import hostile_keys, hostile_native, hostile_torch, watch
 from torture.forge import Change, Forgery, honest
 from torture.samples import chunks_of
 
 MOST_SECONDS = 0.1
+SLOW_SECONDS = 2.0
 MOST_BYTES = 64 << 20
 _TRIES = 6
 _HANGS_S = 20
@@ -40,6 +46,7 @@ class Case:
     name: str
     make: Callable[[Path], object]
     looks: dict[str, Look]
+    seconds: float = MOST_SECONDS
 
 
 class NotRefused(Exception):
@@ -66,8 +73,13 @@ def _verify_torch(path: Path) -> None:
         raise holdfast.CorruptError("verify tells of damage")
 
 
+def _convert(path: Path) -> None:
+    convert(path / "state.pt", path / "target", to="native", overwrite=True)
+
+
 NATIVE_LOOKS: dict[str, Look] = {"open": _read_all, "load": holdfast.load, "verify": _verify}
 TORCH_LOOKS: dict[str, Look] = {"open": _read_all}
+PT_LOOKS: dict[str, Look] = {"convert": _convert}
 
 
 def native_cases(folder: Path) -> Iterator[Case]:
@@ -98,6 +110,8 @@ def native_cases(folder: Path) -> Iterator[Case]:
         if name == "kind json of what is no JSON":
             looks = {"open": _read_all, "load": holdfast.load}  # verify decodes no values
         yield Case(name=f"native: {name}", make=forged(change), looks=looks)
+    for name, change in hostile_native.slow_changes().items():
+        yield Case(name=f"native: {name}", make=forged(change), looks=NATIVE_LOOKS, seconds=SLOW_SECONDS)
     for name, change in hostile_native.VERIFY_ONLY.items():
         yield Case(name=f"native: {name}", make=forged(change), looks={"verify": _verify})
     for name, plant in hostile_native.planted(data_file).items():
@@ -108,6 +122,23 @@ def torch_cases(folder: Path) -> Iterator[Case]:
     """All hostile checkpoints in torch's format."""
     for name, make in hostile_torch.cases(folder).items():
         yield Case(name=f"torch: {name}", make=make, looks=TORCH_LOOKS)
+    for name, make in hostile_torch.slow_cases(folder).items():
+        yield Case(name=f"torch: {name}", make=make, looks=TORCH_LOOKS, seconds=SLOW_SECONDS)
+
+
+def pt_cases(folder: Path) -> Iterator[Case]:
+    """All hostile files of torch.save's, which only a conversion reads."""
+
+    def put(write: Callable[[Path], object]) -> Callable[[Path], object]:
+        def make(path: Path) -> None:
+            (path / "target").mkdir(parents=True)
+            write(path / "state.pt")
+
+        return make
+
+    yield Case(name="pt: honest", make=put(lambda path: torch.save({"a": torch.ones(3)}, path)), looks=PT_LOOKS)
+    for name, write in hostile_keys.pt_files().items():
+        yield Case(name=f"pt: {name}", make=put(write), looks=PT_LOOKS, seconds=SLOW_SECONDS)
 
 
 def problems_of(case: Case, path: Path, canary: Path) -> list[str]:
@@ -118,7 +149,7 @@ def problems_of(case: Case, path: Path, canary: Path) -> list[str]:
         for _ in range(_TRIES):
             # Twice too slow on a machine that does something else is no finding.
             found = watch.watched(partial(look, path), path)
-            if found.seconds < MOST_SECONDS:
+            if found.seconds < case.seconds:
                 break
         assert found is not None
         if found.error is None:
@@ -127,7 +158,7 @@ def problems_of(case: Case, path: Path, canary: Path) -> list[str]:
             problems.append(f"{title}: {type(found.error).__name__}: {str(found.error)[:300]}")
         elif "\n" in found.error.message or len(found.error.message) > 4000:
             problems.append(f"{title}: a message of {len(found.error.message)} characters or several lines")
-        if found.seconds >= MOST_SECONDS:
+        if found.seconds >= case.seconds:
             problems.append(f"{title}: took {found.seconds:.3f} s")
         if found.grown >= MOST_BYTES:
             problems.append(f"{title}: grew by {found.grown >> 20} MiB")
@@ -149,11 +180,14 @@ def main(folder: Path, formats: list[str]) -> None:
         cases += native_cases(folder)
     if "torch" in formats:
         cases += torch_cases(folder)
-    # Whatever is imported, allocated or started at the first look is there afterwards.
+    if "pt" in formats:
+        cases += pt_cases(folder)
+    # Whatever is imported, allocated or started at the first look is there afterwards; names in archives may need this.
+    codecs.lookup("cp437")
     for case in cases:
         if case.name.endswith("honest"):
             case.make(folder / "case")
-            for look in NATIVE_LOOKS.values() if case.name == "honest" else TORCH_LOOKS.values():
+            for look in (case.looks or NATIVE_LOOKS).values():
                 look(folder / "case")
             shutil.rmtree(folder / "case")
     watch.install()
@@ -186,4 +220,4 @@ def _virtual_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or ["native", "torch"])
+    main(Path(sys.argv[1]), sys.argv[2:] or ["native", "torch", "pt"])

@@ -18,6 +18,7 @@ import msgspec
 
 from torture.forge import Change, Forgery, number_of
 from torture.hostile_index import index_changes
+from torture.hostile_keys import chained_integers, colliding, equal_integers, typed_json
 
 Plant = Callable[[Path], object]
 
@@ -219,6 +220,7 @@ def _keys_and_paths() -> dict[str, Change]:
         "path with two members": tensor("weight", path=["x", {"list": 0, "tuple": 0}]),
         "path with a key that is no value": tensor("weight", path=["x", {"key": {"exec": 1}}]),
         "path with a key that is not hashable": tensor("weight", path=["x", {"key": [1]}]),
+        "path with a key of 5,000 digits": tensor("weight", path=["x", {"key": {"int": hex(10**5000)}}]),
         "path with a deep key": tensor("weight", path=["x", {"key": {"tuple": nested(80)}}]),
     }
 
@@ -270,6 +272,42 @@ def _values() -> dict[str, Change]:
     cases["metadata of an unknown type"] = manifest_change(lambda m: m.update(metadata={"eval": "1"}))
     cases["metadata nested 200 deep"] = manifest_change(lambda m: m.update(metadata=nested(200)))
     return cases
+
+
+def slow_changes() -> dict[str, Change]:
+    """Keys that take long to tell apart, wherever a checkpoint has keys."""
+    found: dict[str, Change] = {}
+    for title, keys in colliding().items():
+        written = [typed_json(key) for key in keys]
+        pairs = [[each, 0] for each in written]
+        in_order = sorted(written, key=msgspec.json.encode)
+        found[f"value with a dict of {title}"] = value({"dict": pairs})
+        if keys is not chained_integers():  # sets probe in another order
+            found[f"value with a set of {title}"] = value({"set": in_order})
+            found[f"value with a frozen set of {title} as key"] = value({"dict": [[{"frozenset": in_order}, 0]]})
+        found[f"value with a dict of {title} in lists"] = value([[{"dict": pairs}]])
+        found[f"metadata with a dict of {title}"] = manifest_change(partial(_set_metadata, {"dict": pairs}))
+        found[f"paths with {title}"] = partial(_many_paths, written)
+    numbers = equal_integers(400)
+    sets = [
+        {"frozenset": sorted(map(typed_json, [*numbers[:n], *numbers[n + 1 :]]), key=msgspec.json.encode)}
+        for n in range(60)
+    ]
+    found["value with a dict of frozen sets of integers of one hash"] = value({"dict": [[each, 0] for each in sets]})
+    return found
+
+
+def _set_metadata(json_value: Any, manifest: dict[str, Any]) -> None:
+    manifest["metadata"] = json_value
+
+
+def _many_paths(keys: list[Any], forgery: Forgery) -> None:
+    first = forgery.manifest["values"][0]
+    count = len(forgery.manifest["tensors"])
+    forgery.manifest["values"] = [
+        {"key": f"k{number}", "value": first["value"], "position": count + number, "path": ["x", {"key": key}]}
+        for number, key in enumerate(keys)
+    ]
 
 
 CHANGES: dict[str, Change] = _changes()

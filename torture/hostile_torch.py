@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from torture import hostile_keys
 from torture.hostile_bytes import archives, streams, torch_saved, values
+from torture.hostile_keys import archive
 from torture.hostile_native import sparse
 
 CANARY = Path("canary")
@@ -118,6 +120,32 @@ def cases(folder: Path) -> dict[str, Make]:
     found.update({f"item: {name}": with_item("weight", change) for name, change in archives().items()})
     found.update({f"value: {name}": with_item("step", change) for name, change in values().items()})
     found.update(_planted(template))
+    return found
+
+
+def slow_cases(folder: Path) -> dict[str, Make]:
+    """Keys that take long to tell apart, in the metadata, and in what is kept as a value."""
+    template = folder / "torch-honest"
+    module = b"torch.distributed.checkpoint.metadata"
+    found: dict[str, Make] = {}
+
+    def metadata(data: bytes, path: Path) -> None:
+        shutil.copytree(template, path)
+        # As the data that a planner has put there, which may be anything.
+        state = b"}X\x0c\x00\x00\x00planner_data" + data[2:-1] + b"s"
+        (path / ".metadata").write_bytes(b"\x80\x02c" + module + b"\nMetadata\n)\x81" + state + b"b.")
+
+    def item(data: bytes, path: Path) -> None:
+        shutil.copytree(template, path)
+        whole = pickle.loads((template / ".metadata").read_bytes())
+        index = next(each for each in whole.storage_data if each.fqn == "step")
+        (path / "item").write_bytes(archive(data))
+        whole.storage_data[index] = _StorageInfo("item", 0, len(archive(data)))
+        (path / ".metadata").write_bytes(pickle.dumps(whole))
+
+    for title, data in hostile_keys.pickles().items():
+        found[f"metadata: {title}"] = partial(metadata, data)
+        found[f"value: {title}"] = partial(item, data)
     return found
 
 

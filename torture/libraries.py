@@ -17,6 +17,9 @@ def save(path: Path, mode: str, shape: str, library: str) -> None:
 
 def problem_after(path: Path, mode: str, shape: str, library: str, *, acknowledged: bool = False) -> str | None:
     """What is wrong after version 2 was being saved; what is in torch's format, torch has to find whole as well."""
+    if mode in saves.ACROSS_MODES:
+        problem = torch_dcp.problem_across(path, shape, is_new=mode == saves.ACROSS_MODES[0], acknowledged=acknowledged)
+        return problem or saves.problem_after(path, mode, shape, acknowledged=acknowledged)
     if library == "torch" or mode in saves.TORCH_FORMAT_MODES:
         problem = torch_dcp.problem_after(path, mode, shape, acknowledged=acknowledged)
         if problem is not None or library == "torch":

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast._coord import rendezvous
+from holdfast._coord.channel import Channel
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.deadline import Patience
@@ -18,20 +19,29 @@ from holdfast._values.deadline import Patience
 def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
     """Make this process a rank of ``world``: every save and load from here on is one of all of them.
 
-    Those that run a store leave its address beside ``place``.
+    The first rank leaves its address at ``place``.
     """
-    servers, hosts = [], rendezvous.hosts_of(world)
-    places = [place.with_suffix(f".{host}") for host in hosts]
-    if rank in hosts:
-        server, address = rendezvous.serve(rank)
-        servers.append(server)
-        draft = place.with_suffix(f".{rank}.draft")
+    if rank == 0:
+        listener, address = rendezvous.serve(rank)
+        draft = place.with_suffix(".draft")
         draft.write_bytes(msgspec.json.encode(address))
-        draft.rename(places[hosts.index(rank)])
-    while not all(one.exists() for one in places):
-        time.sleep(0.005)
-    addresses = [msgspec.json.decode(one.read_bytes(), type=rendezvous.Address) for one in places]
-    channel = rendezvous.join(addresses, rank=rank, names=range(world), servers=servers, deadline_s=30.0)
-    ranks = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message, patience=patience)
+        draft.rename(place)
+        channel = Channel(rank=rank, names=range(world), listener=listener, token=address.token)
+    else:
+        dial = rendezvous.caller(partial(_find, place), rank=rank, name=0)
+        channel = Channel(rank=rank, names=range(world), dial=dial)
+
+    def participants(*args: object, call: str, place: object = None, **kwargs: object) -> ChannelRanks:
+        key = f"{call} {place}"
+        return ChannelRanks(channel, key=key, encode=encode_message, decode=decode_message, patience=patience)
+
+    with participants(call="meet") as ranks:  # so that what happens later happens to ranks that know each other
+        ranks.share("meeting", lambda: None, lambda parts: None)
     for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
-        setattr(importlib.import_module(name), "participants", lambda *args, **kwargs: ranks())  # noqa: B010
+        setattr(importlib.import_module(name), "participants", participants)  # noqa: B010
+
+
+def _find(place: Path, limit_s: float) -> rendezvous.Address:
+    while not place.exists():
+        time.sleep(0.005)
+    return msgspec.json.decode(place.read_bytes(), type=rendezvous.Address)

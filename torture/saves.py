@@ -22,9 +22,12 @@ PROCESS_MODES = ("process, fresh", "process, replacing")
 """In the background too, by a process of its own."""
 
 TORCH_FORMAT_MODES = tuple(f"torch's format, {kind}" for kind in ("fresh", "replacing", "async, replacing"))
+ACROSS_MODES = ("torch's format over native, replacing", "native over torch's format, replacing")
+"""One format in the place of the other."""
+
 BEFORE = {
     mode: 1 if mode.endswith("replacing") else None
-    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES)
+    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES, *ACROSS_MODES)
 }
 """Which version is published before the save of version 2."""
 
@@ -63,7 +66,7 @@ def version_of(state: dict[str, Any], shape: str = "small") -> int:
         raise Torn(f"the step is {step!r}")
     try:
         wanted = state_of(step, shape)
-        same = list(state) == list(wanted) and all(_equal(state[key], wanted[key]) for key in wanted)
+        same = list(state) == list(wanted) and all(equal(state[key], wanted[key]) for key in wanted)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Torn(f"not a state of the shape {shape!r}: {error}") from error
     if not same:
@@ -71,13 +74,14 @@ def version_of(state: dict[str, Any], shape: str = "small") -> int:
     return step
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same, values and types of tensors alike."""
     if isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(other, dict):
-        return isinstance(one, dict) and list(one) == list(other) and all(_equal(one[key], other[key]) for key in other)
+        return isinstance(one, dict) and list(one) == list(other) and all(equal(one[key], other[key]) for key in other)
     if isinstance(other, list):
-        return isinstance(one, list) and len(one) == len(other) and all(map(_equal, one, other))
+        return isinstance(one, list) and len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
 
 
@@ -85,7 +89,7 @@ def prepare(path: Path, mode: str, shape: str = "small") -> None:
     """Make what is there before the save: nothing, or version 1."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if BEFORE[mode] is not None:
-        kind = "torch" if mode in TORCH_FORMAT_MODES else "native"
+        kind = "torch" if first_mode(mode) in TORCH_FORMAT_MODES else "native"
         template = path.parent.parent / f"template-{kind}-{shape}-{os.getpid()}"
         if not template.exists():
             save(template, first_mode(mode), shape, version=1)
@@ -93,13 +97,13 @@ def prepare(path: Path, mode: str, shape: str = "small") -> None:
 
 
 def first_mode(mode: str) -> str:
-    """How the checkpoint that a save in ``mode`` replaces was saved: in the same format, and nothing was there."""
-    return TORCH_FORMAT_MODES[0] if mode in TORCH_FORMAT_MODES else MODES[0]
+    """How the checkpoint that a save in ``mode`` replaces was saved: nothing was there."""
+    return TORCH_FORMAT_MODES[0] if mode in (*TORCH_FORMAT_MODES, ACROSS_MODES[1]) else MODES[0]
 
 
 def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attempt: str | None = None) -> None:
     """The save that is disturbed; when this returns it is acknowledged."""
-    writer = _writer(path, mode, overwrite=mode != first_mode(mode), attempt=attempt)
+    writer = _writer(path, mode, overwrite=mode not in (MODES[0], TORCH_FORMAT_MODES[0]), attempt=attempt)
     if mode in PROCESS_MODES:
         in_process = AsyncCheckpointerType.PROCESS
         async_save(state_of(version, shape), storage_writer=writer, async_checkpointer_type=in_process).result()
@@ -110,7 +114,7 @@ def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attem
 
 
 def _writer(path: Path, mode: str, *, overwrite: bool, attempt: str | None = None) -> holdfast.StorageWriter:
-    if mode in TORCH_FORMAT_MODES:
+    if mode.startswith("torch's format"):
         return holdfast.FileSystemWriter(path, overwrite=overwrite, thread_count=2)
     return holdfast.NativeWriter(path, overwrite=overwrite, attempt=attempt)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 _IO = ("tests/unit/io/test_posix.py", "tests/unit/io/test_output_file.py")
 _PUBLISH = ("tests/unit/native/test_publish.py",)
 _CRASH = ("tests/faults/test_torture_samples.py::test_crash_states",)
+_FORKS = ("tests/faults/test_forked_children.py",)
+_FORMATS = ("tests/unit/test_two_formats.py",)
+_INTERRUPTS = ("tests/faults/test_interrupts.py",)
 _DAMAGE = ("tests/faults/test_damaged_files.py",)
 
 
@@ -50,21 +53,21 @@ BY_HAND = (
     Bug(
         name="no fsync of the manifest",
         file="_io/posix.py",
-        text="            sync_file(descriptor, path)\n        except BaseException:\n            discard",
-        replacement="        except BaseException:\n            discard",
+        text="        sync_file(made[0], path)\n",
+        replacement="",
         tests=_CRASH,
     ),
     Bug(
         name="no fsync of the index",
         file="_io/locks.py",
-        text="            posix.sync_file(descriptor, path)\n",
+        text="            posix.sync_file(file.descriptor, path)\n",
         replacement="",
         tests=_CRASH,
     ),
     Bug(
         name="no fsync of data files",
         file="_io/direct.py",
-        text="posix.sync_file(self._descriptor, self.path)\n",
+        text="posix.sync_file(self._file.descriptor, self.path)\n",
         replacement="pass\n",
         tests=_CRASH,
     ),
@@ -85,8 +88,8 @@ BY_HAND = (
     Bug(
         name="no fsync of the directory after publishing",
         file="_native/publish.py",
-        text="            raise\n        posix.sync_directory(directory)\n    for name in replaced:",
-        replacement="            raise\n    for name in replaced:",
+        text="    posix.sync_directory(directory)\n    turn.remove_other()\n",
+        replacement="    turn.remove_other()\n",
         tests=_CRASH,
     ),
     Bug(
@@ -99,9 +102,9 @@ BY_HAND = (
     Bug(
         name="old files removed before the new name is durable",
         file="_native/publish.py",
-        text="        posix.sync_directory(directory)\n    for name in replaced:",
-        replacement="        for name in replaced:\n            os.unlink(os.path.join(directory, name))\n"
-        "        posix.sync_directory(directory)\n    for name in ():",
+        text="    posix.sync_directory(directory)\n    turn.remove_other()\n    for name in replaced:",
+        replacement="    for name in replaced:\n        os.unlink(os.path.join(directory, name))\n"
+        "    posix.sync_directory(directory)\n    turn.remove_other()\n    for name in ():",
         tests=_CRASH,
     ),
     Bug(
@@ -158,9 +161,90 @@ BY_HAND = (
     Bug(
         name="a failed save leaves its index",
         file="_native/publish.py",
-        text="            for path in written:\n",
-        replacement="            for path in ():\n",
+        text="                for path in itertools.takewhile(lambda path: path != taken, written):\n",
+        replacement="                for path in ():\n",
         tests=(*_PUBLISH, "tests/faults/test_storage_failures.py"),
+    ),
+    # Children.
+    Bug(
+        name="a child ends the saves of its parent",
+        file="_native/attempt.py",
+        text="        self._is_inherited = True\n",
+        replacement="        pass\n",
+        tests=_FORKS,
+    ),
+    Bug(
+        name="a child keeps the locks of its parent",
+        file="_io/locks.py",
+        text="        self._is_inherited = True\n        self.discard()\n",
+        replacement="        self._is_inherited = True\n",
+        tests=_FORKS,
+    ),
+    Bug(
+        name="a child writes to the memory of its parent",
+        file="_values/forks.py",
+        text="    _inherited[id(holder)] = holder",
+        replacement="    pass",
+        tests=_FORKS,
+    ),
+    # One format in the place of the other.
+    Bug(
+        name="no note about two formats",
+        file="_native/formats.py",
+        text="        posix.write_new(self.note, _note(self._own, digests))\n",
+        replacement="        pass\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="files of the other format removed before its head",
+        file="_native/formats.py",
+        text="        for head in self._heads:\n",
+        replacement="        for name in self._files:\n            posix.remove(os.path.join(self._directory, name))\n"
+        "        for head in self._heads:\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="the other format is left where it is",
+        file="_native/formats.py",
+        text="        if not self._heads:\n",
+        replacement="        if True:\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="the native format counts, whatever is beside it",
+        file="_native/formats.py",
+        text="        if len(found) < 2:\n",
+        replacement="        if True:\n",
+        tests=_FORMATS,
+    ),
+    Bug(
+        name="savers publish without taking turns",
+        file="_native/formats.py",
+        text="        self._is_alone = self._lock.acquire()\n",
+        replacement="        self._is_alone = True\n",
+        tests=_FORMATS,
+    ),
+    # Interrupts.
+    Bug(
+        name="what was opened is kept in a second step",
+        file="_io/descriptor.py",
+        text="    return next(map(OpenDescriptor, opening))\n",
+        replacement="    number = next(opening)\n    return OpenDescriptor(number)\n",
+        tests=_INTERRUPTS,
+    ),
+    Bug(
+        name="the collector's pause is ended once",
+        file="_state/collector.py",
+        text="        finally:\n            pause.end()\n",
+        replacement="        finally:\n            pass\n",
+        tests=_INTERRUPTS,
+    ),
+    Bug(
+        name="a snapshot that the caller may have changed is published",
+        file="_staging/jobs.py",
+        text="        if self._handle.is_given_up and not self._handle.is_staged.is_set():\n",
+        replacement="        if False:\n",
+        tests=_INTERRUPTS,
     ),
     # Digests.
     Bug(
@@ -230,9 +314,58 @@ BY_HAND = (
     Bug(
         name="replicas are not compared",
         file="global_plan.py",
-        text="def _check_replicas(rows: _Rows, keys: list[str]) -> None:\n",
-        replacement="def _check_replicas(rows: _Rows, keys: list[str]) -> None:\n    return\n",
+        text="    looked = np.flatnonzero(said)\n",
+        replacement="    looked = np.flatnonzero(said)[:0]\n",
         tests=("tests/unit/plan/test_global_plan.py",),
+    ),
+    Bug(
+        name="keys may take any time",
+        file="_values/effort.py",
+        text="        if self._left_s < 0:\n",
+        replacement="        if False:\n",
+        tests=("tests/unit/values/test_effort.py",),
+    ),
+    Bug(
+        name="one key after the other is allowed the time of many",
+        file="_values/effort.py",
+        text="            self.count(len(some) * KEY_S)\n",
+        replacement="            self.count(_STEP * KEY_S)\n",
+        tests=("tests/unit/values/test_effort.py",),
+    ),
+    Bug(
+        name="containers may be in any number of places",
+        file="_state/containers.py",
+        text="        if total > MAX_REPEATED_ENTRIES and total > MAX_REPETITION * self._entries:\n",
+        replacement="        if False:\n",
+        tests=("tests/unit/state/test_containers.py",),
+    ),
+    Bug(
+        name="what may differ is written by several ranks",
+        file="joint_plan.py",
+        text="            if not to_lowest_rank and self.keys[number] not in self.lenient and ",
+        replacement="            if not to_lowest_rank and ",
+        tests=("tests/unit/plan/test_global_plan.py",),
+    ),
+    Bug(
+        name="targets with one memory are filled at once",
+        file="default_planner/load_planner.py",
+        text="        for tie in ties_of(self._memory, others, self.state_dict):\n",
+        replacement="        for tie in ties_of({}, [], ()):\n",
+        tests=("tests/unit/test_tied_targets.py",),
+    ),
+    Bug(
+        name="autograd is not told of what is loaded",
+        file="_state/raw.py",
+        text="        torch.autograd.graph.increment_version(tensor)\n",
+        replacement="",
+        tests=("tests/unit/test_save_load_autograd.py",),
+    ),
+    Bug(
+        name="modules are not told with which versions was saved",
+        file="loader.py",
+        text="        loading.tell_versions(report)\n",
+        replacement="",
+        tests=("tests/unit/test_save_load_versions.py",),
     ),
     Bug(
         name="a file of any size is read whole",
@@ -240,6 +373,21 @@ BY_HAND = (
         text="            while total <= limit and size <= limit:\n",
         replacement="            while True:\n",
         tests=_IO,
+    ),
+    # The state of optimizers that have none yet.
+    Bug(
+        name="state of a sharded parameter made whole",
+        file="default_planner/empty_containers.py",
+        text="parameter.device if name in others else parameter for",
+        replacement="parameter.device for",
+        tests=("tests/distributed/test_fresh_optimizers.py::test_each_rank_reads_its_shard_alone",),
+    ),
+    Bug(
+        name="what cannot be placed passed over",
+        file="default_planner/empty_containers.py",
+        text="            refused.append(",
+        replacement="            str(",
+        tests=("tests/unit/test_empty_containers.py",),
     ),
 )
 

@@ -52,6 +52,20 @@ def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: 
     return None
 
 
+def problem_across(path: Path, shape: str, *, is_new: bool, acknowledged: bool) -> str | None:
+    """What is wrong for torch while one format replaces the other: version 2 is in torch's, or version 1 was.
+
+    What it does not find it does not mistake; but what is replaced it must not find any more.
+    """
+    try:
+        version = found_version(path, shape)
+    except Torn:
+        return "torn for torch"
+    after = 2 if is_new else None
+    allowed = {after} if acknowledged else {after, None if is_new else 1}
+    return None if version in allowed else f"torch finds version {version}"
+
+
 def in_words(problems: Counter[str], points: int) -> str:
     """What was found at ``points``, for the table."""
     found = ", ".join(f"{count} {problem}" for problem, count in sorted(problems.items()))

@@ -30,6 +30,8 @@ _CHANGES_FILES = frozenset(
     }
 )
 
+_MAPPINGS = "/proc/self/maps"  # Where a conversion finds what torch has mapped, to give its pages back.
+
 _inside: str | None = None
 _events: list[str] = []
 
@@ -47,6 +49,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         if isinstance(path, int):
             return
         name = os.path.abspath(os.fsdecode(path))
+        if name == _MAPPINGS:
+            return
         if not (name + os.sep).startswith(_inside + os.sep):
             _events.append(f"opened {name}")
         elif isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from holdfast._io import posix
 from holdfast._torchformat import translate
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.value_buffer import SavedValueBuffer, ValueBuffer
@@ -71,6 +72,8 @@ def as_reader(reader: Any) -> StorageReader:
 
 def id_and_storage(checkpoint_id: Any, storage: Any, *, function: str) -> tuple[str | os.PathLike[str] | None, Any]:
     """The id and the storage; torch's old form gives the storage in the place of the id, which earns a warning."""
+    if isinstance(checkpoint_id, bytes):
+        posix.text_path(checkpoint_id)  # type: ignore[arg-type]
     if checkpoint_id is None or isinstance(checkpoint_id, (str, os.PathLike)):
         return checkpoint_id, storage
     if storage is not None:

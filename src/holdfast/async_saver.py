@@ -8,6 +8,7 @@ import enum
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -22,13 +23,13 @@ from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.handle import AsyncSave, AsyncSaveResponse
 from holdfast._staging.jobs import ForeignJob, Job, NativeJob, Options, StagerJob
 from holdfast._staging.proof import trained_keys
-from holdfast._staging.turns import TURNS, Background
-from holdfast._state.collector import collector_paused
+from holdfast._staging.turns import TURNS, Background, interpreter_ends
+from holdfast._state.collector import CollectorPause
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import SavePlanner
-from holdfast.saver import Saving, writer_for
+from holdfast.saver import ReplicaCheck, Saving, planner_for, writer_for
 from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter
 
@@ -73,7 +74,7 @@ def async_save(
     overwrite: bool = True,
     allow_pickle: bool = False,
     user_metadata: Mapping[str, Any] | None = None,
-    replica_check: Literal["sample", "all", "off"] = "sample",
+    replica_check: ReplicaCheck = "sample",
     deadline_s: float = DEADLINE_S,
     max_host_bytes: int | None = None,
     when_busy: Literal["wait", "raise"] = "wait",
@@ -123,13 +124,10 @@ def async_save(
             raised by ``result`` of the handle.
     """
     handle = AsyncSave()
-    ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
-    background = Background()
-    with contextlib.ExitStack() as stack:
-        pause = stack.enter_context(contextlib.ExitStack())
-        pause.enter_context(collector_paused())
-        stack.callback(background.call_off)
-        stack.enter_context(ranks)
+    ranks = participants(process_group, no_dist=no_dist, call="async_save", place=checkpoint_id, deadline_s=deadline_s)
+    holding = _Holding(handle, ranks)
+    with holding, holding:
+        holding.begin()
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
         handle.show(_progress(progress, checkpoint_id))
         options = Options(
@@ -139,7 +137,8 @@ def async_save(
             when_busy=_checked("when_busy", when_busy, ("wait", "raise")),
             at_exit=_checked("at_exit", at_exit, ("finish", "abandon")),
             prove=prove,
-            in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS,
+            in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
+            and not interpreter_ends(),
         )
         writer = writer_for(
             checkpoint_id,
@@ -148,24 +147,20 @@ def async_save(
             allow_pickle=allow_pickle,
             user_metadata=copy.deepcopy(user_metadata),
         )
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
-        planner = planner or DefaultSavePlanner(replica_check=replica_check)
+        planner = planner or planner_for(replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
         ranks.follow(lambda: TURNS.bytes_done, lambda: saving.writer.file_at_work)
         saving.writer.watch(ranks.check)
-        stack.push(lambda kind, error, trace: None if error is None else saving.writer.abandon())
+        holding.writer = saving.writer
         if async_stager is None and isinstance(writer, AsyncStager):
             async_stager = writer
         job = _job(saving, handle, options, async_stager)
         job.chosen = _chosen(warn_unchanged, saving.planner, list(_optimizers(state_dict)))
-        try:
+        with handle.working():
             job.begin(state_dict)
-            background.start(_second_half(job, handle, stack.pop_all(), pause, None if use_collectives else ranks))
-        except BaseException:
-            TURNS.pass_on(handle, is_begun=False)
-            raise
-    _catch_up(job, handle)
+        holding.background.start(_second_half(job, handle, holding, None if use_collectives else ranks))
+        _catch_up(job, handle)
     return handle
 
 
@@ -179,12 +174,55 @@ def _job(saving: Saving, handle: AsyncSave, options: Options, stager: AsyncStage
     return ForeignJob(saving, handle, options)
 
 
-def _second_half(
-    job: Job, handle: AsyncSave, stack: contextlib.ExitStack, pause: contextlib.ExitStack, together: Ranks | None
-) -> Callable[[], None]:
+class _Holding:
+    """What a save holds while the caller is at it; what is not in the background by the end of the block is given back.
+
+    Enter it twice: an interrupt may come into the one end, and then there is the other.
+    """
+
+    def __init__(self, handle: AsyncSave, ranks: Ranks) -> None:
+        self._handle = handle
+        self._is_inside = False
+        self.ranks = ranks
+        self.background = Background()
+        self.pause = CollectorPause()
+        self.writer: StorageWriter | None = None
+
+    def begin(self) -> None:
+        """Get hold of what does not depend on the save."""
+        self.background.get_ready()
+        self.pause.__enter__()
+        self.ranks.__enter__()
+        self._is_inside = True
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.background.has_work:
+            # The caller may go on with the training, and has no handle to wait for.
+            self._handle.is_given_up = self._handle.is_given_up or error is not None
+            return
+        self.background.call_off()
+        TURNS.pass_on(self._handle, is_begun=False)
+        self.pause.end()
+        self.abandon()
+        if self._is_inside:
+            self.ranks.__exit__(kind, error, trace)
+            self._is_inside = False
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self.writer is not None:
+            self.writer.abandon()
+
+
+def _second_half(job: Job, handle: AsyncSave, holding: _Holding, together: Ranks | None) -> Callable[[], None]:
     """What runs in the background; among ``together``, if each of them has saved apart from the others.
 
-    The collector's ``pause`` ends there too: what it then has to look at need not keep the caller waiting.
+    The collector's pause ends there too: what it then has to look at need not keep the caller waiting.
     """
 
     def run() -> Metadata:
@@ -196,8 +234,10 @@ def _second_half(
 
     def work() -> None:
         try:
-            with stack:
-                pause.close()
+            with contextlib.ExitStack() as stack, handle.working():
+                stack.push(holding.ranks)  # which the caller has entered
+                stack.push(lambda kind, error, trace: None if error is None else holding.abandon())
+                holding.pause.end()
                 metadata = run()
         except BaseException as error:
             job.cancel()
@@ -213,7 +253,7 @@ def _second_half(
 def _catch_up(job: Job, handle: AsyncSave) -> None:
     """Wait for what the caller has to wait for although it happens in the background."""
     if job.is_streaming:
-        handle.staging_completion.exception()
+        handle.is_staged.wait()
     elif isinstance(job, StagerJob) and job.is_staged and job.stager.should_synchronize_after_execute:
         job.stager.synchronize_staging()
 
@@ -278,21 +318,20 @@ def prewarm(
     practice, and the process that writes is started, where one is wanted. Nothing is written.
     """
     handle = AsyncSave()
-    ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
-    with ranks:
+    passing = TURNS.passing(handle)
+    ranks = participants(process_group, no_dist=no_dist, call="prewarm", deadline_s=deadline_s)
+    with ranks, passing, passing:
         writer = NativeWriter("")
         saving = Saving(writer, planner or DefaultSavePlanner(replica_check="off"), ranks)
-        try:
+        with handle.working():
             plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
-            image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner).image
-            if max_host_bytes is None or image.nbytes <= max_host_bytes:
-                is_shared = async_checkpointer_type is AsyncCheckpointerType.PROCESS
-                region = TURNS.memory.region(image.nbytes, is_shared=is_shared)
-                Staging(image.copies, region, mode="copy", accelerator=CUDA).begin()
-                if is_shared:
-                    TURNS.writer_process().prepare(region)
-        finally:
-            TURNS.pass_on(handle, is_begun=False)
+        image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner).image
+        if max_host_bytes is None or image.nbytes <= max_host_bytes:
+            is_shared = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+            region = TURNS.memory.region(image.nbytes, is_shared=is_shared)
+            Staging(image.copies, region, mode="copy", accelerator=CUDA).begin()
+            if is_shared:
+                TURNS.writer_process().prepare(region)
     return TURNS.memory.nbytes
 
 

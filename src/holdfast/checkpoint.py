@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from types import EllipsisType, TracebackType
@@ -17,7 +18,7 @@ from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.detect import reader_for
-from holdfast.errors import InvalidStateError
+from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
 from holdfast.metadata import Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows, check_tiling
@@ -65,7 +66,8 @@ class StoredTensor:
 class Checkpoint(Mapping[str, Any]):
     """A published checkpoint: keys to ``StoredTensor``, or to the value itself where it is no tensor.
 
-    It stays the checkpoint that was opened, as long as its files are there; close it, or use it in a ``with`` block.
+    It stays the checkpoint that was opened, as long as its files are there; once a saver has replaced it, reads may
+    raise a StorageError (ESTALE). Close it, or use it in a ``with`` block.
     """
 
     def __init__(self, reader: NativeReader | FileSystemReader) -> None:
@@ -126,7 +128,18 @@ class Checkpoint(Mapping[str, Any]):
             raise ValueError("the checkpoint is closed; open it again to read from it")
         planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=self._reader.allow_pickle)
         planner.set_up_planner(target, self.metadata)
-        self._reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
+        try:
+            self._reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
+        except CorruptError as error:
+            if not self._reader.was_replaced():
+                raise
+            path = os.fspath(self._reader.path)
+            raise StorageError(
+                f"the checkpoint at {path!r} was replaced by another one since it was opened, and its files are gone; "
+                "open it again",
+                errno=errno.ESTALE,
+                path=path,
+            ) from error
         return target
 
     def close(self) -> None:
@@ -152,7 +165,14 @@ def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: boo
     With ``verify`` every 1 MiB block that a read touches is read whole and checked; without it just the bytes wanted.
     In torch's format just the bytes wanted are read, and checked where they are all of a chunk.
     """
-    return Checkpoint(reader_for(path, verify=verify, allow_pickle=allow_pickle))
+    while True:
+        reader = reader_for(path, verify=verify, allow_pickle=allow_pickle)
+        try:
+            return Checkpoint(reader)
+        except NotFoundError:
+            # A saver may have replaced it by one of the other format meanwhile.
+            if type(reader_for(path)) is type(reader):
+                raise
 
 
 def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[Box, tuple[int | slice, ...]]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 
-from holdfast._filesystem.reader import FileSystemReader, has_torch_metadata
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast._filesystem.remote import FsspecReader, is_remote
-from holdfast._io import posix
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._native.formats import format_at
 from holdfast._native.reader import NativeReader
 
 
 def is_torch_format(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint in torch's own format, and none in the native one, is at ``path``; at a URL always."""
-    if is_remote(path):
-        return True
-    return not posix.exists(os.path.join(os.fspath(path), MANIFEST_NAME)) and has_torch_metadata(path)
+    """Whether the checkpoint at ``path`` is in torch's own format; at a URL always.
+
+    CorruptError where another program left one of each, and nothing tells which one is meant.
+    """
+    return is_remote(path) or format_at(path) == "torch"
 
 
 def reader_for(

@@ -107,8 +107,9 @@ class InvalidStateError(CheckpointError):
 class Difference:
     """One way in which a target and a checkpoint disagree about ``key``.
 
-    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value) and ``context`` (of a tensor
-    subclass).
+    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``context`` (of a tensor
+    subclass), ``place`` (there is an empty container, into which what is stored cannot go: ``wanted`` says why) and
+    ``tied`` (it has the memory of another key, and other data).
     """
 
     key: str
@@ -119,7 +120,10 @@ class Difference:
     def __str__(self) -> str:
         if self.kind == "missing":
             return f"{self.key!r} is not in the checkpoint"
-        return f"{self.key!r} has {self.kind} {self.stored} in the checkpoint but {self.wanted} in the target"
+        if self.kind == "place":
+            return f"{self.key!r} of the checkpoint cannot be put into the target: {self.wanted}"
+        kind = "" if self.kind == "tied" else f"{self.kind} "
+        return f"{self.key!r} has {kind}{self.stored} in the checkpoint but {self.wanted} in the target"
 
 
 _SHOWN_DIFFERENCES = 8

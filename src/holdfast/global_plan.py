@@ -40,9 +40,9 @@ def plan_together(
     tables, heads = _tables(plans)
     if len(plans) == 1 and _ties_hold(tables[0], heads):
         return plans, _metadata(_joined(tables, heads), heads, is_whole=is_whole)
-    check_contents(tables)
+    differing = check_contents(tables)
     plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole, hosts=hosts)
-    return _plans(plans, tables, plan), plan.metadata()
+    return _plans(plans, tables, plan), dataclasses.replace(plan.metadata(), differing=differing)
 
 
 def without_replicas(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> list[SavePlan]:
@@ -76,29 +76,39 @@ def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tu
     ], metadata
 
 
-def check_contents(tables: Sequence[WriteColumns]) -> None:
-    """RankDisagreementError when ranks that hold one box, or one value, hold different contents."""
+def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
+    """RankDisagreementError when ranks that hold one box, or one value, hold different contents and may not.
+
+    Of keys that may differ, those that do, each with the rank whose contents are kept: the lowest that holds it.
+    """
+    lenient = _lenient(tables)
     said = np.concatenate(
         [np.zeros(len(table), np.uint64) if table.fingerprint is None else table.fingerprint for table in tables]
     )
     looked = np.flatnonzero(said)
     words = [name_words(table.keys)[table.key] ^ scrambled(box_words(table.lo, table.length)) for table in tables]
     rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])[looked]
+    names = [table.keys[which] for table in tables for which in table.key.tolist()]
     said = said[looked]
     _, first, group = np.unique(np.concatenate(words)[looked], return_index=True, return_inverse=True)
-    differs = said != said[first[group]]
-    if not differs.any():
-        return
-    members = np.flatnonzero(group == group[np.flatnonzero(differs)[0]])
-    one = tables[int(rank[members[0]])]
-    row = int(looked[members[0]]) - sum(len(table) for table in tables[: int(rank[members[0]])])
-    others = sorted({int(rank[member]) for member in members.tolist() if differs[member]})
+    found = np.flatnonzero(said != said[first[group]]).tolist()
+    wrong = next((row for row in found if names[looked[row]] not in lenient), None)
+    if wrong is None:
+        kept = sorted({int(first[group[row]]) for row in found})
+        return {names[looked[row]]: int(rank[row]) for row in kept}
+    members = np.flatnonzero(group == group[wrong])
+    lowest, key = int(rank[members].min()), names[looked[wrong]]
+    others = sorted({int(rank[member]) for member in members.tolist() if said[member] != said[members[0]]})
     raise RankDisagreementError(
-        f"{one.keys[int(one.key[row])]!r} has other contents on rank {', '.join(map(str, others))} than on rank "
-        f"{int(rank[members].min())}, though all of them hold it; name what differs by rank, or pass "
-        "replica_check='off'",
+        f"{key!r} has other contents on rank {', '.join(map(str, others))} than on rank {lowest}, though all of them "
+        f"hold it; name what differs by rank, or pass replica_check=[{key!r}] to keep that of rank {lowest}",
         said={int(rank[member]): f"{int(said[member]):016x}" for member in members.tolist()},
     )
+
+
+def _lenient(tables: Sequence[WriteColumns]) -> frozenset[str]:
+    """The keys that may differ, because a rank that has them says so."""
+    return frozenset[str]().union(*(table.lenient for table in tables))
 
 
 def _tables(plans: list[SavePlan]) -> tuple[list[WriteColumns], _Heads]:
@@ -138,6 +148,7 @@ def _planned(
         hosts=hosts,
         split_bytes=split_bytes,
         is_whole=is_whole,
+        lenient=_lenient(tables),
     )
 
 

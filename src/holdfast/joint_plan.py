@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from holdfast._plan.chunks import ByRank, KeyChunks, chunks_of, widened
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.holdings import Holding
 from holdfast._plan.shares import sums
-from holdfast._values.lazy import LazyDict, LazyList
+from holdfast._values.lazy import LazyDict, LazyList, cached_property
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
 from holdfast.planner import TensorHead, WriteColumns, padded
@@ -40,6 +39,7 @@ class JointPlan:
         hosts: the number of each rank's host, where that makes a difference.
         split_bytes: what several ranks hold may be split between them where it has more bytes than this.
         is_whole: these are all the ranks there are.
+        lenient: keys whose contents may differ between ranks: the lowest rank's are written, all of them.
 
     Raises:
         InvalidStateError: the boxes of a tensor do not tile it exactly, which is asked of them where ``is_whole``.
@@ -55,7 +55,9 @@ class JointPlan:
         hosts: np.ndarray | None = None,
         split_bytes: int = SPLIT_BYTES,
         is_whole: bool = True,
+        lenient: frozenset[str] = frozenset(),
     ) -> None:
+        self.lenient = lenient
         self.keys = list(heads)
         self.heads = list(heads.values())
         self.holdings = holdings
@@ -116,7 +118,11 @@ class JointPlan:
         plain = {id(holding): KeyChunks(lo=holding.lo, length=holding.length) for holding in self.holdings}
         chunks = [plain[id(holding)] for holding in self.holdings]
         own = [number for number, head in enumerate(self.heads) if head is None or head.alias_of is None]
-        shared = [] if to_lowest_rank else [number for number in own if len(self.holdings[number].shared)]
+        shared = [
+            number
+            for number in own
+            if not to_lowest_rank and self.keys[number] not in self.lenient and len(self.holdings[number].shared)
+        ]
         if shared:
             for number, of_key in zip(shared, self._shared_out(own, shared, split_bytes), strict=True):
                 chunks[number] = of_key
@@ -232,7 +238,10 @@ class JointPlan:
 
     @cached_property
     def compared(self) -> ByRank:
-        """What every rank has in common with others: its local rows, their keys, and the sets of holders."""
+        """What every rank has in common with others: its local rows, their keys, and the sets of holders.
+
+        A set has two numbers: twice its own, and one more than that for what may differ.
+        """
         return self._by_rank(self._compared_rows)
 
     def _by_rank(self, pick: Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray] | None]) -> ByRank:
@@ -294,15 +303,15 @@ class JointPlan:
         part, boxes = holding.parts[place], holding.box_of[place]
         sets = self.set_of_box(holding)[boxes]
         mine = np.flatnonzero(sets >= 0)
-        return part.rank[mine], part.within[mine], sets[mine]
+        return part.rank[mine], part.within[mine], 2 * sets[mine] + (self.keys[which] in self.lenient)
 
     @cached_property
     def group_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ranks that have anything in common with others, each once for each set of holders, and these sets."""
+        """The ranks that have anything in common with others, each once for each set of holders, and these numbers."""
         compared = self.compared
         owner = np.repeat(np.arange(self.ranks), np.diff(compared.bounds))
-        code = np.unique(owner * len(self.sets) + compared.number) if len(owner) else np.zeros(0, dtype=np.int64)
-        count = max(len(self.sets), 1)
+        count = 2 * max(len(self.sets), 1)
+        code = np.unique(owner * count + compared.number) if len(owner) else np.zeros(0, dtype=np.int64)
         return code // count, code % count
 
     @cached_property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
 from holdfast._plan.holdings import HeldRows, Holding, holding_of
 from holdfast._plan.layout import box_words
 from holdfast._values.digest import name_words
+from holdfast._values.lazy import cached_property
 from holdfast.global_plan import check_same_head, joined_head, untied_head
 from holdfast.joint_plan import JointPlan
 from holdfast.layouts import WHOLE, Members
@@ -47,7 +47,8 @@ class LayoutPlan(JointPlan):
         self._rows: dict[_Kind, HeldRows] = {}
         self._holdings: dict[tuple[_Kind, ...], Holding] = {}
         heads, holdings = self._gather(keys)
-        super().__init__(heads, holdings, len(names), to_lowest_rank=to_lowest_rank, hosts=hosts)
+        lenient = frozenset[str]().union(*(members.layout.lenient for members in classes))
+        super().__init__(heads, holdings, len(names), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
 
     def _gather(self, keys: list[str]) -> tuple[dict[str, TensorHead | None], list[Holding]]:
         """What every key is, and what is held of it."""
@@ -155,4 +156,5 @@ class LayoutPlan(JointPlan):
             length=padded(lengths, fill=1),
             hint=np.zeros(len(owner), dtype=np.int64),
             is_shard=is_shard[owner],
+            lenient=self.lenient.intersection(names),
         )

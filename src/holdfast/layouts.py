@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from holdfast._plan.layout import MemberBoxes, boxes_on_mesh
 from holdfast._state.paths import Path, TupleIndex, TypedKey
 from holdfast._state.pieces import Spread
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
+from holdfast._values.lazy import cached_property
 from holdfast._values.splits import Split
 from holdfast.local_plan import UNKNOWN, LocalLeaves, properties_of
 from holdfast.planner import TensorHead
@@ -56,6 +56,7 @@ class _Text(msgspec.Struct, frozen=True, array_like=True):
     spreads: list[_Rule | _Listed]
     meshes: list[_Mesh]
     steps: list[object]
+    lenient: list[str] = []
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -97,6 +98,11 @@ class Layout:
         """The number of each key's rule; WHOLE where there is none."""
         return self.said.rules
 
+    @cached_property
+    def lenient(self) -> frozenset[str]:
+        """The keys whose contents may differ between ranks."""
+        return frozenset(self.said.lenient)
+
     def boxes(self, rule: int, size: tuple[int, ...], ranks: np.ndarray) -> MemberBoxes:
         """What ``ranks``, which have this layout, hold of a tensor of ``size`` under that rule; by rank.
 
@@ -134,6 +140,7 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     """The keys of all layouts by the ranks that have them, by lowest rank: so what many layouts share is there once."""
     if len(layouts) == 1:
         return [Members(layout=layouts[0], ranks=np.arange(len(layout_of_rank)))]
+    lenient = frozenset[str]().union(*(layout.lenient for layout in layouts))
     owners: dict[tuple[str, _Head | None, int], list[int]] = {}
     spreads: dict[tuple[_Mesh, _Rule | _Listed], int] = {}
     for number, layout in enumerate(layouts):
@@ -149,7 +156,7 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     found = []
     for numbers, atoms in classes.items():
         ranks = np.flatnonzero(np.isin(layout_of_rank, numbers))
-        found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths), ranks=ranks))
+        found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths, lenient), ranks=ranks))
     return sorted(found, key=lambda each: int(each.ranks[0]))
 
 
@@ -162,6 +169,7 @@ def _made_of(
     atoms: list[tuple[str, _Head | None, int]],
     rules: list[tuple[_Mesh, _Rule | _Listed]],
     paths: dict[str, Path] | None,
+    lenient: frozenset[str],
 ) -> Layout:
     """The layout of these keys; the rules that they have are numbered anew."""
     meshes: dict[_Mesh, int] = {}
@@ -181,6 +189,7 @@ def _made_of(
         ],
         meshes=list(meshes),
         steps=_steps(mine, keys),
+        lenient=sorted(lenient.intersection(keys)),
     )
     return Layout(text=_encode(text), paths=mine)
 
@@ -208,6 +217,7 @@ def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout:
         spreads=list(rules),
         meshes=[(mesh.shape, mesh.ranks) for mesh in meshes],
         paths=paths,
+        lenient=local.columns.lenient,
     )
 
 
@@ -219,6 +229,7 @@ def described(
     spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]] | _Listed] = (),
     meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = (),
     paths: dict[str, Path] | None = None,
+    lenient: frozenset[str] = frozenset(),
 ) -> Layout:
     """The layout of these keys: each has a rule, which is WHOLE or the number of a spread (mesh number and splits).
 
@@ -231,6 +242,7 @@ def described(
         spreads=[said if isinstance(said, _Listed) else _Rule(*said) for said in spreads],
         meshes=[_Mesh(shape, ranks) for shape, ranks in meshes],
         steps=_steps(paths, keys),
+        lenient=sorted(lenient.intersection(keys)),
     )
     return Layout(text=_encode(text), paths=paths)
 

@@ -26,12 +26,15 @@ class LocalLeaves:
     """The leaves of one rank's state: ``columns`` to be planned, ``pieces`` of the leaves that are sharded.
 
     ``memory`` has those that are plain tensors.
-    ``replica_check`` says how the contents of what several ranks may hold are compared: "sample", "all" or "off".
+    ``replica_check`` says how the contents of what several ranks may hold are compared: "sample", "all" or "off";
+    ``lenient`` are keys of which they may differ.
     ``spreads`` tells for each key how it is spread: EVERYWHERE where each rank has all of it, over a mesh, or UNKNOWN
     where only the rank itself knows what it holds.
     """
 
-    def __init__(self, leaves: STATE_DICT_TYPE, *, replica_check: str = "off") -> None:
+    def __init__(
+        self, leaves: STATE_DICT_TYPE, *, replica_check: str = "off", lenient: frozenset[str] = frozenset()
+    ) -> None:
         self.pieces: dict[str, Pieces] = {}
         self.memory: dict[str, Memory] = {}
         self.spreads: list[Spread | str] = []
@@ -53,6 +56,7 @@ class LocalLeaves:
             hint=np.zeros(len(self._rows), dtype=np.int64),
             is_shard=np.array(is_shard, dtype=bool),
             fingerprint=self.fingerprints(np.arange(len(self._rows)), replica_check),
+            lenient=lenient,
         )
 
     def fingerprints(self, rows: np.ndarray, replica_check: str) -> np.ndarray:

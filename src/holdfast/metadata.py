@@ -30,6 +30,9 @@ __all__ = [
 
 STATE_DICT_TYPE = dict[str, Any]
 
+Versions = dict[str, dict[str, dict[str, Any]]]
+"""By the key of a state_dict and the name of a module in it: what the module says of itself, if not version 1."""
+
 
 @dataclass(slots=True)
 class ChunkStorageMetadata:
@@ -154,7 +157,9 @@ class Metadata:
 
     ``planner_data`` is the planner's own; that of the default planner maps each key to its path in the state.
     ``user_metadata`` is what the caller gave to be kept beside the state. ``paths`` maps keys to paths whatever a
-    planner put in the place of the default planner's data.
+    planner put in the place of the default planner's data. ``versions`` are those of the modules
+    whose state_dicts were saved. ``differing``, of a save, has the keys whose contents differed between ranks and were
+    allowed to, such as buffers of modules; each with the rank whose contents were kept.
     """
 
     state_dict_metadata: MutableMapping[str, STORAGE_TYPES]
@@ -164,6 +169,8 @@ class Metadata:
     version: str | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
+    differing: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ import abc
 import io
 import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, cached_property
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -27,6 +26,7 @@ from holdfast.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    Versions,
 )
 
 __all__ = [
@@ -122,7 +122,8 @@ class WriteColumns:
     """Write items as columns: ``key`` picks from ``keys`` and ``heads``; ``lo`` and ``length`` are (items, most
     dimensions) and padded with 0 and 1; ``hint`` is MetadataIndex.index, -1 for none; ``fingerprint`` tells contents
     apart, 0 where nobody looked. ``planning`` names the planning by which the coordinator knows these very rows, and
-    ``planned`` has the number that each of them has for it.
+    ``planned`` has the number that each of them has for it. ``lenient`` are keys whose contents may
+    differ between ranks.
     """
 
     keys: list[str]
@@ -135,6 +136,7 @@ class WriteColumns:
     fingerprint: np.ndarray | None = None
     planning: bytes = b""
     planned: np.ndarray | None = None
+    lenient: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.key)
@@ -235,6 +237,11 @@ class ReadColumns:
 
     def __getstate__(self) -> dict[str, Any]:
         return _without_caches(self)
+
+    def take(self, chosen: np.ndarray) -> ReadColumns:
+        """Only these rows; all keys stay."""
+        names = ("key", "hint", "chunk_lo", "target_lo", "dest_lo", "storage_lo", "length")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @cached_property
     def boxes(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -359,6 +366,10 @@ class SavePlanner(abc.ABC):
     def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
         """The data of a row: how storage of this library asks. It makes the item only for planners that look at it."""
         return self.resolve_data(columns.item(row))
+
+    def versions(self) -> Versions:
+        """What a checkpoint keeps of the modules whose state_dicts are saved, where the storage has a place for it."""
+        return {}
 
     def plain_memory(self) -> Mapping[str, Memory]:
         """Keys whose whole tensor is written byte for byte: storage may take it without asking ``resolve_row``."""

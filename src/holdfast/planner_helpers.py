@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ from holdfast._plan.overlap import Overlap, overlap
 from holdfast._state.paths import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
+from holdfast._values.dtypes import DTYPES
 from holdfast._values.limits import MAX_DIMENSIONS
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
 from holdfast.local_plan import LocalLeaves
@@ -31,6 +32,7 @@ from holdfast.metadata import (
 )
 from holdfast.planner import (
     LoadItemType,
+    LoadPlanner,
     ReadColumns,
     ReadItem,
     SavePlan,
@@ -88,6 +90,28 @@ _NOWHERE_IDS = {id(offsets) for offsets in _NOWHERE}
 
 # More rows of one tensor than this are kept as columns, since objects for them would cost more than finding them.
 _FEW_ROWS = 8
+
+
+def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, cast: bool) -> None:
+    """MismatchError with every key of which the stored dtype cannot be loaded into the wanted one."""
+    faults = []
+    for key, both in dtypes.items():
+        was, wanted = (str(dtype).removeprefix("torch.") for dtype in both)
+        if was != wanted and not (cast and all(n in DTYPES and DTYPES[n].is_floating for n in (was, wanted))):
+            faults.append(Difference(key=key, kind="dtype", stored=was, wanted=wanted))
+    if faults:
+        raise MismatchError.of(faults, advice="Fix the target, or pass cast=True to convert between floating types.")
+
+
+def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str, torch.dtype], *, cast: bool) -> None:
+    """The same for all that ``columns`` want, by the tensors of a planner that has compared nothing itself."""
+    rows = {which: row for row, which in reversed(list(enumerate(columns.key.tolist())))}
+    wanted = {
+        columns.keys[which]: (stored[columns.storage_keys[which]], planner.resolve_row(columns, row).dtype)
+        for which, row in sorted(rows.items())
+        if columns.storage_keys[which] in stored
+    }
+    raise_for_dtypes(wanted, cast=cast)
 
 
 class ReadRows:

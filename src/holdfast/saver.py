@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from holdfast._adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
@@ -14,10 +15,11 @@ from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
-from holdfast._state.exposure import expose
+from holdfast._state.exposure import Owners, expose
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.default_planner.plan_messages import Sketch
 from holdfast.default_planner.planning import SavePlanning
+from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, host_name, mesh_rank, participants
 from holdfast.planner import SavePlan, SavePlanner
@@ -28,10 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = ["save"]
 
+logger = logging.getLogger("holdfast")
+
 Part = TypeVar("Part")
 
+ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
+"""How ranks compare what they have in common, or the keys of which they need not have the same."""
 
-@collector_paused()
+
+@collector_paused
 def save(
     state_dict: Mapping[Any, Any],
     checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
@@ -44,7 +51,7 @@ def save(
     overwrite: bool = True,
     allow_pickle: bool = False,
     user_metadata: Mapping[str, Any] | None = None,
-    replica_check: Literal["sample", "all", "off"] = "sample",
+    replica_check: ReplicaCheck = "sample",
     deadline_s: float = DEADLINE_S,
 ) -> Metadata:
     """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
@@ -67,6 +74,8 @@ def save(
         allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
         user_metadata: plain values to keep in the manifest beside the state.
         replica_check: how ranks compare what they should have in common: a sample of each tensor, all of it, or not.
+            Keys, or patterns of them, may differ, and all else is compared by a sample. Buffers of modules always may:
+            the lowest rank's are saved, and ``differing`` of the metadata tells.
         deadline_s: seconds without progress after which a rank that others wait for is given up.
 
     Returns:
@@ -80,16 +89,26 @@ def save(
         StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
             where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
     """
-    ranks = participants(process_group, no_dist=no_dist, deadline_s=deadline_s)
+    ranks = participants(process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=deadline_s)
     with ranks:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
         )
-        ranks.agree("checkpoint path", None if checkpoint_id is None else os.fspath(checkpoint_id))
         if planner is None:
-            planner = DefaultSavePlanner(replica_check=replica_check)
+            planner = planner_for(replica_check)
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
+
+
+def planner_for(replica_check: ReplicaCheck) -> DefaultSavePlanner:
+    """The planner that is used when none is given."""
+    if not isinstance(replica_check, str):
+        return DefaultSavePlanner(may_differ=replica_check)
+    ways: tuple[Literal["sample", "all", "off"], ...] = ("sample", "all", "off")
+    for way in ways:
+        if replica_check == way:
+            return DefaultSavePlanner(replica_check=way)
+    raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {replica_check!r}")
 
 
 def writer_for(
@@ -167,8 +186,10 @@ class Saving:
         self._use_collectives = use_collectives
         host = host_name() if ranks.size > 1 else UNKNOWN_HOST
         self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host)
+        self._owners = Owners()
         self._prepared = 0
         self._prepared_lock = threading.Lock()
+        self._process = os.getpid()
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
@@ -179,8 +200,13 @@ class Saving:
         def set_up() -> None:
             before()
             self._set_up(state)
+            self._check_process()
 
         return self._planning.run(set_up)
+
+    def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """``state`` with the state of the objects in it; what is a buffer is remembered, whoever copies it."""
+        return expose(state, self._owners)
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
         """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank."""
@@ -196,18 +222,34 @@ class Saving:
 
     def check(self) -> None:
         """Raise what another rank has failed with, if one has; any thread."""
+        self._check_process()
         self.ranks.check()
+
+    def _check_process(self) -> None:
+        """Raise in a child that a state_dict() or planner forked and that comes back from it: one saves, not two."""
+        if os.getpid() != self._process:
+            raise CheckpointError(
+                "this process was forked in the middle of a save, which is its parent's; end it there"
+            )
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
-        return self._planning.metadata(self.ranks.share("writing the checkpoint", write, self._publish))
+        self._check_process()
+        told = self.ranks.share("writing the checkpoint", write, self._publish)
+        metadata = self.ranks.alone("describing the checkpoint", lambda: self._planning.metadata(told))
+        if metadata.differing and self.ranks.is_coordinator:
+            names = ", ".join(list(metadata.differing)[:3])
+            logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
+        return metadata
 
     def _set_up(self, state: Mapping[Any, Any]) -> None:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
             planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
-        exposed, meta, leads = expose(state), writer.storage_meta(), ranks.is_coordinator
+        exposed, meta, leads = self.expose(state), writer.storage_meta(), ranks.is_coordinator
+        if isinstance(planner, DefaultSavePlanner):
+            planner.buffers = frozenset(self._owners.buffers)
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
 

@@ -21,6 +21,7 @@ from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.memory import HostMemory, Region
 from holdfast._state.paths import tuple_like
 from holdfast._state.raw import source_of
+from holdfast._values.forks import forget_in_child
 from holdfast.metadata import STATE_DICT_TYPE
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
@@ -76,6 +77,11 @@ class DefaultStager(AsyncStager):
     def __init__(self, config: StagingOptions | None = None) -> None:
         self._config = config or StagingOptions()
         self._memory: HostMemory | None = HostMemory()
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have a thread of one's own, and nothing under way."""
         self._executor = (
             ThreadPoolExecutor(1, thread_name_prefix="holdfast-stage") if self._config.use_async_staging else None
         )

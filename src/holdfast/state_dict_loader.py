@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, MutableMapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast.default_planner import WholeLoadPlanner
@@ -46,8 +45,9 @@ def _load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """Load without a reset: what torch calls its engine, for those who import it."""
-    ranks = partial(participants, process_group, no_dist=no_dist, coordinator_rank=coordinator_rank)
-    load_with(state_dict, storage_reader, WholeLoadPlanner() if planner is None else planner, ranks)
+    ranks = participants(process_group, no_dist=no_dist, call="load_state_dict", coordinator_rank=coordinator_rank)
+    with ranks:
+        load_with(state_dict, lambda: storage_reader, WholeLoadPlanner() if planner is None else planner, ranks)
 
 
 def _load_state_dict_from_keys(
@@ -58,8 +58,7 @@ def _load_state_dict_from_keys(
     process_group: ProcessGroup | None = None,
 ) -> dict[Any, Any]:
     """What is stored at and below ``keys``, or everything, whole on every rank; see ``load(path, keys=...)``."""
-    if storage_reader is None:
-        storage_reader = reader_at(checkpoint_id)
-    elif checkpoint_id is not None:
-        storage_reader.reset(checkpoint_id)
-    return load_without_target(storage_reader, keys, partial(participants, process_group, no_dist=False))
+    with participants(process_group, no_dist=False, call="load_keys", place=checkpoint_id) as ranks:
+        if storage_reader is not None and checkpoint_id is not None:
+            storage_reader.reset(checkpoint_id)
+        return load_without_target(lambda: storage_reader or reader_at(checkpoint_id), keys, ranks)

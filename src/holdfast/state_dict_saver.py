@@ -47,7 +47,7 @@ def _save_state_dict(
     use_collectives: bool = True,
 ) -> Metadata:
     """Save without a reset: what torch calls its engine, for those who import it."""
-    ranks = participants(process_group, no_dist=no_dist, coordinator_rank=coordinator_rank)
+    ranks = participants(process_group, no_dist=no_dist, call="save_state_dict", coordinator_rank=coordinator_rank)
     with ranks:
         planner = DefaultSavePlanner() if planner is None else planner
         return save_with(state_dict, storage_writer, planner, ranks, use_collectives=use_collectives)

@@ -119,6 +119,10 @@ class StorageReader(abc.ABC):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan`` into what ``planner`` gives for it."""
 
+    def same_bytes(self, key: str, other: str) -> bool | None:
+        """Whether two stored tensors are the same, byte for byte; None where it would have to read them to know."""
+        return None
+
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -250,7 +250,7 @@ class _CountingReader(NativeReader):
 
     def close(self) -> None:
         if self._files is not None:
-            self.opened += tuple(os.path.basename(file.path) for file in self._files)
+            self.opened += tuple(os.path.basename(file.path) for file in self._files._open_files())
         super().close()
 
 

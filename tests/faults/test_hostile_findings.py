@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
-from holdfast._filesystem.files import local_path
+from holdfast._filesystem.base import local_path
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torchformat.objects import deserialize_object
 from holdfast.metadata import (

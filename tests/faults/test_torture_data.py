@@ -24,6 +24,7 @@ LEAST = {
     "permissions": 30,
     "memory": 15,
     "clock": 10,
+    "fresh-targets": 50,
 }
 
 

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from torture.crew import Crew
 from torture.part import Options, PartResult
-from torture.parts import crash_states, errno, kill, kill_ranks, power, short
+from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux"),
@@ -62,9 +62,21 @@ def test_short_transfers_and_failed_syncs(crew: Crew, tmp_path: Path) -> None:
     assert counts["sync"] >= 2
 
 
+def test_children_forked_in_the_middle(crew: Crew, tmp_path: Path) -> None:
+    assert sample(forks, crew, tmp_path).injected >= 18
+
+
 def test_power_cuts(crew: Crew, tmp_path: Path) -> None:
     assert sample(power, crew, tmp_path).injected >= 10
 
 
 def test_crash_states(crew: Crew, tmp_path: Path) -> None:
     assert sample(crash_states, crew, tmp_path).injected >= 300
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older interpreters look for signals elsewhere")
+def test_interrupts_everywhere(crew: Crew, tmp_path: Path) -> None:
+    counts = sample(interrupts, crew, tmp_path).counts
+    assert counts["bytecodes"] >= 60
+    assert counts["signals"] >= 5
+    assert counts["ranks"] >= 3

@@ -187,3 +187,34 @@ def test_parameters_and_a_model_on_the_gpu(tmp_path: Path) -> None:
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert torch.equal(other_optimizer.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"foreach": False, "amsgrad": True}])
+def test_a_new_optimizer_on_the_gpu_goes_on(tmp_path: Path, options: dict[str, bool]) -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(72, 5)).cuda()
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.AdamW(model.parameters(), **options)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for seed in range(3):
+            loss = model(random(4, 3, 5, 5, seed=seed)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = made(1)
+    train(model, optimizer)
+    holdfast.save({"model": model, "optimizer": optimizer}, tmp_path / "checkpoint")
+    expected = train(model, optimizer)
+    other, fresh = made(2)
+    holdfast.load({"model": other, "optimizer": fresh}, tmp_path / "checkpoint")
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        for name, value in fresh.state[mine].items():
+            assert value.device == optimizer.state[theirs][name].device, name
+            assert value.stride() == optimizer.state[theirs][name].stride(), name
+    assert train(other, fresh) == expected

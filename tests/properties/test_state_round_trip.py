@@ -139,6 +139,31 @@ def test_a_blank_template_is_filled(state: dict[Any, Any]) -> None:
     )
 
 
+def emptied(data: st.DataObject, value: Any) -> Any:
+    """``value``, a state, without what is in some of its containers, at any depth of its dicts; leaves are blank."""
+    if isinstance(value, (dict, list, tuple)) and not isinstance(value, torch.Size) and data.draw(st.booleans()):
+        return type(value)()
+    if isinstance(value, dict):
+        return {key: emptied(data, entry) for key, entry in value.items()}
+    if not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
+        return blank(value)
+    flat, paths = flatten({"": value})
+    return unflatten({key: blank(leaf) for key, leaf in flat.items()}, paths)[""]
+
+
+@given(states, st.data())
+@settings(max_examples=80)
+def test_empty_containers_are_filled(state: dict[Any, Any], data: st.DataObject) -> None:
+    assume(can_be_saved(state))
+    target = emptied(data, state)
+    with tempfile.TemporaryDirectory() as path:
+        holdfast.save(state, path)
+        report = holdfast.load(target, path)
+    assert described(target) == described(state)
+    assert report.differences == report.unexpected == ()
+    assert set(report.made) <= set(report.loaded)
+
+
 @given(states, st.data())
 @settings(max_examples=40)
 def test_every_part_of_every_tensor_can_be_read(state: dict[Any, Any], data: st.DataObject) -> None:

@@ -64,6 +64,27 @@ def test_a_pending_save_is_abandoned_cleanly_when_that_is_wanted(tmp_path: Path)
     assert list((tmp_path / "checkpoint").iterdir()) == []
 
 
+LATE = """
+import atexit, sys
+import torch
+import holdfast
+
+def save():
+    kind = holdfast.AsyncCheckpointerType(sys.argv[2])
+    holdfast.async_save({"a": torch.arange(3000.0)}, sys.argv[1], async_checkpointer_type=kind)
+
+atexit.register(save)
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_save_that_is_called_when_the_interpreter_ends_is_made(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-c", LATE, str(tmp_path / "checkpoint"), kind]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert torch.equal(holdfast.load(tmp_path / "checkpoint")["a"], torch.arange(3000.0))
+
+
 KILLED = """
 import os, signal, sys
 import torch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -307,6 +309,35 @@ def test_files_that_are_gone_are_never_mistaken_for_the_new_ones(path: str) -> N
     holdfast.save({"w": torch.zeros(1000)}, path)
     with holdfast.open(path) as checkpoint:
         holdfast.save({"w": torch.ones(1000)}, path)
+        with pytest.raises(holdfast.StorageError, match="was replaced by another one since it was opened") as caught:
+            checkpoint["w"][...]
+        assert caught.value.errno == errno.ESTALE
+
+
+@pytest.mark.parametrize("later", ["native", "torch"])
+@pytest.mark.parametrize("first", ["native", "torch"])
+def test_one_that_was_replaced_by_either_format_says_so(path: str, first: str, later: str) -> None:
+    def writer(kind: str) -> holdfast.StorageWriter:
+        return holdfast.NativeWriter(path) if kind == "native" else holdfast.FileSystemWriter(path)
+
+    holdfast.save({"w": torch.zeros(1000)}, storage_writer=writer(first))
+    with holdfast.open(path) as checkpoint:
+        holdfast.save({"w": torch.ones(1000)}, storage_writer=writer(later))
+        with pytest.raises(holdfast.StorageError, match="open it again") as caught:
+            checkpoint["w"][...]
+        assert caught.value.errno == errno.ESTALE
+        with holdfast.open(path) as again:
+            assert again["w"][0] == 1
+
+
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_damage_stays_damage(path: str, kind: str) -> None:
+    writer = holdfast.NativeWriter(path) if kind == "native" else holdfast.FileSystemWriter(path)
+    holdfast.save({"w": torch.zeros(1000)}, storage_writer=writer)
+    with holdfast.open(path) as checkpoint:
+        for name in os.listdir(path):
+            if name.endswith((".distcp", "-0-0.safetensors")):
+                os.unlink(os.path.join(path, name))
         with pytest.raises(holdfast.CorruptError, match="is missing"):
             checkpoint["w"][...]
 

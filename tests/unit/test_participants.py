@@ -25,13 +25,13 @@ def group_of_one() -> Iterator[None]:
 
 
 def test_without_a_process_group_this_process_is_all_there_is() -> None:
-    assert isinstance(participants(None, no_dist=False), SoloRanks)
+    assert isinstance(participants(None, no_dist=False, call="save"), SoloRanks)
 
 
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_a_group_of_one_needs_no_channel(no_dist: bool) -> None:
-    assert isinstance(participants(None, no_dist=no_dist), SoloRanks)
+    assert isinstance(participants(None, no_dist=no_dist, call="save"), SoloRanks)
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -45,9 +45,9 @@ def test_a_group_of_one_saves_and_loads(tmp_path: Path) -> None:
 def test_no_dist_wins_over_a_group_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 8)
-    assert isinstance(participants(None, no_dist=True), SoloRanks)
+    assert isinstance(participants(None, no_dist=True, call="save"), SoloRanks)
 
 
 def test_where_torch_has_no_distributed_this_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    assert isinstance(participants(None, no_dist=False), SoloRanks)
+    assert isinstance(participants(None, no_dist=False, call="save"), SoloRanks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,56 @@ def test_leaves_that_have_no_stored_form_are_named(
     assert "'outer.bad'" in caught.value.message
     assert "\n" not in caught.value.message
     assert_nothing_written()
+
+
+def per_channel() -> torch.Tensor:
+    scales, zero_points = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2])
+    return torch.quantize_per_channel(torch.ones(3, 4), scales, zero_points, 0, torch.qint8)
+
+
+ODD_QUANTIZERS: dict[str, Callable[[], torch.Tensor]] = {
+    "none": lambda: torch.empty(4, dtype=torch.qint8),
+    "infinite scale": lambda: torch._empty_affine_quantized([3], scale=math.inf, zero_point=0, dtype=torch.qint8),
+    "scale nan": lambda: torch._empty_affine_quantized([3], scale=math.nan, zero_point=0, dtype=torch.qint8),
+    "a column": lambda: per_channel()[:, 1],
+    "another shape": lambda: per_channel().view(4, 3),
+    "no dimensions": lambda: per_channel().reshape(12),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("name", sorted(ODD_QUANTIZERS))
+def test_a_quantizer_that_does_not_fit_is_refused_before_a_file_exists(
+    name: str, path: str, assert_nothing_written: Callable[[], None]
+) -> None:
+    with pytest.raises(holdfast.InvalidStateError, match="'q' is quantised but has no quantizer that fits") as caught:
+        holdfast.save({"fine": torch.ones(3), "q": ODD_QUANTIZERS[name]()}, path)
+    assert caught.value.key == "q"
+    assert_nothing_written()
+
+
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("leaf", [torch.ones(1), 5, {}, [torch.ones(1)]], ids=["tensor", "value", "empty", "list"])
+def test_257_steps_are_refused_before_a_file_exists(
+    leaf: Any, path: str, assert_nothing_written: Callable[[], None]
+) -> None:
+    steps = 256 if isinstance(leaf, list) else 257
+    state: Any = leaf
+    for _ in range(steps):
+        state = {"n": state}
+    with pytest.raises(holdfast.InvalidStateError, match="nested deeper than 256"):
+        holdfast.save(state, path)
+    assert_nothing_written()
+
+
+def test_256_steps_are_saved(path: str) -> None:
+    state: Any = torch.ones(1)
+    for _ in range(256):
+        state = {"n": state}
+    holdfast.save(state, path)
+    with holdfast.open(path) as checkpoint:
+        assert checkpoint[".".join("n" * 256)][...].tolist() == [1]
 
 
 COLLISIONS: dict[str, tuple[dict[Any, Any], str]] = {

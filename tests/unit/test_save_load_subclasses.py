@@ -101,6 +101,59 @@ def test_another_context_is_a_mismatch_and_touches_nothing(path: str) -> None:
     assert target["last"] == 0
 
 
+def targets() -> dict[str, Any]:
+    return {
+        "first": torch.zeros(5),
+        "a": scaled(0.0, ("rows", 4)),
+        "same": scaled(0.0),
+        "b": scaled(0.0, ("columns", 2)),
+        "shape": torch.zeros(4),
+        "last": 0,
+    }
+
+
+@pytest.mark.parametrize("storage", ["native", "torch"])
+def test_all_other_contexts_are_told_at_once(path: str, storage: str) -> None:
+    saved = {
+        **{key: scaled(5.0) for key in ("a", "b", "same")},
+        "first": torch.ones(5),
+        "shape": torch.ones(3),
+        "last": 7,
+    }
+    writer = holdfast.NativeWriter(path) if storage == "native" else holdfast.FileSystemWriter(path)
+    holdfast.save(saved, storage_writer=writer)
+    target = targets()
+    with pytest.raises(holdfast.MismatchError, match="context") as caught:
+        holdfast.load(target, path)
+    kinds = {difference.key: difference.kind for difference in caught.value.differences}
+    assert kinds == {"a.__context__": "context", "b.__context__": "context", "shape": "shape"}
+    assert torch.equal(target["first"], torch.zeros(5))
+    assert torch.equal(target["same"].numbers, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("storage", ["native", "torch"])
+def test_without_strict_other_contexts_are_reported_and_left_alone(path: str, storage: str) -> None:
+    saved = {
+        **{key: scaled(5.0) for key in ("a", "b", "same")},
+        "first": torch.ones(5),
+        "shape": torch.ones(3),
+        "last": 7,
+    }
+    writer = holdfast.NativeWriter(path) if storage == "native" else holdfast.FileSystemWriter(path)
+    holdfast.save(saved, storage_writer=writer)
+    target = targets()
+    report = holdfast.load(target, path, strict=False)
+    kinds = {difference.key: difference.kind for difference in report.differences}
+    assert kinds == {"a.__context__": "context", "b.__context__": "context", "shape": "shape"}
+    assert report.unexpected == ()
+    assert set(report.loaded) == {"first", "same.numbers", "same.scale", "same.__context__", "last"}
+    assert torch.equal(target["first"], torch.ones(5))
+    assert torch.equal(target["same"].numbers, torch.full((3, 4), 5.0))
+    assert torch.equal(target["a"].numbers, torch.zeros(3, 4))
+    assert torch.equal(target["b"].scale, torch.ones(3))
+    assert target["last"] == 7
+
+
 def test_other_shapes_of_inner_tensors_are_named(path: str) -> None:
     holdfast.save({"weight": scaled(5.0)}, path)
     target = Scaled(torch.zeros(3, 4), torch.zeros(7), ("rows", 2))

@@ -68,6 +68,9 @@ class ThreadRanks:
     def share(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], Any]) -> Any:
         return self._step(local, lambda parts: [merge(parts)] * len(parts))
 
+    def alone(self, phase: str, local: Callable[[], Any]) -> Any:
+        return local()
+
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         return None
 

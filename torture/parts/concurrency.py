@@ -19,22 +19,32 @@ from torture.samples import get_ready_to_fork
 from torture.saves import Torn, found_version, save, state_of
 
 NAME = "concurrency"
-ROUNDS = 200
-SCENARIOS = ("savers that may overwrite", "savers that may not", "saver against sweep", "reader against replace")
+ROUNDS = {"savers of both formats": 50, "reader against savers of both formats": 50}
+"""Of the others 200 each."""
+
+SCENARIOS = (
+    "savers that may overwrite",
+    "savers that may not",
+    "saver against sweep",
+    "reader against replace",
+    "savers of both formats",
+    "reader against savers of both formats",
+)
+_NATIVE, _TORCHS = "replacing", "torch's format, replacing"
 
 
 def run(options: Options) -> PartResult:
     """Rounds of each scenario, each with processes of its own that start together."""
     get_ready_to_fork()
     chosen = random.Random(options.seed)
-    rounds = 2 if options.quick else ROUNDS
+    rounds = {scenario: 2 if options.quick else ROUNDS.get(scenario, 200) for scenario in SCENARIOS}
     violations: list[str] = []
     counts: dict[str, int] = {}
     holdfast.save(state_of(1), options.folder / "warm")
     found_version(options.folder / "warm")
     done = 0
     for scenario in SCENARIOS:
-        for number in range(rounds):
+        for number in range(rounds[scenario]):
             # Every other round on a disk: syncs take time there, and windows are wider.
             path = (options.disk if number % 2 else options.folder) / f"{SCENARIOS.index(scenario)}-{number}"
             processes = chosen.randrange(2, 9)
@@ -42,12 +52,14 @@ def run(options: Options) -> PartResult:
             violations += [f"{scenario}, round {number}, {processes} processes: {problem}" for problem in told]
             shutil.rmtree(path, ignore_errors=True)
             done += 1
-            options.progress(done, rounds * len(SCENARIOS))
+            options.progress(done, sum(rounds.values()))
     return PartResult(
-        fault="concurrent savers to one name, saver against sweep, reader against replace; 2 to 8 processes",
-        must_hold="never mixed, one winner with overwrite off, readers always whole, no live writer swept",
+        fault="concurrent savers to one name, also of two formats; saver against sweep, reader against replace; "
+        "2 to 8 processes",
+        must_hold="never mixed, one winner with overwrite off, readers always whole, no live writer swept, nothing of "
+        "what was replaced left",
         injected=done,
-        required=ROUNDS * len(SCENARIOS),
+        required=sum(rounds.values()),
         violations=violations,
         counts=counts,
     )
@@ -56,12 +68,15 @@ def run(options: Options) -> PartResult:
 def _round(scenario: str, path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
     path.mkdir(parents=True)
     if scenario == "savers that may overwrite":
-        return _overwriting(path / "checkpoint", processes, seed, counts)
+        return _overwriting(path / "checkpoint", processes, seed, counts, modes=(_NATIVE,))
+    if scenario == "savers of both formats":
+        return _overwriting(path / "checkpoint", processes, seed, counts, modes=(_NATIVE, _TORCHS))
     if scenario == "savers that may not":
         return _one_winner(path / "checkpoint", processes, seed, counts)
     if scenario == "saver against sweep":
         return _swept(path, processes, seed, counts)
-    return _read(path / "checkpoint", processes, seed, counts)
+    modes = (_NATIVE, _TORCHS) if "both" in scenario else (_NATIVE,)
+    return _read(path / "checkpoint", processes, seed, counts, modes=modes)
 
 
 def _together(functions: list[Any]) -> list[Any]:
@@ -77,14 +92,14 @@ def _together(functions: list[Any]) -> list[Any]:
     return [end.told if end.told is not None else [f"a process ended with {end}"] for end in ends]
 
 
-def _saver(path: Path, versions: list[int], mode: str, seed: int) -> Any:
+def _saver(path: Path, versions: list[int], mode: str | tuple[str, ...], seed: int) -> Any:
     def function() -> list[str]:
         chosen = random.Random(seed)
         outcome: list[str] = []
         for version in versions:
             time.sleep(chosen.random() * 0.004)
             try:
-                save(path, mode, version=version)
+                save(path, mode if isinstance(mode, str) else chosen.choice(mode), version=version)
                 outcome.append(f"saved {version}")
             except holdfast.CheckpointError as error:
                 outcome.append(f"{type(error).__name__}: {error}")
@@ -101,24 +116,26 @@ def _visible(path: Path, allowed: set[int | None]) -> list[str]:
     return [] if version in allowed else [f"version {version} is there, of {sorted(allowed, key=str)}"]
 
 
-def _overwriting(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+def _overwriting(path: Path, processes: int, seed: int, counts: dict[str, int], *, modes: tuple[str, ...]) -> list[str]:
     save(path, "fresh", version=1)
     versions = [[100 * saver + step for step in range(1, 3)] for saver in range(1, processes + 1)]
-    told = _together([_saver(path, own, "replacing", seed + number) for number, own in enumerate(versions)])
+    told = _together([_saver(path, own, modes, seed + number) for number, own in enumerate(versions)])
     problems = [line for lines in told for line in lines if not line.startswith("saved")]
+    # A manifest, an index and a data file; or torch's metadata, and a data file for each of two threads.
+    if len(os.listdir(path)) != 3:
+        problems.append(f"of what was replaced there is left {sorted(os.listdir(path))}")
     # The last of some saver's is there: whatever it was that came last.
     problems += _visible(path, {own[-1] for own in versions})
     _count(counts, "saves over each other", sum(map(len, versions)))
     leftovers = sweep(path, delete=True)
     problems += [f"the sweep: {problem}" for problem in leftovers.problems]
     problems += [f"{left.verdict}: {left.reason}" for left in leftovers.leftovers if left.verdict != "dead"]
-    if len(os.listdir(path)) != 3:
-        problems.append(f"after a sweep there are {sorted(os.listdir(path))}")
     return problems + _visible(path, {own[-1] for own in versions})
 
 
 def _one_winner(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
-    told = _together([_saver(path, [saver], "fresh", seed + saver) for saver in range(1, processes + 1)])
+    modes = ("fresh", "torch's format, fresh")
+    told = _together([_saver(path, [saver], modes, seed + saver) for saver in range(1, processes + 1)])
     lines = [line for lines in told for line in lines]
     winners = [int(line.split()[1]) for line in lines if line.startswith("saved")]
     losers = [line for line in lines if line.startswith("AlreadyPublishedError")]
@@ -167,7 +184,7 @@ def _swept(path: Path, processes: int, seed: int, counts: dict[str, int]) -> lis
     return problems
 
 
-def _read(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+def _read(path: Path, processes: int, seed: int, counts: dict[str, int], *, modes: tuple[str, ...]) -> list[str]:
     save(path, "fresh", version=1)
     last = 8
 
@@ -186,7 +203,7 @@ def _read(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list
             seen.append(version)
         return [*problems, f"seen {len(seen)}"]
 
-    functions = [_saver(path, list(range(2, last + 1)), "replacing", seed), *[reader] * (processes - 1)]
+    functions = [_saver(path, list(range(2, last + 1)), modes, seed), *[reader] * (processes - 1)]
     told = _together(functions)
     lines = [line for lines in told for line in lines]
     _count(counts, "loads beside saves", sum(int(line.split()[1]) for line in lines if line.startswith("seen")))

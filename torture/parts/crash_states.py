@@ -28,7 +28,7 @@ def run(options: Options) -> PartResult:
     shapes = _SHAPES[:1] if options.quick else _SHAPES
     plain: list[Case] = [
         {"folder": str(options.folder), "mode": mode, "shape": shape}
-        for mode in (*saves.MODES, *saves.ASYNC_MODES)
+        for mode in (*saves.MODES, *saves.ASYNC_MODES, *saves.ACROSS_MODES)
         for shape in shapes
     ]
     choices, most = (60, 60) if options.quick else (_CHOICES, _STATES)
@@ -61,7 +61,7 @@ def record_save(*, folder: str, mode: str, shape: str) -> Case:
     place = _place(folder, mode, shape)
     path = place / "root" / _CHECKPOINT
     if saves.BEFORE[mode] is not None:
-        saves.save(path, "fresh", shape, version=1)
+        saves.save(path, saves.first_mode(mode), shape, version=1)
     else:
         (place / "root").mkdir(parents=True)
     shutil.copytree(place / "root", place / "before")

@@ -34,7 +34,7 @@ def run(options: Options) -> PartResult:
     shapes = SHAPES[:1] if options.quick else SHAPES
     plain: list[Case] = [
         {"folder": folder, "mode": mode, "shape": shape, "library": "holdfast"}
-        for mode in (*saves.MODES, *saves.ASYNC_MODES, *saves.PROCESS_MODES, *saves.TORCH_FORMAT_MODES)
+        for mode in saves.BEFORE
         for shape in shapes
     ]
     plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in ("fresh", "replacing")]
@@ -63,7 +63,7 @@ def run(options: Options) -> PartResult:
             violations.append(f"{case['library']}, {place}: {problem}")
     return PartResult(
         fault="kill -9 at every file-changing call of a save or async_save, of its writer process, "
-        "and of a save in torch's format, 1 rank",
+        "of a save in torch's format, and of one format over the other, 1 rank",
         must_hold="nothing torn visible, the previous checkpoint not lost, the next save succeeds",
         injected=points["holdfast"],
         required=400,

@@ -22,7 +22,7 @@ from torture.part import Options, PartResult
 from torture.shim import Action, Fault, armed, counts
 
 NAME = "kill-ranks"
-_PATIENCE = Patience(beat_s=0.2, silence_s=1.5, progress_s=20.0, farewell_s=0.5)
+_PATIENCE = Patience(beat_s=0.2, progress_s=20.0, farewell_s=0.5)
 _WORKERS = 6  # cases mostly wait
 _SPARE = 3  # who makes the directory is decided by a race, and whoever does makes that many calls more
 

@@ -38,13 +38,13 @@ def run(options: Options) -> PartResult:
     systems = [system for system in IMAGE_BYTES if shutil.which(f"mkfs.{system}")]
     notes = [f"{system}: skipped, there is no mkfs.{system}" for system in IMAGE_BYTES if system not in systems]
     shapes = _SHAPES[:1] if options.quick else _SHAPES
-    modes = ("fresh", "replacing", *saves.TORCH_FORMAT_MODES[:2])
+    modes = ("fresh", "replacing", *saves.TORCH_FORMAT_MODES[:2], *saves.ACROSS_MODES)
     plain: list[Case] = [
         {"folder": str(options.folder), "system": system, "mode": mode, "shape": shape, "library": library}
         for system in systems
         for mode in modes
         for shape, library in [*((shape, "holdfast") for shape in shapes), ("small", "torch")]
-        if library == "holdfast" or mode not in saves.TORCH_FORMAT_MODES
+        if library == "holdfast" or mode in saves.MODES
     ]
     cases = [
         {**case, "number": number, "action": int(action)}
@@ -84,7 +84,8 @@ def _result(
     skipped: str | None = None,
 ) -> PartResult:
     return PartResult(
-        fault="power cut at every file-changing call of a save, native and in torch's format, ext4 and xfs",
+        fault="power cut at every file-changing call of a save, native, in torch's format, and of one over the other, "
+        "ext4 and xfs",
         must_hold="nothing torn visible, nothing acknowledged lost, the next save succeeds",
         injected=injected,
         required=200,

@@ -1,11 +1,12 @@
-"""A rank raises, is killed, is stopped, hangs or is slow, in each phase of a save, of an async_save and of a load.
+"""A rank fails in any way, is slow or is busy, in each phase of a save, of an async_save and of a load; or misses it.
 
-The ranks are real processes. The limits are the library's own (a beat each second, ten of them missed is death), but
-for the deadline without progress, which is short enough to be waited for.
+The ranks are real processes. The limits are the library's own but for the deadline without progress, which is short
+enough to be waited for.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import itertools
 import os
@@ -36,20 +37,33 @@ _PLANNING = ("set_up_planner", "create_local_plan", "create_global_plan", "finis
 PHASES = {
     "save": (*_PLANNING, "write", "finish"),
     "async_save": (*_PLANNING, "stage", "write", "finish"),
-    "load": ("read_metadata", *_PLANNING, "read"),
+    "load": ("read_metadata", *_PLANNING, "read", "hand_back"),
 }
 COORDINATOR_ONLY = ("create_global_plan", "finish")
 PIECEWISE = ("resolve", "stage", "write", "read")
 """The phases that have many pieces: the trouble is in the middle, and one can be slow in them and still progress."""
-FAULTS = ("raise", "kill", "stop", "hang", "slow")
-_PHASE_WORDS = ("plan", "laying out", "staging", "writing", "reading", "comparing")
-_LIMIT_S = {"raise": 2.0, "kill": 15.0, "stop": 15.0, "hang": DEADLINE_S + 5.0}
+FAULTS = ("raise", "interrupt", "kill", "stop", "hang", "slow", "lock")
+WAITED_FOR = ("slow", "lock")
+_PHASE_WORDS = (
+    "plan",
+    "laying out",
+    "staging",
+    "writing",
+    "reading",
+    "comparing",
+    "opening",
+    "meeting",
+    "handing back",
+)
+_LIMIT_S = {"raise": 2.0, "interrupt": 2.0, "kill": 2.0, "stop": DEADLINE_S + 5.0, "hang": DEADLINE_S + 5.0}
+_LOCK_S = 11  # more than any silence that was ever taken for death
 _ITEMS = 5
 _ELEMENTS = (17 << 20) // 4  # more than one slab each, so that a slow rank shows progress after every one
 _PAUSE_S = 1.6
 _SLOW_PIECES = 5
 _HANG_S = DEADLINE_S + 6.0
-_PATIENCE = Patience(progress_s=DEADLINE_S)
+_PATIENCE = {"lock": Patience(progress_s=6.0 * DEADLINE_S)}
+_USUAL_PATIENCE = Patience(progress_s=DEADLINE_S)
 _WORKERS = 6  # cases mostly wait
 
 
@@ -67,10 +81,10 @@ def run(options: Options) -> PartResult:
         if case["fault"] in slowest:
             slowest[case["fault"]] = max(slowest[case["fault"]], outcome.get("seconds", 0.0))
     return PartResult(
-        fault="a rank raises, is killed, stopped, hangs or is slow, in each phase of save, async_save and load, "
-        "2 and 4 ranks",
-        must_hold="every survivor gets the same error naming rank and phase in time, a slow rank is waited for, "
-        "nothing is published with missing data, the next save works",
+        fault="a rank raises, is interrupted, killed, stopped, hangs, is slow or holds the interpreter's lock for "
+        f"{_LOCK_S} s, in each phase of save, async_save and load, or misses the call, 2 and 4 ranks",
+        must_hold="every survivor gets the same error naming rank and phase in time, one that is slow or busy is "
+        "waited for, nothing is published with missing data, the next save works",
         injected=len(cases),
         counts=dict(Counter(case["operation"] for case in cases)),
         required=100,
@@ -81,13 +95,18 @@ def run(options: Options) -> PartResult:
 
 def all_cases() -> list[Case]:
     """Every phase of every operation, on the coordinator and elsewhere, with every fault."""
-    return [
+    in_phases = [
         {"operation": operation, "world": world, "rank": rank, "fault": fault, "phase": phase}
         for operation, phases in PHASES.items()
         for world, phase, fault in itertools.product((2, 4), phases, FAULTS)
         for rank in ((0,) if phase in COORDINATOR_ONLY else (0, world - 1))
-        if fault != "slow" or phase in PIECEWISE
+        if (fault not in WAITED_FOR or phase in PIECEWISE) and (fault not in ("interrupt", "lock") or world == 2)
     ]
+    missed = [
+        {"operation": operation, "world": world, "rank": rank, "fault": "miss", "phase": "call"}
+        for operation, (world, rank) in itertools.product(PHASES, ((2, 1), (4, 0), (4, 3)))
+    ]
+    return in_phases + missed
 
 
 def suffer(*, folder: str, operation: str, world: int, rank: int, fault: str, phase: str) -> Case:
@@ -122,7 +141,12 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
     if any(end.hung or end.told is None for end in survivors.values()):
         return 0.0, [f"a rank did not end properly: {survivors}"]
     problems = [f"the next save failed on rank {each}: {said['next']}" for each, said in told.items() if said["next"]]
-    if fault == "slow":
+    if fault == "miss":
+        others = {
+            (said["error"], f"rank {rank} says " in str(said["message"])) for each, said in told.items() if each != rank
+        }
+        return 0.0, problems + ([] if others == {("RankDisagreementError", True)} else [f"it was not named: {told}"])
+    if fault in WAITED_FOR:
         return 0.0, problems + [
             f"rank {each} was not waited for: {said}" for each, said in told.items() if said["error"]
         ]
@@ -130,18 +154,22 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
         return 0.0, [*problems, f"the fault did not strike: {told}"]
     struck = float((home / "struck").read_text())
     seconds = max(said["at"] for each, said in told.items() if each != rank or fault == "raise") - struck
+    if fault == "interrupt":
+        own = told.pop(rank)
+        problems += [] if own["error"] == "KeyboardInterrupt" else [f"the interrupt was swallowed: {own}"]
     if seconds > _LIMIT_S[fault]:
         problems.append(f"known after {seconds:.1f} s, {_LIMIT_S[fault]:.1f} s are allowed")
     errors = {(said["error"], said["message"]) for said in told.values()}
-    if len(errors) != 1:
+    # Survivors of the coordinator speak for themselves, each of the phase that it is in.
+    if len(errors) != 1 and (fault in ("raise", "interrupt") or rank != 0):
         return seconds, [*problems, f"the ranks say different things: {sorted(map(str, errors))}"]
-    ((error, message),) = errors
-    if error != ("CheckpointError" if fault == "raise" else "RankLostError"):
-        problems.append(f"the error is {error}: {message}")
-    if f"rank {rank}" not in (message or ""):
-        problems.append(f"the rank is not named: {message}")
-    if not any(name in (message or "") for name in _PHASE_WORDS):
-        problems.append(f"the phase is not named: {message}")
+    for error, message in errors:
+        if error != ("CheckpointError" if fault in ("raise", "interrupt") else "RankLostError"):
+            problems.append(f"the error is {error}: {message}")
+        if f"rank {rank}" not in (message or ""):
+            problems.append(f"the rank is not named: {message}")
+        if not any(name in (message or "") for name in _PHASE_WORDS):
+            problems.append(f"the phase is not named: {message}")
     return seconds, problems
 
 
@@ -153,7 +181,7 @@ def _names_file(end: End) -> bool:
 def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> list[str]:
     """What is wrong with what is published now."""
     expected = 1 if operation == "load" else None
-    if fault in ("raise", "hang", "slow"):
+    if fault not in ("kill", "stop"):
         expected = 3  # by the next save of the same ranks
     try:
         state = holdfast.load(path)
@@ -164,12 +192,12 @@ def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> lis
         return [f"version {version} is published instead of {expected}"]
     found, wanted = state or {}, {} if version is None else _state(version, ranks)
     torn = found.keys() ^ wanted.keys()
-    torn |= {key for key in wanted.keys() - torn - {"step"} if not torch.equal(found[key], wanted[key])}
+    torn |= {key for key in wanted.keys() - torn - {"step", "held"} if not torch.equal(found[key], wanted[key])}
     return [f"torn: {sorted(torn)}"] if torn else []
 
 
 def _state(version: int, ranks: range) -> dict[str, Any]:
-    state: dict[str, Any] = {"step": version}
+    state: dict[str, Any] = {"step": version, "held": {"version": version}}
     for rank in ranks:
         state.update({f"rank {rank}.{n}": torch.full((_ELEMENTS,), float(version)) for n in range(_ITEMS)})
     return state
@@ -177,23 +205,26 @@ def _state(version: int, ranks: range) -> dict[str, Any]:
 
 def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: str) -> Any:
     """What a rank does and tells: the operation, and a save after it."""
-    meet(home / "address", rank=rank, world=world, patience=_PATIENCE)
+    meet(home / "address", rank=rank, world=world, patience=_PATIENCE.get(fault_of(home), _USUAL_PATIENCE))
     trouble = _Trouble(home / "struck", fault, phase)
     trouble.come_by()
     path = home / "checkpoint"
     state = _state(2, range(rank, rank + 1))
     said: dict[str, Any] = {"error": None, "message": None, "next": None}
     try:
-        if operation == "save":
+        if fault == "miss":
+            pass
+        elif operation == "save":
             holdfast.save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble))
         elif operation == "async_save":
             async_save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble)).result()
         else:
+            state["held"] = _Holder(trouble)
             holdfast.load(state, storage_reader=_Reader(path, trouble), planner=_LoadPlanner(trouble))
-    except holdfast.CheckpointError as error:
+    except (holdfast.CheckpointError, KeyboardInterrupt) as error:
         said.update(error=type(error).__name__, message=str(error))
     said["at"] = time.monotonic()
-    if fault_of(home) in ("raise", "hang", "slow"):
+    if fault_of(home) not in ("kill", "stop"):
         if fault_of(home) == "hang":  # one that hangs on cannot take part in the next save
             time.sleep(max(0.0, float((home / "struck").read_text()) + _HANG_S + 0.5 - time.monotonic()))
         try:
@@ -256,6 +287,11 @@ class _Trouble:
             self._note()
             if self._fault == "raise":
                 raise ZeroDivisionError("odd")
+            if self._fault == "interrupt":
+                raise KeyboardInterrupt
+            if self._fault == "lock":
+                ctypes.PyDLL(None).sleep(_LOCK_S)  # which does not let go of it, as an extension may not
+                return
             if self._fault == "hang":
                 time.sleep(_HANG_S)
             else:
@@ -266,6 +302,19 @@ class _Trouble:
         draft = self._place.with_suffix(".draft2")
         draft.write_text(str(time.monotonic()))
         draft.rename(self._place)
+
+
+class _Holder:
+    """A Stateful object that has the trouble when it gets its state back."""
+
+    def __init__(self, trouble: _Trouble) -> None:
+        self._trouble = trouble
+
+    def state_dict(self) -> dict[str, int]:
+        return {"version": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._trouble.visit("hand_back")
 
 
 class _SavePlanner(holdfast.DefaultSavePlanner):

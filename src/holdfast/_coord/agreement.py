@@ -31,6 +31,17 @@ def agreed(name: str, said: Mapping[int, str]) -> None:
     raise error
 
 
+def different_calls(keys: Mapping[int, str]) -> RankDisagreementError:
+    """The error of ranks that are at different calls; a key is a function and a path."""
+    is_path = len({key.partition(" ")[0] for key in keys.values()}) == 1
+    said = {rank: keys[rank].partition(" ")[2] if is_path else keys[rank] for rank in sorted(keys)}
+    try:
+        agreed("checkpoint path" if is_path else "call", said)
+    except RankDisagreementError as error:
+        return error
+    raise ValueError(f"the same call: {keys}")
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     """``rank 3 says``, ``ranks 0-2 and 5 say``: runs are shortened."""
     runs: list[list[int]] = []

@@ -1,235 +1,286 @@
-"""The connection between the ranks of one group: an inbox for each, on a TCPStore of our own.
+"""The connection between the ranks of one group and one coordinator: a star of plain TCP connections.
 
-Invariant: what is pushed into an inbox is popped once and kept nowhere else, so the store's memory is bounded by what
-is under way; messages of an operation that is over are dropped, those of one that is still to come are kept for it.
-
-A TCPStore client blocks without end when its server is stopped, so only threads that may be left behind touch one: the
-receiver here, and each operation's courier. The receiver lives while an operation is open. The process group of the
-training job is never used.
+Every rank names its own calls and joins the coordinator with them; the coordinator answers under that name. So no
+operation has a number on which all would have to agree, and messages of one that is over are known to nobody and
+dropped. The process group of the training job is never used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import queue
+import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed
+from holdfast._coord.connections import Bell, Connections
+from holdfast._coord.lobby import Join, Lobby, losers
+from holdfast._coord.wire import Kind, Message, cut
+from holdfast._values.deadline import Clock, Deadline
 
-from holdfast._coord.wire import Assembler, Kind, Message
+if TYPE_CHECKING:
+    from holdfast._coord.channel_ranks import ChannelRanks
 
-_JOIN_S = 1.0
-
-
-def reason_of(error: Exception) -> str:
-    """Why a connection broke, on one line."""
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-class Client(Protocol):
-    """A connection to the store, for one thread at a time. A pop waits for as long as it takes."""
-
-    def queue_push(self, key: str, value: bytes) -> None:
-        """Put ``value`` at the end of a queue; does not wait for an answer."""
-        ...
-
-    def queue_pop(self, key: str) -> bytes:
-        """The first value of a queue, which is then gone from it."""
-        ...
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """The value of ``key``, after it was set to the desired one if it was the expected one, or "" and missing."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """The number at ``key``, after ``amount`` was added to it."""
-        ...
+_SETTLE_S = 0.25  # calls of other threads may be under way
+_GRACE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """One open operation: where its messages go, and who is told when the connection breaks."""
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    """How long a call of the coordinator waits for ranks that are at other calls.
 
-    deliver: Callable[[Message], None]
-    broken: Callable[[str], None]
+    Once some of these were refused for it there is a ``verdict``: what it fails with itself if they do not come.
+    """
 
-
-class Mailbox:
-    """Sorts messages by operation, whatever order operations open and close in."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-        self._open: dict[int, Listener | None] = {}
-        self._kept: dict[int, list[Message]] = {}
-        self._assembler = Assembler()
-
-    def number(self) -> int:
-        """The number of a new operation."""
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-            self._open[number] = None
-            return number
-
-    def open(self, number: int, listener: Listener) -> None:
-        """Let ``listener`` have the messages of an operation, those that came early first."""
-        with self._lock:
-            self._open[number] = listener
-            for message in self._kept.pop(number, []):
-                listener.deliver(message)
-
-    def close(self, number: int) -> bool:
-        """End an operation; True when no other is listening."""
-        with self._lock:
-            self._open.pop(number, None)
-            self._kept.pop(number, None)
-            self._assembler.forget(number)
-            return not any(self._open.values())
-
-    @property
-    def listeners(self) -> list[Listener]:
-        """Those of the operations that are open now."""
-        with self._lock:
-            return [listener for listener in self._open.values() if listener is not None]
-
-    def take(self, data: bytes) -> None:
-        """Put a piece, and the message that it completes, where they belong."""
-        with self._lock:
-            message = self._assembler.add(data)
-            if message is None or message.kind is Kind.STOP:
-                return
-            number = message.operation
-            listener = self._open.get(number)
-            if listener is not None:
-                listener.deliver(message)
-            elif number in self._open or number >= self._next:
-                self._kept.setdefault(number, []).append(message)
+    settling: Deadline
+    grace: Deadline
+    verdict: bytes = b""
 
 
 class Channel:
     """One rank's end of the connection between the ranks of a group.
 
-    ``rank`` counts within the group, ``names`` are the ranks' numbers in the whole job, ``carrier`` is the rank whose
-    process runs the store. When ``clients`` are used up or broken, ``dial`` makes new ones, after a look whether anyone
-    listens if its argument is True; it blocks while the carrier is stopped, and raises OSError or RuntimeError when it
-    is gone. ``dial_witness`` connects to a second store, at the last rank, and raises in the same way.
-    ``kept`` is what this rank keeps from one operation to the next, by the rank that coordinates.
+    ``rank`` and ``coordinator`` count within the group, ``names`` are the ranks' numbers in the whole job. The
+    coordinator has a ``listener`` and the ``token`` that others must know. They have ``dial``, which connects to it
+    within so many seconds or raises RankLostError. ``when_met`` is called once all have connected. ``kept`` is what
+    this rank keeps from one operation to the next, ``gone`` has the ranks whose connections ended.
     """
-
-    carrier = 0
 
     def __init__(
         self,
         *,
         rank: int,
         names: Sequence[int],
-        dial: Callable[[bool], Client],
-        dial_witness: Callable[[], Client] | None = None,
-        clients: Sequence[Client] = (),
-        servers: Sequence[object] = (),
+        coordinator: int = 0,
+        listener: socket.socket | None = None,
+        token: bytes = b"",
+        dial: Callable[[float], socket.socket] | None = None,
+        when_met: Callable[[], None] | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.rank = rank
         self.names = tuple(names)
+        self.coordinator = coordinator
+        self.is_coordinator = rank == coordinator
+        self.lock = threading.RLock()
+        self.gone: set[int] = set()
+        self.kept: dict[object, Any] = {}
         self._dial = dial
-        self._dial_witness = dial_witness
-        self._servers = servers  # the stores of this rank live as long as the channel
-        self._lock = threading.Lock()
-        self._mailbox = Mailbox()
-        self._receiver: _Receiver | None = None
-        self._ended: _Receiver | None = None
-        self._idle = list(clients)
-        self._is_suspect = False
-        self.kept: dict[int, dict[object, Any]] = {}
+        self._dialing = threading.Lock()
+        self._when_met = when_met
+        self._met: set[int] = set()
+        self.clock = clock
+        self._operations: list[ChannelRanks] = []
+        self._sessions: dict[tuple[int, int], ChannelRanks] = {}
+        self._waits: dict[int, _Wait] = {}
+        self._lobby = Lobby()
+        self._calls = itertools.count()
+        self._serials = itertools.count()
+        self._connections = Connections(self, listener=listener, token=token, size=len(self.names))
+        weakref.finalize(self, self._connections.close)
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
         return len(self.names)
 
-    def number_operation(self) -> int:
-        """The number of a new operation, the same on every rank as long as all of them make the same calls."""
-        return self._mailbox.number()
+    def number(self) -> int:
+        """What this rank calls its next call."""
+        return next(self._calls)
 
-    def open(self, number: int, listener: Listener) -> None:
-        """Let ``listener`` have the messages of operation ``number``, from other threads, until it is closed."""
-        self._mailbox.open(number, listener)
-        with self._lock:
-            if self._receiver is None or not self._receiver.thread.is_alive():
-                self._receiver = _Receiver(self, self._mailbox)
+    def enter(self, operation: ChannelRanks) -> None:
+        """Begin a call of this rank, which then gets its messages; RankLostError where the coordinator is gone."""
+        if not self.is_coordinator:
+            self._reach_coordinator(operation.deadline_s)
+        with self.lock:
+            self._operations.append(operation)
+            if not self.is_coordinator:
+                self._sessions[self.rank, operation.call] = operation
+                self.post(operation, self.coordinator, Kind.JOIN, phase=operation.key)
+            for rank in range(self.size):  # nobody waits but at the coordinator
+                join = self._lobby.take(rank, operation.key, operation.call)
+                if join is not None:
+                    self._pair(operation, join)
 
-    def close(self, number: int) -> None:
-        """End operation ``number``; with the last one the receiver ends, at the next message into this rank's inbox."""
-        with self._lock:
-            if self._mailbox.close(number) and self._receiver is not None:
-                self._receiver.stopping = True
-                self._ended, self._receiver = self._receiver, None
+    def leave(self, operation: ChannelRanks, farewell_s: float) -> None:
+        """End a call of this rank; when this returns, what it had to say is on its way, or the time is up."""
+        partners: list[int] = []
+        with self.lock:
+            if operation in self._operations:
+                self._operations.remove(operation)
+                self._waits.pop(operation.call, None)
+                self._sessions = {name: each for name, each in self._sessions.items() if each is not operation}
+                partners = list(operation.guests) if self.is_coordinator else [self.coordinator]
+                for rank in partners:
+                    self.post(operation, rank, Kind.LEFT)
+            if self.is_coordinator and operation.verdict is not None:
+                for rank in self._missing(operation):
+                    self._lobby.remember(rank, operation.ended(rank))
+        self.see_sent(partners, farewell_s)
+        if self._when_met is not None and len(self._met) == self.size - 1:
+            self._when_met()
+            self._when_met = None
 
-    def join(self) -> None:
-        """Wait for a receiver that was told to end; where the carrier does not answer, it is left behind."""
-        with self._lock:
-            ended, self._ended = self._ended, None
-        if ended is not None:
-            ended.thread.join(_JOIN_S)
+    def post(
+        self,
+        operation: ChannelRanks,
+        rank: int,
+        kind: Kind,
+        *,
+        step: int = 0,
+        phase: str = "",
+        payload: bytes = b"",
+        is_urgent: bool = False,
+    ) -> None:
+        """Have a message sent to a rank that has come; pieces count as progress, but for signs of life."""
+        guest, call = (rank, operation.guests[rank]) if self.is_coordinator else (self.rank, operation.call)
+        serial = next(self._serials)
+        message = Message(guest=guest, call=call, serial=serial, kind=kind, step=step, phase=phase, payload=payload)
+        pieces = cut(message) if kind is Kind.BEAT else _counted(cut(message), operation)
+        self._connections.post(rank, pieces, is_urgent=is_urgent)
 
-    def take_client(self) -> Client:
-        """A connection for the calling thread alone."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        client = self._dial(self._is_suspect)
-        self._is_suspect = False
-        return client
+    def see_sent(self, ranks: Collection[int], limit_s: float) -> None:
+        """Return when all that was posted to ``ranks`` so far is on its way, or the time is up."""
+        bell = Bell()
+        for rank in ranks:
+            self._connections.post(rank, bell)
+        deadline = Deadline(limit_s, self.clock)
+        with contextlib.suppress(queue.Empty):
+            for _ in ranks:
+                bell.get(timeout=deadline.remaining_s)
 
-    def visit(self, rank: int) -> Client:
-        """A connection to the store that ``rank`` runs, the carrier or the last one; blocks while that is stopped.
+    def deliver(self, message: Message) -> None:
+        """Take a message, on the thread of the connections."""
+        guest, call = message.guest, message.call
+        with self.lock:
+            operation = self._sessions.get((guest, call))
+            if operation is not None:
+                operation.deliver(guest if self.is_coordinator else self.coordinator, message)
+            elif message.kind is Kind.JOIN:
+                self._take_join(Join(rank=guest, call=call, key=message.phase))
+            elif self.is_coordinator:
+                self._lobby.hear(message)
+                self._pair_failed(guest)
 
-        OSError or RuntimeError where it is gone.
-        """
-        if rank == self.carrier:
-            return self._dial(True)
-        if self._dial_witness is None:
-            raise ConnectionError(f"rank {self.names[rank]} runs no store")
-        return self._dial_witness()
+    def connected(self, rank: int) -> None:
+        """Take it that ``rank`` is there, perhaps again."""
+        with self.lock:
+            self.gone.discard(rank)
+            self._met.add(rank)
 
-    def give_back(self, client: Client) -> None:
-        """Keep a connection that works for the next operation."""
-        with self._lock:
-            self._idle.append(client)
+    def disconnected(self, rank: int) -> None:
+        """Take it that ``rank`` is gone."""
+        with self.lock:
+            self.gone.add(rank)
+            self._lobby.empty(rank)
+            for operation in self._operations:
+                operation.tick()
 
-    @staticmethod
-    def inbox(rank: int) -> str:
-        """The name of the queue that holds what is sent to ``rank``."""
-        return f"inbox/{rank}"
+    def tick(self) -> bool:
+        """Let everyone look at the time; whether there is anyone."""
+        with self.lock:
+            operations = list(self._operations)
+            for operation in operations:
+                operation.tick()
+                if self.is_coordinator and operation.verdict is None:
+                    self._settle(operation)
+            for join in self._lobby.spared_in_vain():
+                self._refuse(join, join.verdict)
+        for operation in operations:
+            operation.beat()  # without the lock: it asks others how far they are
+        return bool(operations) or self._lobby.has_spared
 
-    def broken(self, reason: str) -> None:
-        """Tell every open operation that the connection is gone, and forget the connections."""
-        with self._lock:
-            self._idle.clear()
-            self._is_suspect = True
-        for listener in self._mailbox.listeners:
-            listener.broken(reason)
+    def _reach_coordinator(self, deadline_s: float) -> None:
+        with self._dialing:
+            if not self._connections.has(self.coordinator):
+                assert self._dial is not None
+                connection = self._dial(deadline_s)
+                self.connected(self.coordinator)
+                self._connections.add(self.coordinator, connection)
+
+    def _take_join(self, join: Join) -> None:
+        verdict = self._lobby.recall(join.rank, join.key)
+        if verdict is not None:
+            self._refuse(join, verdict)
+            return
+        for operation in self._operations:
+            if operation.key == join.key and join.rank not in operation.guests:
+                self._lobby.pass_by(join.rank, operation.call)
+                self._pair(operation, join)
+                return
+        self._lobby.add(join)
+
+    def _pair_failed(self, rank: int) -> None:
+        """Let whoever waits for ``rank`` know of a call that failed on it."""
+        for operation in self._operations:
+            if rank not in operation.guests:
+                join = self._lobby.take(rank, operation.key, operation.call)
+                if join is not None:
+                    self._pair(operation, join)
+
+    def _pair(self, operation: ChannelRanks, join: Join) -> None:
+        self._sessions[join.rank, join.call] = operation
+        operation.welcome(join.rank, join.call)
+        for message in join.messages:
+            operation.deliver(join.rank, message)
+
+    def _refuse(self, join: Join, verdict: bytes) -> None:
+        message = Message(
+            guest=join.rank, call=join.call, serial=next(self._serials), kind=Kind.VERDICT, payload=verdict
+        )
+        self._connections.post(join.rank, cut(message))
+
+    def _missing(self, operation: ChannelRanks) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in operation.guests]
+
+    def _settle(self, operation: ChannelRanks) -> None:
+        """Decide who has to go on where ranks that should come to ``operation`` are at other calls."""
+        missing, grace_s = self._missing(operation), min(_GRACE_S, operation.deadline_s)
+        if not missing:
+            return
+        settling, grace = Deadline(_SETTLE_S, self.clock), Deadline(grace_s, self.clock)
+        wait = self._waits.setdefault(operation.call, _Wait(settling=settling, grace=grace))
+        if not wait.settling.passed:
+            return
+        if wait.verdict and wait.grace.passed:
+            operation.refuse(wait.verdict)
+            return
+        others: dict[int, Join] = {}
+        for rank in missing:
+            join = self._lobby.waiting(rank)
+            is_past = join is not None or wait.grace.passed
+            left = self._lobby.take_left(rank, operation.key) if is_past else None
+            late = None if join is None else self._lobby.recall(rank, join.key, is_at_another=True)
+            if left is not None:
+                self._pair(operation, left)
+                return
+            if join is not None and late is not None:
+                self._lobby.drop(join)
+                self._refuse(join, late)
+            elif join is not None:
+                others[rank] = join
+        if not others or (len(others) < len(missing) and not wait.grace.passed):
+            return
+        keys = {rank: operation.key for rank in (self.rank, *operation.guests)}
+        keys |= {rank: join.key for rank, join in others.items()}
+        verdict = operation.disagree(keys)
+        failing = losers(1 + len(operation.guests), others)
+        if failing is None:
+            for join in others.values():
+                join.spare(verdict, grace)
+            operation.refuse(verdict)
+        for join in failing or ():
+            wait.verdict, wait.grace = verdict, grace
+            self._lobby.drop(join)
+            self._refuse(join, verdict)
 
 
-class _Receiver:
-    """The thread that empties this rank's inbox; one per channel, while operations are open."""
-
-    def __init__(self, channel: Channel, mailbox: Mailbox) -> None:
-        self._channel = channel
-        self._mailbox = mailbox
-        self.stopping = False
-        self.thread = threading.Thread(target=self._run, name="holdfast-receiver", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        channel = self._channel
-        try:
-            client = channel.take_client()
-            while not self.stopping:
-                with contextlib.suppress(torch.distributed.QueueEmptyError):
-                    self._mailbox.take(client.queue_pop(channel.inbox(channel.rank)))
-            channel.give_back(client)
-        except Exception as error:  # nobody else would hear of it
-            if not self.stopping:
-                channel.broken(reason_of(error))
+def _counted(pieces: Iterator[bytes], operation: ChannelRanks) -> Iterator[bytes]:
+    for piece in pieces:
+        operation.moved += 1
+        yield piece

@@ -70,8 +70,8 @@ class Ranks(Protocol):
         """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
         ...
 
-    def agree(self, name: str, value: object) -> None:
-        """Raise RankDisagreementError on every rank unless all of them gave a ``value`` that prints the same."""
+    def again(self) -> None:
+        """Go on after a failure that every rank has raised, as if it had not been; all ranks do so, or none."""
         ...
 
     def check(self) -> None:
@@ -123,8 +123,8 @@ class SoloRanks:
         with _naming(phase):
             return local()
 
-    def agree(self, name: str, value: object) -> None:
-        """Nothing to do: there is nobody to differ from."""
+    def again(self) -> None:
+        """Nothing to do: what failed is over."""
 
     def check(self) -> None:
         """Nothing to do: there is nobody else who could have failed."""

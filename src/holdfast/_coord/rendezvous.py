@@ -1,121 +1,101 @@
-"""How the ranks of a process group find each other: one connection per group, made once and kept with the group.
+"""How the ranks of a process group find each other: one channel per group and coordinator, kept with the group.
 
-The first rank of the group starts a TCPStore and tells its address through the group's own store, or, where the group
-has none, by one broadcast; so does the last, whose store is the witness for those who lose the first. After that the
-process group is not used again.
+The coordinator listens and tells its address through the group's own store, or, where the group has none, by one
+broadcast. The others connect to it. After that the process group is not used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import secrets
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import torch.distributed
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from holdfast._coord.channel import Channel, reason_of
+from holdfast._coord.channel import Channel
+from holdfast._coord.wire import HELLO, MAGIC
+from holdfast._values.deadline import Deadline
+from holdfast._values.forks import reset_in_child
 from holdfast.errors import RankLostError
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 10.0
-_LOOK_S = 2.0
-_CLIENTS = 2  # one to send, one to receive
-_NEVER = datetime.timedelta(days=30)
+_LOOK_S = 0.05
+_BACKLOG = 4096
+_LONGEST_S = 86400.0
 
-_channels: weakref.WeakKeyDictionary[ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+_channels: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = weakref.WeakKeyDictionary()
 _meetings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
+@reset_in_child
+def _forget() -> None:
+    global _channels, _meetings, _lock
+    _channels, _meetings = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+    _lock = threading.Lock()
+
+
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the store of a channel listens; ``token`` tells it from whatever else answers there."""
+    """Where the coordinator of a channel listens; whoever knows the ``token`` is taken in."""
 
     hostname: str
     candidates: list[str]
     port: int
-    token: str
+    token: bytes
 
 
-def connect(process_group: ProcessGroup | None = None, *, deadline_s: float = 120.0) -> Channel:
-    """The channel between the ranks of ``process_group``, or of the default one.
+def connect(process_group: ProcessGroup | None = None, *, coordinator: int = 0) -> Channel:
+    """The channel between the ranks of ``process_group``, or of the default one, and its rank ``coordinator``.
 
-    All ranks of the group call it together the first time; afterwards it costs nothing.
+    It does not wait: ranks connect to the coordinator when they first have something to say to it.
     """
     group = process_group or distributed_c10d._get_default_group()
     if not isinstance(group, ProcessGroup):
         raise ValueError("this process is not one of the ranks of the process group")
+    if not 0 <= coordinator < group.size():
+        raise ValueError(f"there is no rank {coordinator} in a group of {group.size()} ranks")
     with _lock:
         meeting = _meetings.setdefault(group, threading.Lock())
     with meeting:  # of this group alone: ranks may meet in different groups in different orders
-        channel = _channels.get(group)
-        if channel is None:
-            channel = _channels[group] = _meet(group, deadline_s)
-        return channel
+        channels = _channels.setdefault(group, {})
+        if coordinator not in channels:
+            channels[coordinator] = _meet(group, coordinator)
+        return channels[coordinator]
 
 
-def _meet(group: ProcessGroup, deadline_s: float) -> Channel:
+def _meet(group: ProcessGroup, coordinator: int) -> Channel:
     names = torch.distributed.get_process_group_ranks(group)
-    rank = group.rank()
-    served = {host: serve(names[host]) for host in hosts_of(len(names)) if host == rank}
-    addresses = [
-        _tell_address(group, served[host][1] if host == rank else None, names[host], deadline_s)
-        for host in hosts_of(len(names))
-    ]
-    servers = [server for server, _ in served.values()]
-    return join(addresses, rank=rank, names=names, servers=servers, deadline_s=deadline_s)
-
-
-def hosts_of(size: int) -> list[int]:
-    """The ranks that run a store: the carrier and, where it may leave several survivors, the witness."""
-    return [Channel.carrier, size - 1] if size > 2 else [Channel.carrier]
-
-
-def join(
-    addresses: Sequence[Address], *, rank: int, names: Sequence[int], servers: Sequence[TCPStore], deadline_s: float
-) -> Channel:
-    """The end of ``rank`` of the channel whose stores are at ``addresses``; ``servers`` are those of this rank."""
-    address, *witness = addresses
-    host, clients = _reach(address, names[Channel.carrier], deadline_s)
+    rank, name = group.rank(), names[coordinator]
+    store = _store_of(group)
+    key = f"holdfast/{group.group_name}/address-{name}"
+    if rank != coordinator:
+        find = partial(_find, store, key, name) if store is not None else partial(_told, _broadcast(group, name, None))
+        return Channel(rank=rank, names=names, coordinator=coordinator, dial=caller(find, rank=rank, name=name))
+    listener, address = serve(name)
+    forget = None
+    if store is None:
+        _broadcast(group, name, address)
+    elif group.size() > 1:
+        store.set(key, msgspec.json.encode(address).decode())
+        forget = partial(_forget_key, store, key)  # a later group of the same name may use the same store
     return Channel(
-        rank=rank,
-        names=names,
-        dial=partial(dial, host, address.port),
-        dial_witness=partial(_dial_witness, *witness) if witness else None,
-        clients=clients,
-        servers=servers,
+        rank=rank, names=names, coordinator=coordinator, listener=listener, token=address.token, when_met=forget
     )
 
 
-def _dial_witness(address: Address) -> TCPStore:
-    _, client = _find(address, [], is_suspect=True)
-    return client
-
-
-def dial(host: str, port: int, is_suspect: bool = False) -> TCPStore:
-    """A new connection to a store, on which a wait never ends by itself."""
-    if is_suspect:
-        # A TCPStore tries for long, and noisily, where nobody listens.
-        with socket.create_connection((host, port), timeout=_LOOK_S):
-            pass
-    client = TCPStore(host, port, None, False, datetime.timedelta(seconds=_CONNECT_S), wait_for_workers=False)
-    client.set_timeout(_NEVER)
-    return client
-
-
-def serve(name: int) -> tuple[TCPStore, Address]:
-    """A new store, run by this process, which is rank ``name`` of the job, and where it listens."""
-    server = TCPStore(_LOOPBACK, 0, None, True, wait_for_workers=False)
-    token = secrets.token_hex(16)
-    server.set(token, "")
+def serve(name: int) -> tuple[socket.socket, Address]:
+    """Where rank ``name`` of the job, which is this process, listens."""
+    listener = _listen()
     hostname = socket.gethostname()
     candidates = [hostname]
     # By this address the others of the job have reached its first rank already.
@@ -124,69 +104,88 @@ def serve(name: int) -> tuple[TCPStore, Address]:
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
         candidates.extend(str(entry[4][0]) for entry in found)
-    return server, Address(hostname=hostname, candidates=list(dict.fromkeys(candidates)), port=server.port, token=token)
+    port, token = listener.getsockname()[1], secrets.token_bytes(32)
+    return listener, Address(hostname=hostname, candidates=list(dict.fromkeys(candidates)), port=port, token=token)
 
 
-def _reach(address: Address, name: int, deadline_s: float) -> tuple[str, list[TCPStore]]:
-    """The first host of ``address`` where the right store answers, and all connections to it that operations need.
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", 0), backlog=_BACKLOG)
 
-    They are made ahead, because a TCPStore looks up names while it connects, which can take seconds. Loopback comes
-    first where the host names are the same.
+
+def caller(find: Callable[[float], Address], *, rank: int, name: int) -> Callable[[float], socket.socket]:
+    """What connects ``rank`` to the coordinator, which is rank ``name`` of the job, within so many seconds.
+
+    ``find`` tells its address, of which it takes the first that works; RankLostError where there is none.
     """
-    reasons: list[str] = []
-    found: list[tuple[str, list[TCPStore]]] = []
+    known: list[Address] = []
 
-    def try_all() -> None:
-        with contextlib.suppress(OSError, RuntimeError):
-            host, client = _find(address, reasons)
-            found.append((host, [client, *(dial(host, address.port) for _ in range(_CLIENTS - 1))]))
+    def call(deadline_s: float) -> socket.socket:
+        patience, deadline = Deadline(_CONNECT_S, time.monotonic), Deadline(deadline_s, time.monotonic)
+        while True:
+            address = known[0] if known else find(deadline.remaining_s)
+            try:
+                connection = _dial(address, rank, deadline)
+                known[:] = [address]
+                return connection
+            except OSError as error:
+                if known or patience.passed or deadline.passed:
+                    raise _unreachable(name, str(error)) from error
+            time.sleep(_LOOK_S)  # an interrupted coordinator may have told another address by now
 
-    # A store that is stopped would hold its visitors for ever.
-    thread = threading.Thread(target=try_all, name="holdfast-connect", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if not found:
-        raise _unreachable(name, "; ".join(reasons) or f"no answer within {deadline_s:g} s")
-    return found[0]
+    return call
 
 
-def _find(address: Address, reasons: list[str], is_suspect: bool = False) -> tuple[str, TCPStore]:
-    """The first host of ``address`` where the right store answers, and a connection; else OSError, with ``reasons``."""
+def _dial(address: Address, rank: int, deadline: Deadline) -> socket.socket:
+    """A connection to the first host of ``address`` where the right one answers; else OSError, with all reasons."""
     is_same_host = socket.gethostname() == address.hostname
+    reasons: list[str] = []
     for host in [_LOOPBACK, *address.candidates] if is_same_host else address.candidates:
         try:
-            client = dial(host, address.port, is_suspect)
-            if client.check([address.token]):
-                return host, client
+            connection = socket.create_connection((host, address.port), timeout=_CONNECT_S)
+            # Whoever listens there may be busy for long.
+            connection.settimeout(min(_LONGEST_S, max(_LOOK_S, deadline.remaining_s)))
+            connection.sendall(HELLO.pack(MAGIC, address.token, rank))
+            if connection.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC:
+                return connection
+            connection.close()
             reasons.append(f"{host}: something else answers")
-        except (RuntimeError, OSError) as error:
-            reasons.append(f"{host}: {reason_of(error)}")
+        except OSError as error:
+            reasons.append(f"{host}: {error}")
     raise ConnectionError("; ".join(reasons))
 
 
-def _tell_address(group: ProcessGroup, address: Address | None, name: int, deadline_s: float) -> Address:
-    """The address of the store that rank ``name`` runs, on every rank of the group; that one has it to begin with."""
-    store = _store_of(group)
-    if store is None:
-        box = [None if address is None else msgspec.json.encode(address)]
-        torch.distributed.broadcast_object_list(box, src=name, group=group)
-        assert box[0] is not None
-        return msgspec.json.decode(box[0], type=Address)
-    key, readers = (f"holdfast/{group.group_name}/{what}-{name}" for what in ("address", "readers"))
-    if address is not None:
-        if group.size() > 1:
-            store.set(key, msgspec.json.encode(address).decode())
-        return address
+def _find(store: Store, key: str, name: int, deadline_s: float) -> Address:
+    """The address that rank ``name`` has told through the store of the group."""
+    deadline, pause_s = Deadline(deadline_s, time.monotonic), 0.001
     try:
-        store.wait([key], datetime.timedelta(seconds=deadline_s))
-        found = msgspec.json.decode(store.get(key), type=Address)
-        if store.add(readers, 1) == group.size() - 1:
-            # A later group of the same name may use the same store.
-            for used in (key, readers):
-                store.delete_key(used)
+        while not store.check([key]):  # a wait for it could not be interrupted
+            if deadline.passed:
+                raise _unreachable(name, f"it told no address within {deadline_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.25)
+        return msgspec.json.decode(store.get(key), type=Address)
     except RuntimeError as error:
-        raise _unreachable(name, f"it told no address within {deadline_s:g} s: {error}".partition("\n")[0]) from error
-    return found
+        raise _unreachable(name, str(error).partition("\n")[0]) from error
+
+
+def _told(address: Address, deadline_s: float) -> Address:
+    return address
+
+
+def _broadcast(group: ProcessGroup, name: int, address: Address | None) -> Address:
+    """The address of rank ``name``, on every rank of a group without a store; that one has it to begin with."""
+    box = [None if address is None else msgspec.json.encode(address)]
+    torch.distributed.broadcast_object_list(box, src=name, group=group)
+    assert box[0] is not None
+    return msgspec.json.decode(box[0], type=Address)
+
+
+def _forget_key(store: Store, key: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the group's store is gone, and the key with it
+        store.delete_key(key)
 
 
 def _store_of(group: ProcessGroup) -> Store | None:

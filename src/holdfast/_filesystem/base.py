@@ -6,10 +6,12 @@ import abc
 import contextlib
 import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast._io import posix
+from holdfast.errors import CorruptError
 
 PathLike = str | os.PathLike[str]
 
@@ -71,8 +73,8 @@ class FileSystem(FileSystemBase):
         posix.replace(path, new_path)
 
     def init_path(self, path: PathLike) -> Path:
-        """``path`` as a Path."""
-        return Path(path)
+        """``path`` as a Path that is absolute."""
+        return Path(posix.absolute(path))
 
     def mkdir(self, path: PathLike) -> None:
         """Make ``path`` and its parents where they are missing."""
@@ -103,3 +105,15 @@ class FileSystem(FileSystemBase):
 def is_local(fs: FileSystemBase) -> bool:
     """Whether files of ``fs`` are plain local files; a subclass may do anything with them."""
     return type(fs) is FileSystem
+
+
+def local_path(directory: str | os.PathLike[str], relative_path: str) -> str:
+    """The path of a file of the checkpoint in ``directory``; CorruptError where a link would lead out of it."""
+    path = os.path.join(os.fspath(directory), relative_path)
+    *folders, _ = relative_path.split("/")
+    for depth in range(1, len(folders) + 1):
+        folder = os.path.join(os.fspath(directory), *folders[:depth])
+        status = posix.file_status(folder)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            raise CorruptError(f"{folder!r} is a link, which may lead anywhere; use another checkpoint", path=path)
+    return path

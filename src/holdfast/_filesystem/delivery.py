@@ -21,9 +21,9 @@ from holdfast._torchformat.archive import Elements, find_tensor
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._torchformat.places import StorageInfo, find_place
 from holdfast._values.box import Box
-from holdfast._values.dtypes import DTYPES
-from holdfast.errors import CorruptError, Difference, InternalError, MismatchError
+from holdfast.errors import CorruptError, InternalError
 from holdfast.planner import LoadPlanner, ReadColumns
+from holdfast.planner_helpers import raise_for_dtypes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,6 +76,7 @@ class Delivery:
         self._allow_pickle = allow_pickle
         self._verify = verify
         self._devices: set[torch.device] = set()
+        self._values: dict[int, bytes] = {}
 
     def resolve(self, rows: Iterable[int]) -> list[torch.Tensor]:
         """What the planner wants filled for each row."""
@@ -119,14 +120,8 @@ class Delivery:
             raise InternalError(
                 f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
             )
-        if dtype == tensor.dtype:
-            return
-        names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
-        if not (self._cast and all(name in DTYPES and DTYPES[name].is_floating for name in names)):
-            raise MismatchError.of(
-                [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
-                advice="Fix the target, or pass cast=True to convert between floating types.",
-            )
+        if dtype != tensor.dtype:
+            raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def fill(self, item: Item, tensors: list[torch.Tensor], buffer: Slab, at: int, length: int) -> None:
         """Fill ``tensors``, one for each row of ``item``, from its whole archive in ``buffer`` from ``at`` on."""
@@ -172,9 +167,13 @@ class Delivery:
         self._planner.commit_row(self._columns, row, tensor)
 
     def give_value(self, item: Item, data: bytes) -> None:
-        """Give the planner the bytes of a value."""
-        for row in item.rows:
-            self._planner.load_bytes(self._columns.item(row), io.BytesIO(data))
+        """Keep the bytes of a value until all values are there."""
+        self._values.update(dict.fromkeys(item.rows, data))
+
+    def deliver_values(self) -> None:
+        """Give the planner the values in the order of its plan: first those that it may refuse."""
+        for row in sorted(self._values):
+            self._planner.load_bytes(self._columns.item(row), io.BytesIO(self._values.pop(row)))
 
 
 def locate(item: Item, read: Any, length: int) -> Elements | None:

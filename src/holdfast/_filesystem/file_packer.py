@@ -8,7 +8,9 @@ for the jobs that have them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from holdfast._native.pages import PageJob, filled_slab, following, write_pages
 from holdfast._native.segments import uses_cuda
 from holdfast._state.raw import Buffer, Source, source_of
 from holdfast._torchformat.archive_writing import DATA_ALIGNMENT, TensorArchive, tensor_archive
+from holdfast._torchformat.places import DATA_SUFFIX
 from holdfast._values.checksum import combine_checksums
 from holdfast.errors import InternalError, StorageError
 from holdfast.storage import WriteResult
@@ -194,8 +197,21 @@ class FilePacker:
 
     def _create(self, name: str, rows: list[int]) -> _File:
         expected = sum(self._items.nbytes[row] + _ARCHIVE_FRAME_BYTES for row in rows)
-        output = OutputFile.create(os.path.join(self._directory, name), expected_bytes=expected)
-        file = _File(output, name, sync=self._sync)
+        file = self._enter(name)
+        try:
+            file.output.make(expected)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            # Another saver was faster; the metadata tells which name it is.
+            self._files.remove(file)
+            file = self._enter(f"{name.removesuffix(DATA_SUFFIX)}_{secrets.token_hex(8)}{DATA_SUFFIX}")
+            file.output.make(expected)
+        return file
+
+    def _enter(self, name: str) -> _File:
+        """A file that is known from here on, and still to be made: whatever comes, it is abandoned."""
+        file = _File(OutputFile(os.path.join(self._directory, name)), name, sync=self._sync)
         self._files.append(file)
         return file
 

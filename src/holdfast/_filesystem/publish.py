@@ -3,7 +3,8 @@
 By then every writer has synced its data files. The metadata is written under a name of its own, flushed and synced,
 and takes the place of the old one in one step; only after that the files that the old one names are removed. Where a
 checkpoint (or what is left of one) is there already, data files have the id of the save in their names: so nothing that
-is visible is ever written over.
+is visible is ever written over. Local savers take turns, so that each knows what it replaces; ``_native.formats`` tells
+how it replaces a native checkpoint.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ from collections.abc import Collection, Sequence
 
 from holdfast._filesystem.base import FileSystemBase, PathLike, is_local
 from holdfast._io import posix
+from holdfast._native.formats import MANIFEST_NAME, Turn, other_format_stays
 from holdfast._torchformat.pickling import encode_metadata
-from holdfast._torchformat.unpickling import decode_metadata
+from holdfast._torchformat.places import DATA_SUFFIX, METADATA_NAME
+from holdfast._torchformat.unpickling import data_files_of
+from holdfast._values.ending import Ending
 from holdfast._values.limits import MAX_METADATA_BYTES
 from holdfast.errors import AlreadyPublishedError, CheckpointError
 from holdfast.metadata import Metadata
 
-DATA_SUFFIX = ".distcp"
-
 
 def file_prefixes(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int], *, save_id: str) -> list[str]:
-    """How the names of each rank's files begin: like torch's, and where such names are taken with the id as well."""
-    marker = f"{save_id}_" if _has_files_of(fs, directory, ranks) else ""
+    """How the names of each rank's files begin: like torch's; where such names are taken with the id as well.
+
+    They were taken before where a native checkpoint is: somebody may still read what it replaced.
+    """
+    is_new = not _has_files_of(fs, directory, ranks) and not fs.exists(fs.concat_path(directory, MANIFEST_NAME))
+    marker = "" if is_new else f"{save_id}_"
     return [f"__{rank}_{marker}" for rank in ranks]
 
 
@@ -56,20 +62,50 @@ def publish(
     data = encode_metadata(metadata)
     target = fs.concat_path(directory, name)
     staged = fs.concat_path(directory, f"{name}-{save_id}.tmp")
-    replaced = _named_files(fs, target)
-    try:
-        with posix.reporting("write", str(staged)), fs.create_stream(staged, "wb") as stream:
-            stream.write(data)
+    check_replaceable(fs, directory, name, overwrite=overwrite)
+    turn = Turn(os.fspath(directory), "torch", name=save_id) if is_local(fs) else None
+    passing = Ending(turn.pass_on if turn is not None else lambda: None)
+    replaced: set[str] = set()
+
+    def conclude() -> None:
+        if turn is not None:
             if sync:
-                posix.sync_stream(stream, str(staged))
-        _move(fs, staged, target, overwrite=overwrite)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            if fs.exists(staged):
-                fs.rm_file(staged)
-        raise
-    if sync and is_local(fs):
-        posix.sync_directory(directory)
+                posix.sync_directory(directory)
+            turn.remove_other()
+        _remove(fs, directory, replaced, metadata)
+
+    with passing, passing:
+        try:
+            if turn is not None:
+                turn.take()
+            replaced = _named_files(fs, target)
+            with posix.reporting("write", str(staged)), fs.create_stream(staged, "wb") as stream:
+                stream.write(data)
+                if sync:
+                    posix.sync_stream(stream, str(staged))
+            if turn is not None and turn.announce(data, overwrite=overwrite and name == METADATA_NAME):
+                posix.sync_directory(directory)
+            _move(fs, staged, target, overwrite=overwrite)
+        except BaseException as error:
+            is_published = not isinstance(error, Exception) and _read(fs, target) == data
+            for path in (staged,) if turn is None or is_published else (staged, turn.note):
+                with contextlib.suppress(Exception):
+                    if fs.exists(path):
+                        fs.rm_file(path)
+            if is_published:  # an interrupt came right after the fact
+                conclude()
+            raise
+        try:
+            conclude()
+        except Exception:
+            raise  # a sync that failed is not tried again
+        except BaseException:
+            conclude()
+            raise
+
+
+def _remove(fs: FileSystemBase, directory: PathLike, replaced: set[str], metadata: Metadata) -> None:
+    """Remove the files that were ``replaced``, but for those that ``metadata`` names too."""
     for old in replaced - {info.relative_path for info in metadata.storage_data.values()}:
         # What cannot be removed is invisible.
         with contextlib.suppress(Exception):
@@ -89,6 +125,16 @@ def _move(fs: FileSystemBase, staged: PathLike, target: PathLike, *, overwrite: 
             # torch removes the old one first, so a file system made for it may not know how to replace.
             fs.rm_file(target)
             fs.rename(staged, target)
+
+
+def check_replaceable(fs: FileSystemBase, directory: PathLike, name: str, *, overwrite: bool) -> None:
+    """AlreadyPublishedError when there is a checkpoint that the metadata ``name`` must not, or cannot, replace."""
+    if not overwrite:
+        check_unpublished(fs, fs.concat_path(directory, name))
+    # Ranks that save apart have no one step, and only local directories have a turn.
+    is_possible = overwrite and name == METADATA_NAME and is_local(fs)
+    if not is_possible and fs.exists(fs.concat_path(directory, MANIFEST_NAME)):
+        raise other_format_stays(str(directory), "torch")
 
 
 def check_unpublished(fs: FileSystemBase, target: PathLike) -> None:
@@ -126,8 +172,6 @@ def _named_files(fs: FileSystemBase, target: PathLike) -> set[str]:
         data = _read(fs, target)
         if not data or len(data) > MAX_METADATA_BYTES:
             return set()
-        places = decode_metadata(data, path=str(target)).storage_data
+        return data_files_of(data, str(target))
     except (CheckpointError, OSError):
         return set()
-    names = {info.relative_path for info in places.values()}
-    return {name for name in names if name.endswith(DATA_SUFFIX) and os.path.basename(name) == name}

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from holdfast._filesystem.delivery import Delivery, Item, damaged, locate, permuted
-from holdfast._filesystem.files import LocalFiles
 from holdfast._io.buffers import Slab
 from holdfast._io.direct import InputFile
+from holdfast._io.files import LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.segments import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
 from holdfast._plan.ranges import byte_spans
@@ -76,7 +76,7 @@ class _SmallItem:
     """Takes a whole item and delivers it."""
 
     on_cpu = True
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
 
     def __init__(self, item: Item, tensors: list[torch.Tensor], delivery: Delivery) -> None:
         self._item = item
@@ -183,10 +183,7 @@ def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts) ->
             with files.lend(item.file) as (file, _):
                 layouts[_name(item)] = locate(item, Ends(file, item.place).read, item.place.length)
 
-    is_cached = True
-    for number in dict.fromkeys(item.file for item in unknown):
-        with files.lend(number) as (_, is_here):
-            is_cached = is_cached and is_here
+    is_cached = all([files.is_cached(number) for number in dict.fromkeys(item.file for item in unknown)])
     # From memory it takes less time than threads need to start.
     batches = [unknown[start : start + _LOOKS_AT_ONCE] for start in range(0, len(unknown), _LOOKS_AT_ONCE)]
     run_bounded((partial(look, batch) for batch in batches), workers=1 if is_cached else default_workers())
@@ -263,7 +260,7 @@ class _LargeItems(_ItemFetch):
             item, row = self._boxes[box]
             elements = self._layouts.get(_name(item))
             if row is None or elements is None:
-                whole = torch.empty(item.place.length, dtype=torch.uint8)
+                whole = torch.empty(item.place.length, dtype=torch.uint8, device="cpu")
                 targets.append(Target(whole, torch.uint8, tuple(whole.shape), None))
                 continue
             (self._tensors[box],) = self._delivery.resolve([row])
@@ -308,8 +305,7 @@ def _checks(files: LocalFiles, number: int, verify: bool | None) -> bool:
     """Whether checksums are computed; of what memory holds already it would take longer than all the rest."""
     if verify is not None:
         return verify
-    with files.lend(number) as (_, is_cached):
-        return not is_cached
+    return not files.is_cached(number)
 
 
 def _spans(elements: Elements, box: Box) -> tuple[_Offsets, _Offsets, bool]:

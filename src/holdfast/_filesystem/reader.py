@@ -5,36 +5,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import uuid
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from holdfast._adapt import final_load_plan
-from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local
+from holdfast._adapt import TorchLoadPlanner, final_load_plan
+from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local, local_path
 from holdfast._filesystem.delivery import Delivery, Item, wanted_items
-from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Layouts, read_ranges
 from holdfast._filesystem.streams import StreamRead, TransformRegistry
 from holdfast._io import posix
-from holdfast._torchformat.places import is_of_a_save
+from holdfast._io.files import LocalFiles
+from holdfast._native.formats import MANIFEST_NAME
+from holdfast._torchformat.places import METADATA_NAME, is_of_a_save, metadata_name
 from holdfast._torchformat.translate import speak_torch
 from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
+from holdfast._values.digest import digest
 from holdfast._values.limits import MAX_METADATA_BYTES
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
-from holdfast.planner_helpers import check_tiling
+from holdfast.planner_helpers import check_dtypes, check_tiling
 from holdfast.storage import StorageReader
-
-METADATA_NAME = ".metadata"
-
-
-def metadata_name(rank: int | None) -> str:
-    """The name of the metadata of all ranks, or of what one rank wrote for itself alone."""
-    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 class FileSystemReader(StorageReader):
@@ -68,6 +62,8 @@ class FileSystemReader(StorageReader):
         self.own_rank: int | None = None
         self._registry = _extension_registry
         self._layouts: Layouts = {}
+        self._seen: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._bytes_read = 0
         self._files: LocalFiles | None = None
         self._streams: StreamRead | None = None
@@ -113,6 +109,7 @@ class FileSystemReader(StorageReader):
         gets its own.
         """
         rank = kwargs.get("rank")
+        self._seen = {}
         try:
             metadata = self._decode(metadata_name(rank))
         except NotFoundError:
@@ -139,7 +136,21 @@ class FileSystemReader(StorageReader):
 
     def _decode(self, name: str) -> Metadata:
         path = self.fs.concat_path(self.path, name)
-        return decode_metadata(self._read_whole(path), path=str(path), allow_pickle=self.allow_pickle)
+        data = self._read_whole(path)
+        self._seen[name] = digest(data)
+        return decode_metadata(data, path=str(path), allow_pickle=self.allow_pickle)
+
+    def was_replaced(self) -> bool:
+        """Whether another save, in either format, has been published at the path since its metadata was read."""
+        try:
+            for name, seen in self._seen.items():
+                if digest(self._read_whole(self.fs.concat_path(self.path, name))) != seen:
+                    return True
+        except NotFoundError:
+            return self._exists(MANIFEST_NAME)
+        except (CorruptError, StorageError):
+            pass
+        return False
 
     def _read_whole(self, path: PathLike) -> bytes:
         try:
@@ -170,6 +181,8 @@ class FileSystemReader(StorageReader):
         if not isinstance(metadata.storage_data, dict):
             raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
         self.storage_data = metadata.storage_data
+        entries = metadata.state_dict_metadata.items()
+        self._dtypes = {key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """``plan``, unchanged."""
@@ -187,15 +200,23 @@ class FileSystemReader(StorageReader):
         delivery = Delivery(
             columns, planner, cast=self.cast, allow_pickle=self.allow_pickle, verify=self.verify is not False
         )
+        if isinstance(planner, TorchLoadPlanner):  # which has compared nothing
+            check_dtypes(planner, columns, self._dtypes, cast=self.cast)
+        # A planner may refuse values, and that must be known before a tensor is touched.
+        self._read(delivery, [item for item in items if item.is_value])
+        delivery.deliver_values()
+        self._read(delivery, [item for item in items if not item.is_value])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, delivery: Delivery, items: list[Item]) -> None:
         by_range: list[Item] = []
         by_stream: list[Item] = []
         for item in items:
             (by_range if is_local(self.fs) and not item.place.transform_descriptors else by_stream).append(item)
         self._read_ranges(by_range, delivery)
         self._read_streams(by_stream, delivery)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _read_ranges(self, items: list[Item], delivery: Delivery) -> None:
         ends: dict[str, int] = {}
@@ -206,7 +227,8 @@ class FileSystemReader(StorageReader):
         for item in items:
             item.file = numbers[item.place.relative_path]
         with contextlib.ExitStack() as stack:
-            self._files = LocalFiles([local_path(self.path, name) for name in ends], list(ends.values()))
+            paths = [local_path(self.path, name) for name in ends]
+            self._files = LocalFiles(paths, list(ends.values()), at_least=True)
             stack.callback(self._count)
             stack.callback(self._files.close)
             read_ranges(items, self._files, delivery, self._layouts, verify=self.verify)
@@ -238,9 +260,3 @@ def own_rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-
-
-def has_torch_metadata(path: str | os.PathLike[str]) -> bool:
-    """Whether the local directory ``path`` holds a checkpoint in torch's format."""
-    names = metadata_name(None), metadata_name(0)
-    return any(posix.exists(os.path.join(os.fspath(path), name)) for name in names)

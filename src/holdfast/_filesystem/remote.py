@@ -16,11 +16,12 @@ from holdfast._filesystem.base import FileSystemBase, PathLike
 from holdfast._filesystem.reader import FileSystemReader
 from holdfast._filesystem.stream_packer import StreamTransform
 from holdfast._filesystem.writer import FileSystemWriter, SerializationFormat
+from holdfast._io import posix
 
 
 def is_remote(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Whether the id is a URL and not a path."""
-    return "://" in os.fspath(checkpoint_id)
+    return "://" in posix.text_path(checkpoint_id)
 
 
 class RemoteFileSystem(FileSystemBase):

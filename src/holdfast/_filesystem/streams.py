@@ -7,7 +7,6 @@ each of few files.
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from holdfast._filesystem.base import FileSystemBase, PathLike
 from holdfast._filesystem.delivery import Delivery, Item, buffer_of
 from holdfast._io.pipeline import run_bounded
+from holdfast._values import forks
 from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
 
 _FILES_AT_ONCE = 4
@@ -38,7 +38,7 @@ class StreamRead:
         self._directory = directory
         self._delivery = delivery
         self._registry = registry
-        self._lock = threading.Lock()
+        self._lock = forks.Lock()
         self.bytes_read = 0
 
     def run(self, items: Sequence[Item]) -> None:

@@ -15,17 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from holdfast._filesystem.base import local_path
 from holdfast._filesystem.delivery import Item
-from holdfast._filesystem.files import LocalFiles, local_path
 from holdfast._filesystem.ranges import Ends
-from holdfast._filesystem.reader import METADATA_NAME, FileSystemReader
+from holdfast._filesystem.reader import FileSystemReader
 from holdfast._io import posix
 from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.files import LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.verify import Damage, VerifyReport, problem_of
 from holdfast._torchformat.archive import Record, find_tensor, records
-from holdfast._torchformat.places import StorageInfo, find_place
+from holdfast._torchformat.places import METADATA_NAME, StorageInfo, find_place
 from holdfast.errors import CorruptError, StorageError
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planner_helpers import tiling_faults
@@ -46,14 +47,22 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
         StorageError: the file system refused; this tells nothing about the bytes.
     """
     begin = time.perf_counter()
+    while True:
+        report, was_replaced = _verified(path, begin, on_progress)
+        if not was_replaced:
+            return report
+
+
+def _verified(path: str | os.PathLike[str], begin: float, on_progress: _Progress | None) -> tuple[VerifyReport, bool]:
+    """The report, and whether a saver replaced the checkpoint meanwhile, so that damage means nothing."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     names = reader.metadata_names()
     # Ranks that saved apart may have other things under the same key: each of them is somebody's.
     apart = {name: reader.read_metadata(rank=rank) for rank, name in enumerate(names) if name != METADATA_NAME}
-    verification = _Verification(path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
+    verification = _Verification(reader.path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
     damage = verification.run()
-    return VerifyReport(
+    report = VerifyReport(
         files=len(verification.names) + len(names),
         bytes=verification.total_bytes,
         keys=len(metadata.state_dict_metadata),
@@ -61,6 +70,7 @@ def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: _Progr
         damage=damage,
         unchecked=tuple(verification.unchecked()),
     )
+    return report, bool(damage) and reader.was_replaced()
 
 
 class _Verification:
@@ -81,7 +91,7 @@ class _Verification:
         self.names = list(dict.fromkeys(item.place.relative_path for item, _ in self._items))
         self._numbers = {name: number for number, name in enumerate(self.names)}
         paths = [local_path(path, name) for name in self.names]
-        self._files = LocalFiles(paths, [0] * len(paths))
+        self._files = LocalFiles(paths, [0] * len(paths), at_least=True)
         statuses = zip(self.names, map(posix.file_status, paths), strict=True)
         self._sizes = {name: None if status is None else status.st_size for name, status in statuses}
         self.total_bytes = sum(item.place.length for item, _ in self._items)

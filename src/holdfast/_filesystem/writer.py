@@ -22,21 +22,16 @@ from holdfast._adapt import final_save_plan, is_torchs
 from holdfast._filesystem.base import FileSystem, FileSystemBase, PathLike, is_local
 from holdfast._filesystem.file_packer import FilePacker
 from holdfast._filesystem.items import ChangedInfo, PlannedItems
-from holdfast._filesystem.publish import (
-    DATA_SUFFIX,
-    check_unpublished,
-    file_prefixes,
-    may_be_published,
-    publish,
-)
-from holdfast._filesystem.reader import metadata_name
+from holdfast._filesystem.publish import check_replaceable, file_prefixes, may_be_published, publish
 from holdfast._filesystem.stream_packer import StreamPacker, StreamTransform, _StorageWriterTransforms
 from holdfast._io import posix
 from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
-from holdfast._torchformat.places import StorageInfo, StoragePrefix
-from holdfast._torchformat.translate import metadata_from_torch
+from holdfast._torchformat.places import DATA_SUFFIX, StorageInfo, StoragePrefix, metadata_name
+from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_torch
+from holdfast._values.forks import forget_in_child
 from holdfast._values.lazy import LazyList
-from holdfast.errors import InternalError
+from holdfast._values.limits import MAX_KEY_BYTES
+from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -107,6 +102,11 @@ class _FileSystemWriter(StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._files: FilePacker | StreamPacker | None = None
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have no files: those are the parent's."""
+        self._files = None
 
     @property
     def bytes_written(self) -> int:  # type: ignore[override]
@@ -151,9 +151,11 @@ class _FileSystemWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan`` with numpy arrays as the values that torch takes them for; refuses what could not be published."""
+        for key in write_columns(save_plan_from_torch(plan).items).keys:
+            if len(key) > MAX_KEY_BYTES:
+                raise InvalidStateError(f"the key {key[:200]!r}... is longer than {MAX_KEY_BYTES}; shorten it", key=key)
         self.fs.mkdir(self.path)
-        if not self.overwrite:
-            check_unpublished(self.fs, self.metadata_path)
+        check_replaceable(self.fs, self.path, self._metadata_name, overwrite=self.overwrite)
         if not is_torchs(plan):
             plan = _with_arrays_as_values(plan)
         if not self.use_collectives and self.rank is not None:

@@ -26,6 +26,7 @@ import numpy as np
 from holdfast._host.exchange import Exchange
 from holdfast._plan.host_reads import CommonReads
 from holdfast._values.deadline import Clock
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import InternalError, RankLostError
 
 _HEADER = struct.Struct("<4sIQQ")
@@ -281,6 +282,7 @@ class _Peer:
         self._header = bytearray(_HEADER.size)
         self._header_room = memoryview(self._header)
         self._arrival: _Arrival | None = None
+        forget_in_child(self)
 
     @property
     def is_busy(self) -> bool:
@@ -371,6 +373,8 @@ class _Peer:
         self.socket.close()
         self._outgoing.clear()
         self._arrival = None
+
+    forget_parent = close
 
     def _lose(self) -> None:
         self.lost_at = self._clock()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast._io import sharing
+from holdfast._io.descriptor import Descriptor
 from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory
 from holdfast._plan import job_reads
@@ -184,7 +185,7 @@ class Visit:
 
 def _invite(seat: Seat, layout: Layout, fill: Callable[[SharedMemory], None]) -> Link:
     memory = SharedMemory.create(layout.size)
-    pipes: list[tuple[int, int]] = []
+    pipes: list[tuple[Descriptor, Descriptor]] = []
     try:
         fill(memory)
         pipes = sharing.make_pipes(len(seat.members) + bool(layout.hosts))
@@ -203,7 +204,7 @@ def _invite(seat: Seat, layout: Layout, fill: Callable[[SharedMemory], None]) ->
     return _link(seat, layout, memory, inboxes, writers)
 
 
-def _join(seat: Seat, message: bytes, descriptors: list[int]) -> Link:
+def _join(seat: Seat, message: bytes, descriptors: list[Descriptor]) -> Link:
     try:
         layout = msgspec.json.decode(message, type=Layout)
         if len(descriptors) != 2 + len(seat.members) + bool(layout.hosts):
@@ -215,7 +216,9 @@ def _join(seat: Seat, message: bytes, descriptors: list[int]) -> Link:
     return _link(seat, layout, memory, descriptors[:1], descriptors[1:])
 
 
-def _link(seat: Seat, layout: Layout, memory: SharedMemory, inboxes: list[int], outboxes: list[int]) -> Link:
+def _link(
+    seat: Seat, layout: Layout, memory: SharedMemory, inboxes: list[Descriptor], outboxes: list[Descriptor]
+) -> Link:
     inbox, *carriers = (Inbox(descriptor, MESSAGE_BYTES) for descriptor in inboxes)
     return Link(
         seat=seat,

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from holdfast._values.deadline import Deadline
+from holdfast._values.forks import forget_in_child
 
 _LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 32
@@ -59,6 +60,7 @@ class Reception:
             token=self._token,
             slot_bytes=slot_bytes,
         )
+        forget_in_child(self)
 
     def call(self, contacts: tuple[Contact, ...], limit_s: float) -> bool:
         """Whether all leaders before this one could be connected to within ``limit_s``; they need not answer yet."""
@@ -100,6 +102,8 @@ class Reception:
         sockets, self._sockets = self._sockets, {}
         for each in sockets.values():
             each.close()
+
+    forget_parent = close
 
     def _take_in(self, visitor: socket.socket, deadline: Deadline) -> None:
         """Keep the connection of a leader that has the token, and answer it; close any other."""

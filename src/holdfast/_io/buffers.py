@@ -13,10 +13,12 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
+from queue import Empty, SimpleQueue
 
 import torch
 
 from holdfast._io.mapping import map_private
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import InternalError, StorageError
 
 SLAB_BYTES = 16 << 20
@@ -35,12 +37,13 @@ def release() -> None:
 class Slab:
     """Page-aligned memory, as a writable ``view`` and as a one-dimensional uint8 ``tensor``."""
 
-    __slots__ = ("address", "tensor", "view")
+    __slots__ = ("address", "is_lent", "tensor", "view")
 
     def __init__(self, view: memoryview, tensor: torch.Tensor) -> None:
         self.view = view
         self.tensor = tensor
         self.address: int = tensor.data_ptr()
+        self.is_lent = True
 
 
 class SlabRing:
@@ -56,11 +59,19 @@ class SlabRing:
         self.count = count
         self._nbytes = nbytes
         self._pinned = pinned
-        self._change = threading.Condition()
-        self._free: deque[Slab] = deque()
+        self._lock = threading.Lock()
+        # What is free, or None to have those who wait look again. A queue: a condition does not bear interrupts.
+        self._free: SimpleQueue[Slab | None] = SimpleQueue()
+        self._unmade = list(range(count))[::-1]
         self._allocated = 0
         self._arena: torch.Tensor | None = None
         self._closed = False
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Be closed: those who borrowed from it are not there to give anything back."""
+        self._lock, self._free = threading.Lock(), SimpleQueue()
+        self._closed = True
 
     @property
     def allocated(self) -> int:
@@ -69,34 +80,42 @@ class SlabRing:
 
     def acquire(self) -> Slab:
         """A slab of one's own; waits for one to come back when all are lent."""
-        with self._change:
-            while not self._free and self._allocated == self.count and not self._closed:
-                self._change.wait()
-            if self._closed:
-                raise InternalError("a slab was asked of a closed ring; please report it")
-            if self._allocated == self.count:
-                # The one used longest ago has left the processor's caches, from where a disk would have to take it.
-                return self._free.popleft()
-            number = self._allocated
-            self._allocated += 1
+        while True:
+            with self._lock:
+                if self._closed:
+                    self._free.put(None)
+                    raise InternalError("a slab was asked of a closed ring; please report it")
+                number = self._unmade.pop() if self._unmade else None
+            if number is not None:
+                return self._make(number)
+            # The one used longest ago has left the processor's caches, from where a disk would have to take it.
+            slab = self._free.get()
+            if slab is not None:
+                slab.is_lent = True
+                return slab
+
+    def _make(self, number: int) -> Slab:
         try:
+            with self._lock:
+                self._allocated += 1
             return _pinned_slab(self._nbytes) if self._pinned else self._mapped_slab(number)
         except BaseException:
-            with self._change:
+            with self._lock:
                 self._allocated -= 1
-                self._change.notify()
+                self._unmade.append(number)
+            self._free.put(None)
             raise
 
     def release(self, slab: Slab) -> None:
         """Gives ``slab`` to the next borrower; the caller does not touch it any more."""
-        with self._change:
-            if any(slab is free for free in self._free):
+        with self._lock:
+            if not slab.is_lent:
                 raise InternalError("a slab was given back twice; please report it")
+            slab.is_lent = False
             if self._closed:
                 self._allocated -= 1
             else:
-                self._free.append(slab)
-                self._change.notify()
+                self._free.put(slab)
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Slab]:
@@ -109,17 +128,18 @@ class SlabRing:
 
     def close(self) -> None:
         """Lets go of all slabs; those still lent live as long as their borrowers hold them."""
-        with self._change:
+        with self._lock:
             self._closed = True
-            self._allocated -= len(self._free)
-            self._free.clear()
+            with contextlib.suppress(Empty):
+                while True:
+                    self._allocated -= self._free.get_nowait() is not None
             arena, self._arena = self._arena, None
             if arena is not None and self._allocated == 0 and arena.numel() <= _MOST_KEPT_BYTES:
                 _kept.append(arena)
-            self._change.notify_all()
+            self._free.put(None)
 
     def _mapped_slab(self, number: int) -> Slab:
-        with self._change:
+        with self._lock:
             if self._arena is None:
                 self._arena = _memory(self.count * self._nbytes)
             tensor = self._arena[number * self._nbytes : (number + 1) * self._nbytes]
@@ -142,7 +162,7 @@ def _huge_pages(size: int) -> torch.Tensor:
     A page becomes memory when it is first touched, so that slabs which are never lent cost nothing.
     """
     try:
-        memory, start = map_private(size)
+        memory, start = map_private(size, is_wiped=True)
     except (OSError, MemoryError) as error:
         raise _no_memory(error, size) from error
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
@@ -150,9 +170,9 @@ def _huge_pages(size: int) -> torch.Tensor:
 
 def _pinned_slab(size: int) -> Slab:
     try:
-        tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        tensor = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         if tensor.data_ptr() % mmap.PAGESIZE:
-            tensor = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            tensor = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device="cpu", pin_memory=True)
             start = -tensor.data_ptr() % mmap.PAGESIZE
             tensor = tensor[start : start + size]
     except (RuntimeError, MemoryError) as error:

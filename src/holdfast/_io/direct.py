@@ -18,6 +18,8 @@ import threading
 from types import TracebackType
 
 from holdfast._io import locks, posix
+from holdfast._io.descriptor import CLOSED, Descriptor
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import CorruptError, StorageError
 
 ALIGNMENT = 4096
@@ -34,27 +36,34 @@ class OutputFile:
     multiples of ``ALIGNMENT``. Nothing is durable before ``finish``.
     """
 
-    def __init__(self, descriptor: int, path: str, *, direct: bool) -> None:
-        self._descriptor = descriptor
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = locks.LockedFile(path)
         self._lock = threading.Lock()
-        self.path = path
-        self.direct = direct
+        self.path = self._file.path
+        self.direct = False
         self.bytes_written = 0
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, expected_bytes: int) -> OutputFile:
-        """A file that did not exist before, locked, with room for ``expected_bytes`` where that can be reserved."""
-        name = os.fspath(path)
-        descriptor = locks.create_locked(name)
+        """One that is made; nothing stays after a failure."""
+        file = cls(path)
         try:
-            _reserve(descriptor, name, expected_bytes)
-            # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
-            return cls(descriptor, name, direct=_set_direct(descriptor))
+            file.make(expected_bytes)
         except BaseException:
             with contextlib.suppress(StorageError):
-                posix.remove(name)
-            posix.discard_descriptor(descriptor)
+                file.abandon()
             raise
+        return file
+
+    def make(self, expected_bytes: int) -> None:
+        """Make the file, which did not exist before, locked, with room for ``expected_bytes`` where it can be reserved.
+
+        After a failure ``abandon`` it.
+        """
+        self._file.create()
+        _reserve(self._file.descriptor, self.path, expected_bytes)
+        # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
+        self.direct = _set_direct(self._file.descriptor)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Writes all of ``view`` at ``offset``; where O_DIRECT turns out not to work, goes on without it for good."""
@@ -63,7 +72,7 @@ class OutputFile:
             direct = self.direct
             with posix.reporting("write", self.path):
                 try:
-                    count = os.pwrite(self._descriptor, rest, offset)
+                    count = os.pwrite(self._file.descriptor, rest, offset)
                     if count == 0:
                         raise OSError(errno.EIO, "the system took no bytes")
                 except OSError as error:
@@ -74,7 +83,7 @@ class OutputFile:
                 if direct and count < rest.nbytes and count % ALIGNMENT:
                     self._leave_direct()
             if not direct:
-                _start_writeback(self._descriptor, offset, count)
+                _start_writeback(self._file.descriptor, offset, count)
             with self._lock:
                 self.bytes_written += count
             rest = rest[count:]
@@ -86,36 +95,27 @@ class OutputFile:
         After an error only ``abandon`` it.
         """
         with posix.reporting("truncate", self.path):
-            os.ftruncate(self._descriptor, size)
+            os.ftruncate(self._file.descriptor, size)
         if sync:
-            posix.sync_file(self._descriptor, self.path)
+            posix.sync_file(self._file.descriptor, self.path)
 
     def close(self) -> None:
         """Closes the file, which drops the lock; a second call does nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            posix.close_descriptor(descriptor, self.path)
+        self._file.close()
 
     def abandon(self) -> None:
         """Guarantees that the file is closed and its name gone."""
         try:
             # First the name: without the lock, others could take the file for a dead writer's.
-            posix.remove(self.path)
+            self._file.remove()
         finally:
-            with contextlib.suppress(StorageError):
-                self.close()
-
-    def __del__(self) -> None:
-        # For storage that someone else drives and does not close: an open file keeps its room on disk, and its lock.
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
+            self._file.discard()
 
     def _leave_direct(self) -> None:
         with self._lock:
             if self.direct:
-                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_direct_flag())
+                flags = fcntl.fcntl(self._file.descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags & ~_direct_flag())
                 self.direct = False
 
 
@@ -126,14 +126,19 @@ class InputFile:
     once reading past the page cache was refused.
     """
 
-    def __init__(self, descriptor: int, path: str, size: int) -> None:
+    def __init__(self, descriptor: Descriptor, path: str, size: int) -> None:
         self._descriptor = descriptor
-        self._direct_descriptor = -1
+        self._direct_descriptor = CLOSED
         self._lock = threading.Lock()
         self.path = path
         self.size = size
         self.bytes_read = 0
         self.direct = _direct_flag() != 0
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Go on reading, from the same descriptor: reads at offsets do not disturb each other."""
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> InputFile:
@@ -210,11 +215,10 @@ class InputFile:
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
         descriptors = (self._descriptor, self._direct_descriptor)
-        self._descriptor = self._direct_descriptor = -1
+        self._descriptor = self._direct_descriptor = CLOSED
         with contextlib.ExitStack() as stack:
             for descriptor in descriptors:
-                if descriptor >= 0:
-                    stack.callback(posix.close_descriptor, descriptor, self.path)
+                stack.callback(posix.close_descriptor, descriptor, self.path)
 
     def _read_once(self, descriptor: int, view: memoryview, offset: int) -> int:
         with posix.reporting("read", self.path):
@@ -239,17 +243,17 @@ class InputFile:
                 self.direct = self._direct_descriptor >= 0
             return self._direct_descriptor
 
-    def _reopen_direct(self) -> int:
+    def _reopen_direct(self) -> Descriptor:
         try:
             descriptor = posix.open_regular(self.path, flags=_direct_flag())
         except (StorageError, CorruptError):
-            return -1
+            return CLOSED
         # The name may have been given to another file since, or to none; the first descriptor still has ours.
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
                 return descriptor
         posix.discard_descriptor(descriptor)
-        return -1
+        return CLOSED
 
     def _truncated(self, begin: int, end: int) -> CorruptError:
         return CorruptError(

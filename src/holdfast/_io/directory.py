@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
 
 from holdfast._io import locks, posix
+from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor, opened
 from holdfast.errors import CorruptError, StorageError
 
 _MOST_LEVELS = 64
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Directory:
     """The directory ``path``, open; close it, or use it in a ``with`` block."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
+    def __init__(self, descriptor: Descriptor, path: str) -> None:
         self._descriptor = descriptor
         self.path = path
 
@@ -30,7 +34,7 @@ class Directory:
     def open(cls, path: str | os.PathLike[str]) -> Directory:
         """The directory ``path``; links that lead to it are the caller's choice."""
         with posix.reporting("open", path):
-            return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), os.fspath(path))
+            return cls(opened(map(os.open, (path,), (_DIRECTORY,))), os.fspath(path))
 
     def __enter__(self) -> Directory:
         return self
@@ -42,9 +46,8 @@ class Directory:
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptor, self._descriptor = self._descriptor, CLOSED
+        descriptor.close()
 
     def path_of(self, name: str) -> str:
         """The path of ``name``, for messages."""
@@ -63,9 +66,8 @@ class Directory:
     def enter(self, name: str) -> Directory:
         """The directory ``name`` in it; a StorageError when it is a link, or no directory any more."""
         path = self.path_of(name)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         with posix.reporting("open", path):
-            return Directory(os.open(name, flags, dir_fd=self._descriptor), path)
+            return Directory(opened(self._opening(name, _DIRECTORY | os.O_NOFOLLOW)), path)
 
     def status(self, name: str) -> os.stat_result | None:
         """The status of ``name`` itself; None if nothing has it."""
@@ -83,36 +85,44 @@ class Directory:
             with posix.reporting("read", path), open(descriptor, "rb", closefd=False) as stream:
                 data = stream.read(min(limit, os.fstat(descriptor).st_size) + 1)
         finally:
-            os.close(descriptor)
+            descriptor.close()
         if len(data) > limit:
             raise CorruptError(f"{path!r} is larger than {limit} bytes; use another checkpoint", path=path)
         return data
 
-    def lock(self, name: str) -> int | None:
-        """A descriptor that holds the lock of the regular file ``name``; None when someone else holds it.
+    def lock(self, name: str) -> locks.LockedFile | None:
+        """The regular file ``name``, its lock held; None when someone else holds it.
 
         StorageError where there are no locks or the file may not be opened for writing, which some file systems ask
         of those who lock. Nothing is written.
         """
-        descriptor = self._open_regular(name, os.O_RDWR)
+        file = locks.LockedFile(self.path_of(name), self._open_regular(name, os.O_RDWR))
         try:
-            if locks.try_lock(descriptor, self.path_of(name)):
-                return descriptor
+            if locks.try_lock(file.descriptor, file.path):
+                return file
         except BaseException:
-            os.close(descriptor)
+            file.discard()
             raise
-        os.close(descriptor)
+        file.discard()
         return None
 
-    def create(self, name: str) -> bool:
-        """Whether ``name`` is a new empty file now; False when something has the name."""
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Hold its own lock for the block; False when someone else does, or directories have none."""
+        is_ours = False
+        try:
+            with contextlib.suppress(StorageError):
+                is_ours = locks.try_lock(self._descriptor, self.path)
+            yield is_ours
+        finally:
+            if is_ours:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def create(self, name: str, made: list[Descriptor]) -> None:
+        """Make ``name`` a new empty file, whose descriptor goes to ``made``, unless something has the name."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with posix.reporting("create", self.path_of(name)):
-            try:
-                os.close(os.open(name, flags, 0o666, dir_fd=self._descriptor))
-            except FileExistsError:
-                return False
-        return True
+        with posix.reporting("create", self.path_of(name)), contextlib.suppress(FileExistsError):
+            made.extend(map(OpenDescriptor, self._opening(name, flags)))
 
     def holds(self, name: str, descriptor: int) -> bool:
         """Whether ``name`` is the open file ``descriptor``."""
@@ -131,16 +141,19 @@ class Directory:
         """Whether the locks of every writer show here, and on which kind of file system that is."""
         return locks.are_reliable(self._descriptor)
 
-    def _open_regular(self, name: str, flags: int) -> int:
+    def _opening(self, name: str, flags: int) -> Iterator[int]:
+        return map(partial(os.open, dir_fd=self._descriptor), (name,), (flags,), (0o666,))
+
+    def _open_regular(self, name: str, flags: int) -> Descriptor:
         path = self.path_of(name)
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         status = self.status(name)
         if status is not None and not stat.S_ISREG(status.st_mode):
             raise CorruptError(f"{path!r} is not a regular file", path=path)
         with posix.reporting("open", path):
-            descriptor = os.open(name, flags, dir_fd=self._descriptor)
+            descriptor = opened(self._opening(name, flags))
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
+            descriptor.close()
             raise CorruptError(f"{path!r} is not a regular file", path=path)
         return descriptor
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 
 from holdfast._io import posix
+from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor
+from holdfast._values import forks
 from holdfast.errors import StorageError
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -33,48 +35,113 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 )
 
 
-def create_locked(path: str | os.PathLike[str]) -> int:
-    """A descriptor that writes the file ``path``, which did not exist before; its lock is held where there are locks.
+class LockedFile:
+    """The file ``path``, once it is open a file whose lock this process holds, until it is closed or dropped.
 
-    Between making a file and locking it, a sweep may take it for a dead writer's and remove it; then it is made again.
+    A forked child has it closed, and cannot remove it: a copy would keep the lock for as long as the child lives.
     """
-    for _ in range(_TRIES):
-        descriptor = posix.create_new(path)
-        try:
-            _wait_for_lock(descriptor, path)
-            if has_name(descriptor, path):
-                return descriptor
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                posix.remove(path)
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-            raise
-        posix.close_descriptor(descriptor, path)
-    raise StorageError(
-        f"{os.fspath(path)!r} was removed while being created, {_TRIES} times; save again",
-        errno=errno.ENOENT,
-        path=path,
-    )
+
+    def __init__(self, path: str | os.PathLike[str], *descriptors: Descriptor) -> None:
+        self.path = os.fspath(path)
+        self._opened = list(descriptors)
+        self._is_closed = False
+        self._is_inherited = False
+        forks.forget_in_child(self)
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """What to write with; -1 when it is not open."""
+        return CLOSED if self._is_closed or not self._opened else self._opened[-1]
+
+    def create(self) -> None:
+        """Make the file, which did not exist before, and hold its lock where there are locks.
+
+        Between making a file and locking it, a sweep may take it for a dead writer's and remove it, and a forked child
+        may get a copy that it does not know of, which would keep the lock; then it is made again. Whatever comes of
+        it, an interrupt too, ``remove`` and ``close`` undo it.
+        """
+        for _ in range(_TRIES):
+            forks_before = forks.begun()
+            posix.create_new(self.path, self._opened)
+            if forks.begun() != forks_before:
+                self.remove()
+            else:
+                _wait_for_lock(self.descriptor, self.path)
+                if has_name(self.descriptor, self.path):
+                    return
+            posix.close_descriptor(self._opened.pop(), self.path)
+        raise StorageError(
+            f"{self.path!r} was removed while being created, {_TRIES} times; save again",
+            errno=errno.ENOENT,
+            path=self.path,
+        )
+
+    def close(self) -> None:
+        """Close it, which drops the lock; a second call does nothing."""
+        self._is_closed = True
+        for descriptor in self._opened:
+            posix.close_descriptor(descriptor, self.path)
+
+    def discard(self) -> None:
+        """Close it, whatever the system says of that."""
+        with contextlib.suppress(StorageError):
+            self.close()
+
+    def remove(self) -> None:
+        """Remove its name, for the process that made it."""
+        if self._opened and not self._is_inherited:
+            posix.remove(self.path)
+
+    def forget_parent(self) -> None:
+        """Close the copy: the lock stays with the parent."""
+        self._is_inherited = True
+        self.discard()
 
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], data: bytes) -> Iterator[None]:
     """Creates ``path`` with exactly ``data``, as ``posix.write_new`` does, and holds its lock for the block."""
-    descriptor = create_locked(path)
+    file = LockedFile(path)
     try:
         try:
-            posix.write_all(descriptor, data, path)
-            posix.sync_file(descriptor, path)
+            file.create()
+            posix.write_all(file.descriptor, data, path)
+            posix.sync_file(file.descriptor, path)
         except BaseException:
             with contextlib.suppress(StorageError):
-                posix.remove(path)
+                file.remove()
             raise
         yield
     finally:
         # It is synced: whatever closing it tells, nothing is lost any more.
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+        file.discard()
+
+
+class DirectoryLock(LockedFile):
+    """The lock of the directory ``path``."""
+
+    def acquire(self) -> bool:
+        """Hold it; whatever comes of it, an interrupt too, ``release`` undoes it.
+
+        False where directories have none, or where somebody holds it for so long that it must have been stopped.
+        """
+        with posix.reporting("open", self.path):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            self._opened.extend(map(OpenDescriptor, map(os.open, (self.path,), (flags,))))
+        try:
+            return _wait_for_lock(self.descriptor, self.path)
+        except StorageError as error:
+            if error.errno not in (errno.EAGAIN, errno.EBADF):
+                raise
+            return False
+
+    def release(self) -> None:
+        """Let it go; also again."""
+        if self.descriptor >= 0:
+            # Closing it would not do where a child was just forked, which has it open too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        self.discard()
 
 
 def try_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:
@@ -114,19 +181,23 @@ def are_reliable(descriptor: int) -> tuple[bool, str]:
     return kind in _LOCAL_FILE_SYSTEMS, kind
 
 
-def _wait_for_lock(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """Hold the lock of a file just made: only a sweep that looks at it may be in the way, and not for long."""
+def _wait_for_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether the lock is held; False where there are none.
+
+    Of a file just made only a sweep that looks at it may be in the way, of a directory only somebody who publishes;
+    neither is for long.
+    """
     until = time.monotonic() + _WAIT_S
     with posix.reporting("lock", path):
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                return True
             except BlockingIOError:
                 if time.monotonic() >= until:
                     raise
             except OSError as error:
                 if error.errno in UNSUPPORTED:
-                    return
+                    return False
                 raise
             time.sleep(_PAUSE_S)

@@ -11,14 +11,18 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 
 import numpy as np
+
+from holdfast._io.descriptor import Descriptor, opened
 
 HUGE_PAGE = 2 << 20
 
 # Of Linux; the names are not in every Python's mmap.
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
+_MADV_WIPEONFORK = 18
 
 _system = ctypes.CDLL(None, use_errno=True)
 _map = _system.mmap
@@ -28,27 +32,34 @@ _advise = _system.madvise
 _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def map_private(size: int) -> tuple[mmap.mmap, int]:
-    """Anonymous memory of this process, ``size`` bytes from the returned offset on; real when first touched."""
+def map_private(size: int, *, is_wiped: bool = False) -> tuple[mmap.mmap, int]:
+    """Anonymous memory of this process, ``size`` bytes from the returned offset on; real when first touched.
+
+    A forked child finds it as it was, or, where ``is_wiped``, empty. Memory for direct reads must be wiped: pages that
+    both have are copied when one of them writes, and what is on its way from the disk may go to the other (open(2)).
+    """
     # Private, because shared anonymous memory is a tmpfs: no huge pages, and charged to a container's /dev/shm.
     memory = _room_for(size)
     _ask_for_huge_pages(memory)
+    if is_wiped and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # before 4.14
+            memory.madvise(_MADV_WIPEONFORK)
     return memory, -_address(memory) % HUGE_PAGE
 
 
-def new_shared(size: int) -> int:
+def new_shared(size: int) -> Descriptor:
     """The descriptor of new memory, which nobody can shrink, for every process that gets it; the caller closes it.
 
     Not charged to /dev/shm, which is small in many containers.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memory without a name")
-    descriptor = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = opened(map(os.memfd_create, ("holdfast",), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except BaseException:
-        os.close(descriptor)
+        descriptor.close()
         raise
     return descriptor
 

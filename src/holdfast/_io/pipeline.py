@@ -1,8 +1,12 @@
 """Jobs on a bounded number of threads, fed by the caller: the shape of every transfer.
 
 Invariant: every job that was taken from the iterable is run, even after a failure, so that what it holds (a slab, say)
-is always given back and the iterable cannot wait for it for ever. No thread outlives the call. It never drops the first
-error and never retries.
+is always given back and the iterable cannot wait for it for ever; only an interrupt drops those that nobody has begun.
+No thread outlives the call. It never drops the first error and never retries.
+
+An interrupt may come anywhere in the calling thread. So threads are known before they are started, nothing that they
+share needs more than one step of the interpreter (a condition does), and a crew is ended twice: if the interrupt comes
+into the one ending, there is the other.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, NoReturn, TypeVar
+
+from holdfast._values.forks import forget_in_child
+from holdfast.errors import CheckpointError
 
 Result = TypeVar("Result")
 
@@ -38,12 +44,10 @@ def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int 
     iterator = iter(jobs)
     crew = _Crew(workers=max(1, workers), limit=max(1, workers + ahead))
     try:
-        with contextlib.closing(iterator) if isinstance(iterator, Generator) else contextlib.nullcontext():
+        with crew, crew, contextlib.closing(iterator) if isinstance(iterator, Generator) else contextlib.nullcontext():
             _feed(crew, iterator, least=1 if at_once else 2)
     except BaseException as error:
         crew.fail(error)
-    finally:
-        crew.finish()
     failure = crew.take_failure()
     if failure is not None:
         try:
@@ -59,45 +63,16 @@ def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int, ahead: int
     The caller's own work between results runs beside them; where that work is Python's, it then has the interpreter to
     itself. Close the iterator to give up: what is under way is waited for.
     """
-    todo: SimpleQueue[tuple[int, Callable[[], Result]] | None] = SimpleQueue()
-    done: SimpleQueue[tuple[int, Callable[[], Result]]] = SimpleQueue()
-    threads: list[threading.Thread] = []
-    results = _InOrder(done)
-    given = 0
-    try:
+    results: _InOrder[Result] = _InOrder()
+    crew = _Crew(workers=workers, limit=ahead)
+    with crew, crew:
         for task in tasks:
-            todo.put((given, task))
-            if given < workers:
-                threads.append(_start_thread(partial(_work_ahead, todo, done), given))
-            given += 1
-            if given - results.taken == ahead:
+            crew.queue(partial(results.put, crew.taken, task))
+            crew.reinforce(crew.taken)
+            if crew.taken - results.taken == ahead:
                 yield results.take()
-        while results.taken < given:
+        while results.taken < crew.taken:
             yield results.take()
-    finally:
-        with contextlib.suppress(Empty):
-            while True:
-                todo.get_nowait()
-        for _ in threads:
-            todo.put(None)
-        if (interrupt := _wait_for_end(threads)) is not None:
-            raise interrupt
-
-
-def _work_ahead(
-    todo: SimpleQueue[tuple[int, Callable[[], Result]] | None], done: SimpleQueue[tuple[int, Callable[[], Result]]]
-) -> None:
-    """Puts what comes of each task into ``done``, as something that returns it or raises."""
-    while (entry := todo.get()) is not None:
-        number, task = entry
-        outcome: Callable[[], Result]
-        try:
-            outcome = partial(_same, task())
-        except BaseException as error:
-            outcome = partial(_raise, error)
-        done.put((number, outcome))
-        # Whatever the task and its result hold goes with them, not with the next.
-        del entry, task, outcome
 
 
 def _same(result: Result) -> Result:
@@ -108,13 +83,34 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-class _InOrder(Generic[Result]):
-    """What comes from ``done`` in any order, in the order of its numbers."""
+def _left_behind() -> CheckpointError:
+    return CheckpointError(
+        "this process was forked in the middle of a save or load, which is its parent's; call it here anew"
+    )
 
-    def __init__(self, done: SimpleQueue[tuple[int, Callable[[], Result]]]) -> None:
-        self._done = done
+
+class _InOrder(Generic[Result]):
+    """What comes of tasks that end in any order, in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._done: SimpleQueue[tuple[int, Callable[[], Result]]] = SimpleQueue()
         self._early: dict[int, Callable[[], Result]] = {}
         self.taken = 0
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have an error to tell: nobody works here."""
+        self._done, self._early = SimpleQueue(), {}
+        self._done.put((self.taken, partial(_raise, _left_behind())))
+
+    def put(self, number: int, task: Callable[[], Result]) -> None:
+        """Run ``task``, and keep what comes of it, as something that returns it or raises."""
+        outcome: Callable[[], Result]
+        try:
+            outcome = partial(_same, task())
+        except BaseException as error:
+            outcome = partial(_raise, error)
+        self._done.put((number, outcome))
 
     def take(self) -> Result:
         """The next one, waited for."""
@@ -125,27 +121,6 @@ class _InOrder(Generic[Result]):
         return self._early.pop(self.taken - 1)()
 
 
-def _wait_for_end(threads: list[threading.Thread]) -> BaseException | None:
-    """Returns when all have ended, with what interrupted the wait, if something did.
-
-    Else an interrupt would leave threads behind that use descriptors about to be closed.
-    """
-    interrupt = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:
-                interrupt = interrupt or error
-    return interrupt
-
-
-def _start_thread(work: Callable[[], None], number: int) -> threading.Thread:
-    thread = threading.Thread(target=work, name=f"holdfast-io-{number}", daemon=True)
-    thread.start()
-    return thread
-
-
 def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]], *, least: int) -> None:
     """Hands the jobs to the crew's threads, the first one not before there are ``least``."""
     for job in iterator:
@@ -154,97 +129,127 @@ def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]], *, least: int) ->
         if crew.limit == 1:
             crew.drain()
         elif crew.taken >= least:
-            crew.reinforce()
+            crew.reinforce(crew.unfinished())
         if not crew.wait_for_room():
             return
 
 
 class _Crew:
-    """Threads, started when there is work for them, and the jobs they have not done yet."""
+    """Threads, started when there is work for them, and the jobs they have not done yet; ended by leaving its block."""
 
     def __init__(self, *, workers: int, limit: int) -> None:
         self._workers = workers
         self.limit = limit
-        self._lock = threading.Lock()
-        # Apart, so that a job wakes one thread and its end none but the one that feeds.
-        self._to_do = threading.Condition(self._lock)
-        self._done = threading.Condition(self._lock)
-        self._queue: deque[Callable[[], None]] = deque()
+        self._begin()
+        forget_in_child(self)
+
+    def _begin(self) -> None:
+        self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
-        self._unfinished = 0
-        self._finishing = False
-        self._failure: BaseException | None = None
+        self._finished = 0
         self.taken = 0
+
+    def forget_parent(self) -> None:
+        """Have nobody and nothing to do, and an error to tell."""
+        self._begin()
+        self.fail(_left_behind())
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Returns once nothing runs any more: what is queued is done (this thread takes its share) or, after an
+        interrupt, dropped. A thread that reads or writes is waited for, whatever interrupts the wait: else it would use
+        descriptors that are about to be closed.
+        """
+        if error is not None:
+            self.fail(error)
+        self.drain()
+        for _ in self._threads:
+            self._to_do.put(None)
+        interrupt: BaseException | None = None
+        for thread in self._threads:
+            # One whose start was interrupted may begin later, and then finds that there is nothing to do.
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as reason:
+                    interrupt = reason
+        if interrupt is not None:
+            raise interrupt
 
     def queue(self, job: Callable[[], None]) -> None:
         """Puts ``job`` where the next free thread finds it."""
-        with self._lock:
-            self._queue.append(job)
-            self._unfinished += 1
-            self.taken += 1
-            self._to_do.notify()
+        self.taken += 1
+        self._to_do.put(job)
 
-    def reinforce(self) -> None:
-        """Starts another thread while there are fewer than wanted and jobs wait; without any, works itself."""
-        with self._lock:
-            wanted = min(self._workers, self._unfinished) - len(self._threads)
-        try:
-            for _ in range(wanted):
-                self._threads.append(_start_thread(self._work, len(self._threads)))
-        except RuntimeError:
-            # An interpreter that shuts down starts no threads, and a save at exit still has to work.
-            if not self._threads:
-                self.drain()
+    def reinforce(self, wanted: int) -> None:
+        """Starts threads while there are fewer than ``wanted``, or may be; without any, works itself."""
+        while len(self._threads) < min(self._workers, wanted):
+            work, name = partial(_work, self._to_do, self._done, self._failures), f"holdfast-io-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+            try:
+                self._threads[-1].start()
+            except RuntimeError:
+                # An interpreter that shuts down starts no threads, and a save at exit still has to work.
+                self._threads.pop()
+                self._workers = len(self._threads)
+        if not self._threads:
+            self.drain()
+
+    def unfinished(self) -> int:
+        """How many jobs are queued or under way."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._done.get_nowait()
+                self._finished += 1
+        return self.taken - self._finished
 
     def wait_for_room(self) -> bool:
         """True once another job may be taken; False when none may be, because something failed."""
-        with self._lock:
-            self._done.wait_for(lambda: self._failure is not None or self._unfinished < self.limit)
-            return self._failure is None
+        while not self._failures and self.unfinished() >= self.limit:
+            self._done.get()
+            self._finished += 1
+        return not self._failures
 
     def fail(self, error: BaseException) -> None:
-        """Records ``error`` unless there was one before."""
-        with self._lock:
-            if self._failure is None:
-                self._failure = error
-            self._done.notify_all()
+        """Records ``error``; the first one is told."""
+        self._failures.append(error)
 
     def take_failure(self) -> BaseException | None:
         """The first error, which is the caller's from now on."""
-        failure, self._failure = self._failure, None
+        failure = self._failures[0] if self._failures else None
+        self._failures.clear()  # which the frames of their tracebacks know too
         return failure
 
-    def finish(self) -> None:
-        """Returns once all queued jobs are done (the calling thread takes its share) and all threads have ended."""
-        with self._lock:
-            self._finishing = True
-            self._to_do.notify_all()
-        self.drain()
-        if (interrupt := _wait_for_end(self._threads)) is not None:
-            self.fail(interrupt)
-
     def drain(self) -> None:
-        """Runs queued jobs until none is left."""
-        while True:
-            with self._lock:
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
-            try:
-                job()
-            except BaseException as error:
-                self.fail(error)
-            finally:
-                # Whatever the job holds goes before the next one is waited for.
+        """Runs queued jobs until none is left; after an interrupt drops them."""
+        with contextlib.suppress(Empty):
+            while True:
+                job = self._to_do.get_nowait()
+                if job is not None and all(isinstance(failure, Exception) for failure in self._failures):
+                    _do(job, self._failures)
                 del job
-                with self._lock:
-                    self._unfinished -= 1
-                    self._done.notify_all()
+                self._done.put(None)
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._to_do.wait_for(lambda: self._finishing or self._queue)
-                if not self._queue:
-                    return
-            self.drain()
+
+def _work(
+    to_do: SimpleQueue[Callable[[], None] | None], done: SimpleQueue[None], failures: list[BaseException]
+) -> None:
+    """Does what is in ``to_do``, up to the end that None tells."""
+    while (job := to_do.get()) is not None:
+        _do(job, failures)
+        # Whatever the job holds goes before the next one is waited for.
+        del job
+        done.put(None)
+
+
+def _do(job: Callable[[], None], failures: list[BaseException]) -> None:
+    try:
+        job()
+    except BaseException as error:
+        failures.append(error)
+    finally:
+        del job  # which the traceback would keep, and all that the job holds with it

@@ -17,8 +17,10 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar, cast
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
+from holdfast._io.descriptor import Descriptor, OpenDescriptor, opened
+from holdfast._values.forks import reset_in_child
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
 
 P = ParamSpec("P")
@@ -32,9 +34,20 @@ _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 _SHOWN_NAME = 100
 
+
+class _Work(NamedTuple):
+    """What a thread asks of the system, and what that is part of."""
+
+    path: str
+    outer: _Work | None
+
+
 # What each thread asks of the system just now, the longest first, and what was asked last.
-_underway: dict[int, str] = {}
+_underway: dict[int, _Work] = {}
 _last = ""
+
+
+reset_in_child(_underway.clear)
 
 
 @contextlib.contextmanager
@@ -42,14 +55,22 @@ def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
     """Lets ``file_at_work`` tell of ``path`` for the length of the block, and until another is worked on."""
     global _last
     thread = threading.get_ident()
-    outer = _underway.pop(thread, None)
-    _underway[thread] = _last = os.fsdecode(path)
+    name = os.fsdecode(path)
+    work = _Work(name, _underway.get(thread))
     try:
+        _underway.pop(thread, None)
+        _underway[thread], _last = work, name
         yield
     finally:
-        del _underway[thread]
-        if outer is not None:
-            _underway[thread] = outer
+        # After an interrupt this may come late: what is under way by then is let alone. No interrupt comes into it,
+        # because nothing is called.
+        current = _underway[thread] if thread in _underway else None  # noqa: SIM401
+        while current is not None and current is not work:
+            current = current.outer
+        if current is not None:
+            del _underway[thread]
+            if work.outer is not None:
+                _underway[thread] = work.outer
 
 
 def file_at_work(directory: str | os.PathLike[str]) -> str:
@@ -59,7 +80,7 @@ def file_at_work(directory: str | os.PathLike[str]) -> str:
     encoded and printed.
     """
     inside = os.path.join(os.fsdecode(directory), "")
-    for path in (*tuple(_underway.values()), _last):
+    for path in (*(work.path for work in tuple(_underway.values())), _last):
         if os.path.join(path, "").startswith(inside):
             name = os.path.basename(path.rstrip(os.sep)).encode(errors="backslashreplace").decode()
             return name if len(name) <= _SHOWN_NAME else f"...{name[3 - _SHOWN_NAME :]}"
@@ -79,7 +100,24 @@ def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
 
 
-def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
+def text_path(path: str | os.PathLike[str]) -> str:
+    """``path`` as text; TypeError for bytes, of which most of the library could make nothing."""
+    name: object = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a path is a str or an os.PathLike of one, not {type(name).__name__}; use os.fsdecode({name!r})"
+        )
+    return name
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` as it is now, wherever the process goes; links stay, and so do dots, which may come after one."""
+    name = text_path(path)
+    with reporting("find", name):
+        return os.path.join(os.getcwd(), name) if name and not os.path.isabs(name) else name
+
+
+def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> Descriptor:
     """A descriptor that reads the regular file ``path``; anything else there is a ``CorruptError``.
 
     ``flags`` is added to the flags of open. A FIFO does not block, a symbolic link is not followed.
@@ -87,7 +125,7 @@ def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with reporting("open", path):
         try:
-            descriptor = os.open(path, flags)
+            descriptor = opened(map(os.open, (path,), (flags,)))
         except OSError:
             status = file_status(path)
             if status is not None and not stat.S_ISREG(status.st_mode):
@@ -103,10 +141,14 @@ def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
     return descriptor
 
 
-def create_new(path: str | os.PathLike[str]) -> int:
-    """A descriptor that writes the file ``path``, which did not exist before."""
+def create_new(path: str | os.PathLike[str], made: list[Descriptor]) -> None:
+    """Creates the file ``path``, which did not exist before; a descriptor that writes it goes to ``made``.
+
+    Not returned, because an interrupt could come before it is kept: so whoever looks at ``made`` knows what there is.
+    """
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     with reporting("create", path):
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        made.extend(map(OpenDescriptor, map(os.open, (path,), (flags,), (0o666,))))
 
 
 def read_whole(path: str | os.PathLike[str], *, limit: int) -> bytes:
@@ -130,18 +172,17 @@ def read_whole(path: str | os.PathLike[str], *, limit: int) -> bytes:
 
 def write_new(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
     """Creates ``path`` with exactly ``data``, durable once its directory is synced; nothing stays after a failure."""
-    descriptor = create_new(path)
+    made: list[Descriptor] = []
     try:
-        try:
-            write_all(descriptor, data, path)
-            sync_file(descriptor, path)
-        except BaseException:
-            discard_descriptor(descriptor)
-            raise
-        close_descriptor(descriptor, path)
+        create_new(path, made)
+        write_all(made[0], data, path)
+        sync_file(made[0], path)
+        close_descriptor(made[0], path)
     except BaseException:
-        with contextlib.suppress(StorageError):
-            remove(path)
+        if made:
+            discard_descriptor(made[0])
+            with contextlib.suppress(StorageError):
+                remove(path)
         raise
 
 
@@ -201,7 +242,7 @@ def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:
 def sync_directory(path: str | os.PathLike[str]) -> None:
     """Returns once the names in the directory are durable, where the file system has such a notion."""
     with reporting("sync", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = opened(map(os.open, (path,), (os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC,)))
     try:
         sync_directory_descriptor(descriptor, path)
     finally:
@@ -274,6 +315,13 @@ def sync_stream(stream: io.IOBase, path: str | os.PathLike[str]) -> None:
     sync_file(descriptor, path)
 
 
+def umask() -> int | None:
+    """The mode bits that new files of this process do not get now; None where one can only ask by changing them."""
+    with contextlib.suppress(OSError), open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
+        return next((int(line.split()[1], 8) for line in lines if line.startswith("Umask:")), None)
+    return None
+
+
 def list_names(path: str | os.PathLike[str]) -> list[str]:
     """The sorted names in the directory ``path``."""
     with reporting("list", path):
@@ -294,17 +342,17 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return file_status(path) is not None
 
 
-def close_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
+def close_descriptor(descriptor: Descriptor, path: str | os.PathLike[str]) -> None:
     """Closes the descriptor; some file systems tell of failed writes only here, so an error is reported."""
     # Interrupted or not, it is closed; and what it wrote was synced before.
     with reporting("close", path), contextlib.suppress(InterruptedError):
-        os.close(descriptor)
+        descriptor.close()
 
 
-def discard_descriptor(descriptor: int) -> None:
+def discard_descriptor(descriptor: Descriptor) -> None:
     """Closes the descriptor after an error, which is the one to tell."""
     with contextlib.suppress(OSError):
-        os.close(descriptor)
+        descriptor.close()
 
 
 def uninterrupted(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

@@ -15,27 +15,34 @@ import secrets
 import select
 import socket
 import struct
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 
 from holdfast._io import mapping
 from holdfast._io.buffers import Slab
+from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor
+from holdfast._values.forks import forget_in_child
 
 MOST_HANDED_OVER = 250  # descriptors that the kernel lets pass in one message
 
 _CREDENTIALS = struct.Struct("3i")
+_NUMBER = struct.Struct("i")
 _PIECE = 1 << 16
 
 
 class SharedMemory:
     """``size`` bytes that every process with the ``descriptor`` sees; zero at first, and real when first touched."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: Descriptor, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
         self._memory, self._start = mapping.attach(descriptor, size)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._start)
         self.view = memoryview(self._memory)[self._start : self._start + size]
+        forget_in_child(self)
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
@@ -43,14 +50,14 @@ class SharedMemory:
         return cls.attach(mapping.new_shared(size), size)
 
     @classmethod
-    def attach(cls, descriptor: int, size: int) -> SharedMemory:
+    def attach(cls, descriptor: Descriptor, size: int) -> SharedMemory:
         """The memory behind a descriptor that was handed over, which is this object's from now on."""
         try:
             if os.fstat(descriptor).st_size != size:
                 raise OSError(errno.EINVAL, "shared memory of another size than was said")
             return cls(descriptor, size)
         except BaseException:
-            os.close(descriptor)
+            descriptor.close()
             raise
 
     def slab(self, start: int, stop: int) -> Slab:
@@ -63,21 +70,24 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last buffer over it, at once where there is none."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptor, self.descriptor = self.descriptor, CLOSED
+        if descriptor is not CLOSED:
+            descriptor.close()
             del self.tensor, self.view, self._memory
+
+    forget_parent = close
 
 
 class Inbox:
     """The end of a pipe from which messages of ``size`` bytes each come, in the order in which they were posted."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: Descriptor, size: int) -> None:
         self._descriptor = descriptor
         self._size = size
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
         os.set_blocking(descriptor, False)
+        forget_in_child(self)
 
     def fileno(self) -> int:
         """Its descriptor, to wait for it among others."""
@@ -92,16 +102,18 @@ class Inbox:
 
     def close(self) -> None:
         """Close it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptor, self._descriptor = self._descriptor, CLOSED
+        descriptor.close()
+
+    forget_parent = close  # a copy would hide that the parent has gone
 
 
 class Outbox:
     """The end of a pipe that takes messages, from any thread; one to someone who has left is dropped."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor = descriptor
+        forget_in_child(self)
 
     def post(self, message: bytes) -> None:
         """Send ``message``, which is small enough to stay in one piece."""
@@ -110,28 +122,28 @@ class Outbox:
 
     def close(self) -> None:
         """Close it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptor, self._descriptor = self._descriptor, CLOSED
+        descriptor.close()
+
+    forget_parent = close
 
 
-def make_pipes(count: int) -> list[tuple[int, int]]:
+def make_pipes(count: int) -> list[tuple[Descriptor, Descriptor]]:
     """The descriptors of ``count`` pipes, (to read, to write); all of them or, with an OSError, none."""
-    pipes: list[tuple[int, int]] = []
+    ends: list[Descriptor] = []
     try:
-        for _ in range(count):
-            pipes.append(os.pipe2(os.O_CLOEXEC))
+        ends.extend(map(OpenDescriptor, chain.from_iterable(map(os.pipe2, [os.O_CLOEXEC] * count))))
     except BaseException:
-        close_all([end for pipe in pipes for end in pipe])
+        close_all(ends)
         raise
-    return pipes
+    return list(zip(ends[::2], ends[1::2], strict=True))
 
 
-def close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: Iterable[Descriptor]) -> None:
     """Close them, whatever became of them."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
-            os.close(descriptor)
+            descriptor.close()
 
 
 class Doorstep:
@@ -147,8 +159,9 @@ class Doorstep:
         except BaseException:
             self._socket.close()
             raise
+        forget_in_child(self)
 
-    def pick_up(self, timeout_s: float) -> tuple[bytes, list[int]]:
+    def pick_up(self, timeout_s: float) -> tuple[bytes, list[Descriptor]]:
         """What was left here, whoever else may have knocked; OSError when there is nothing within ``timeout_s``."""
         self._socket.settimeout(timeout_s)
         while True:
@@ -158,18 +171,39 @@ class Doorstep:
                 if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
                     continue
                 visitor.settimeout(timeout_s)
-                message, descriptors, flags, _ = socket.recv_fds(visitor, _PIECE, MOST_HANDED_OVER)
-                if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or not message:
+                descriptors: list[Descriptor] = []
+                try:
+                    message, flags = _receive(visitor, descriptors)
+                    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or not message:
+                        raise OSError(errno.EMFILE, "what was left is not whole")
+                except BaseException:
                     close_all(descriptors)
-                    raise OSError(errno.EMFILE, "what was left is not whole")
+                    raise
                 return message, descriptors
 
     def close(self) -> None:
         """Nobody can leave anything here any more."""
         self._socket.close()
 
+    forget_parent = close
 
-def leave_at(address: str, message: bytes, descriptors: list[int], timeout_s: float) -> None:
+
+def _receive(visitor: socket.socket, descriptors: list[Descriptor]) -> tuple[bytes, int]:
+    """A message and its flags; what was handed over with it goes to ``descriptors``, also after an interrupt."""
+    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, Any]] = []
+    try:
+        received.extend(map(visitor.recvmsg, (_PIECE,), (socket.CMSG_LEN(MOST_HANDED_OVER * _NUMBER.size),)))
+        ((message, _, flags, _),) = received
+        return message, flags
+    finally:
+        for _, control, _, _ in received:
+            for level, kind, data in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    whole = data[: len(data) - len(data) % _NUMBER.size]
+                    descriptors.extend(map(OpenDescriptor, chain.from_iterable(_NUMBER.iter_unpack(whole))))
+
+
+def leave_at(address: str, message: bytes, descriptors: Sequence[int], timeout_s: float) -> None:
     """Leave copies of ``descriptors`` at a doorstep; done when this returns, whether or not they are picked up."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.settimeout(timeout_s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast._native.publish import may_be_published
+from holdfast._values.forks import forget_in_child
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +41,10 @@ class Files(Protocol):
 
 
 class Held:
-    """The files of one attempt, open and locked, which tells others that their writer lives."""
+    """The files of one attempt, open and locked, which tells others that their writer lives.
+
+    They are nothing to a forked child, whatever becomes of the child's copies of writer and finalizer.
+    """
 
     def __init__(self, files: Files, path: str, attempt: str) -> None:
         self.files = files
@@ -48,6 +52,12 @@ class Held:
         self._path = path
         self._is_closed = False
         self._when_forgotten: weakref.finalize[..., Any] | None = None
+        self._is_inherited = False
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Leave the files alone."""
+        self._is_inherited = True
 
     def end_with(self, writer: object, *, removing: bool) -> None:
         """Let go when ``writer`` is gone, which tells of a failure where nobody else does.
@@ -61,10 +71,11 @@ class Held:
         if self._when_forgotten is not None:
             self._when_forgotten.detach()
         self._is_closed = True
-        self.files.close()
+        if not self._is_inherited:
+            self.files.close()
 
     def remove(self) -> None:
         """Remove the files, unless they are let go already or part of what is published."""
-        if not self._is_closed and not may_be_published(self._path, self.attempt):
+        if not self._is_closed and not self._is_inherited and not may_be_published(self._path, self.attempt):
             self.files.abandon()
         self.close()

@@ -1,7 +1,7 @@
 """A published checkpoint as its manifest and index say it is: every key, every chunk, nothing read yet.
 
 Whatever comes out of ``read_catalog`` has been checked: digests, bounds, tiling, names. Data files are opened when they
-are first needed, and their sizes compared then.
+are needed, and their sizes compared then.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -21,18 +19,19 @@ import numpy as np
 import torch
 
 from holdfast._io import posix
-from holdfast._io.direct import InputFile
+from holdfast._io.files import LocalFiles, check_size, missing
+from holdfast._native.formats import MANIFEST_NAME, formats_at
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, decode_manifest
 from holdfast._native.planner_data import split_planner_data
-from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
+from holdfast._native.publish import read_manifest, read_manifest_bytes
 from holdfast._native.tree import decode_path
 from holdfast._native.values import decode_value
 from holdfast._state.paths import Path
 from holdfast._state.tensors import torch_dtype
 from holdfast._torchformat.places import is_of_a_save
 from holdfast._values.digest import digest, to_hex
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
     STORAGE_TYPES,
@@ -93,6 +92,22 @@ class Catalog:
         number = self.storing_id(key)
         return range(int(self.row_bounds[number]), int(self.row_bounds[number + 1]))
 
+    def same_bytes(self, key: str, other: str) -> bool | None:
+        """Whether two tensors are stored as the same bytes; None where their chunks do not compare."""
+        first, second = self.rows_of(key), self.rows_of(other)
+        if first == second:
+            return True
+        index, tensors = self.index, self.manifest.tensors
+        entries = tensors[self.storing_id(key)], tensors[self.storing_id(other)]
+        if len({(each.dtype, each.shape, each.quantizer) for each in entries}) > 1:
+            return None
+        rows = slice(first.start, first.stop), slice(second.start, second.stop)
+        if not all(np.array_equal(column[rows[0]], column[rows[1]]) for column in (index.lo, index.length)):
+            return None
+        blocks = index.first_block()
+        mine, its = (index.digests[blocks[each.start] : blocks[each.stop]] for each in (first, second))
+        return np.array_equal(mine, its)
+
     def quantizer(self, entry: TensorEntry) -> dict[str, Any]:
         """What the integers of a quantised tensor stand for."""
         return {} if entry.quantizer is None else msgspec.to_builtins(entry.quantizer)
@@ -101,16 +116,21 @@ class Catalog:
         """The path of data file number ``file``."""
         return os.path.join(self.directory, self.manifest.files[file].name)
 
+    def data_files(self) -> LocalFiles:
+        """The data files, to be read from; the caller closes them."""
+        files = self.manifest.files
+        return LocalFiles(list(map(self.file_path, range(len(files)))), [file.bytes for file in files])
+
     def check_files(self) -> None:
         """CorruptError unless all data files are there in their sizes."""
         for number, file in enumerate(self.manifest.files):
             path = self.file_path(number)
             status = posix.file_status(path)
             if status is None:
-                raise _missing(path)
+                raise missing(path)
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptError(f"{path!r} is not a regular file; use another checkpoint", path=path)
-            _check_size(path, status.st_size, file.bytes)
+            check_size(path, status.st_size, file.bytes)
 
     def paths(self) -> dict[str, Path]:
         """Where in the state each key belongs."""
@@ -141,7 +161,7 @@ class Catalog:
             )
         entries.update({value.key: BytesStorageMetadata() for value in values})
         paths = self.paths()
-        user_metadata, planner_data = split_planner_data(
+        user_metadata, planner_data, versions = split_planner_data(
             decode_value(self.manifest.metadata, key="user_metadata"), paths
         )
         return Metadata(
@@ -150,6 +170,7 @@ class Catalog:
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
             user_metadata=user_metadata,
             paths=paths,
+            versions=versions,
         )
 
 
@@ -173,7 +194,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
 
 def read_catalog_bytes(path: str | os.PathLike[str]) -> CatalogBytes:
     """The two files of the checkpoint that is published at ``path``, which belong together."""
-    directory = os.fspath(path)
+    directory = posix.absolute(path)
     while True:
         data = _read_manifest_bytes(directory)
         manifest = decode_manifest(data, path=os.path.join(directory, MANIFEST_NAME))
@@ -186,7 +207,7 @@ def read_catalog_bytes(path: str | os.PathLike[str]) -> CatalogBytes:
 
 def decode_catalog(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
     """The checkpoint at ``path``, of which these are manifest and index; CorruptError for what nobody wrote."""
-    directory = os.fspath(path)
+    directory = posix.absolute(path)
     manifest = data.decoded or decode_manifest(data.manifest, path=os.path.join(directory, MANIFEST_NAME))
     index_path = os.path.join(directory, manifest.index.name)
     index = decode_index(data.index, path=index_path)
@@ -195,11 +216,12 @@ def decode_catalog(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
 
 
 def was_replaced(directory: str, attempt: str) -> bool:
-    """Whether another checkpoint than that of ``attempt`` is published in ``directory`` now."""
+    """Whether another checkpoint than that of ``attempt``, in either format, is published in ``directory`` now."""
     try:
         return read_manifest(directory).attempt != attempt
-    except (CorruptError, StorageError):
-        return False
+    except (CorruptError, StorageError) as error:
+        is_gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
+        return is_gone and bool(formats_at(directory))
 
 
 def read_published(directory: str) -> Manifest:
@@ -237,67 +259,7 @@ def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        raise _missing(path) from error
+        raise missing(path) from error
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
     return data
-
-
-def _missing(path: str) -> CorruptError:
-    return CorruptError(f"{path!r} is missing; use another checkpoint", path=path)
-
-
-def _check_size(path: str, size: int, expected: int) -> None:
-    if size != expected:
-        raise CorruptError(
-            f"{path!r} has {size} bytes instead of {expected}: it was truncated or replaced; use another checkpoint",
-            path=path,
-        )
-
-
-class DataFiles:
-    """The data files of a checkpoint, opened when first needed and kept open."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._lock = threading.Lock()
-        self._files: dict[int, tuple[InputFile, bool]] = {}
-
-    def get(self, number: int) -> tuple[InputFile, bool]:
-        """File ``number``, and whether it is in the page cache; CorruptError when it is missing or has another size."""
-        with self._lock:
-            known = self._files.get(number)
-            if known is None:
-                file = self._open(number)
-                known = self._files[number] = file, file.is_cached()
-            return known
-
-    def _open(self, number: int) -> InputFile:
-        path, expected = self._catalog.file_path(number), self._catalog.manifest.files[number].bytes
-        try:
-            file = InputFile.open(path)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            raise _missing(path) from error
-        try:
-            _check_size(path, file.size, expected)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that the system delivered from these files."""
-        return sum(file.bytes_read for file, _ in tuple(self._files.values()))
-
-    def __iter__(self) -> Iterator[InputFile]:
-        return (file for file, _ in self._files.values())
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            files, self._files = self._files, {}
-        for file, _ in files.values():
-            file.close()

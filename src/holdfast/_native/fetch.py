@@ -7,13 +7,14 @@ is off.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast._io.direct import InputFile
-from holdfast._native.catalog import Catalog, DataFiles
+from holdfast._io.files import LocalFiles
+from holdfast._native.catalog import Catalog
 from holdfast._native.segments import SegmentFetch, Segments
 from holdfast._plan.ranges import byte_spans, cut_at_blocks, touched_blocks
 from holdfast._state.raw import Target
@@ -46,7 +47,7 @@ class Fetch(SegmentFetch[Target]):
     def __init__(
         self,
         catalog: Catalog,
-        files: DataFiles,
+        files: LocalFiles,
         wanted: Wanted,
         *,
         open_targets: Callable[[list[int]], list[Target]],
@@ -68,7 +69,7 @@ class Fetch(SegmentFetch[Target]):
 
     def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
         """Data file ``number``, and whether it is in the page cache."""
-        return nullcontext(self._files.get(number))
+        return self._files.lend(number)
 
     def expected(self, digests: np.ndarray) -> list[int]:
         """The digests themselves, or -1 where nothing is verified."""

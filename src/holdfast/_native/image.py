@@ -5,8 +5,8 @@ The files are the same, byte for byte, that the packer writes. They lie one afte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from holdfast._io.direct import ALIGNMENT
@@ -15,6 +15,7 @@ from holdfast._native.packer import Chunk, DataFile, Placed
 from holdfast._native.report import WrittenFile
 from holdfast._state.raw import Source
 from holdfast._values.digest import BLOCK_BYTES
+from holdfast._values.lazy import cached_property
 
 
 class Copy(NamedTuple):
@@ -73,7 +74,7 @@ class Image:
             stops[number].extend(min(start + BLOCK_BYTES, end) for start in blocks)
         return [
             FileImage(
-                path=file.path,
+                path=os.fsencode(file.output.path),
                 begin=self._begins[number],
                 size=file.end,
                 header=file.header_bytes,

@@ -29,10 +29,10 @@ class FileImage(msgspec.Struct, frozen=True, kw_only=True):
 
     ``starts`` and ``stops`` bound the blocks, in order, counted from the start of the memory like ``begin``; ``known``
     has their digests, as far as there are any yet. The memory after the file's end, up to the next page, belongs to it
-    and is zero.
+    and is zero. ``path`` is in bytes: not every name is Unicode.
     """
 
-    path: str
+    path: bytes
     begin: int
     size: int
     header: int
@@ -67,7 +67,8 @@ class ImageFiles:
         """What was written, durably; after an error ``abandon`` what there is."""
         digests = [[0] * len(file.starts) for file in files]
         for file in files:
-            self._outputs.append(OutputFile.create(file.path, expected_bytes=file.size))
+            self._outputs.append(OutputFile(os.fsdecode(file.path)))
+            self._outputs[-1].make(file.size)
         run_bounded(self._jobs(files, memory, digests), workers=_WORKERS)
         written: list[WrittenImage] = []
         for file, output, blocks in zip(files, self._outputs, digests, strict=True):

@@ -63,10 +63,8 @@ class _Job(PageJob):
 class DataFile:
     """One data file while it is being laid out and written; it is on disk from ``create`` on."""
 
-    output: OutputFile
-
     def __init__(self, path: str, name: str, *, header_bytes: int, expected_bytes: int) -> None:
-        self.path = path
+        self.output = OutputFile(path)
         self.name = name
         self.header_bytes = -(-header_bytes // ALIGNMENT) * ALIGNMENT
         self._expected_bytes = expected_bytes
@@ -75,10 +73,9 @@ class DataFile:
         self.first_digest = 0
         self._header_used = HEADER_FRAME_BYTES
 
-    def create(self) -> OutputFile:
-        """The file on disk, with room for what is expected."""
-        self.output = OutputFile.create(self.path, expected_bytes=self.header_bytes + self._expected_bytes)
-        return self.output
+    def create(self) -> None:
+        """Have the file on disk, with room for what is expected."""
+        self.output.make(self.header_bytes + self._expected_bytes)
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether the header has room for ``chunk``; an empty file takes any."""
@@ -220,9 +217,9 @@ class Packer:
         file = open_file(len(self.files), len(self.placed))
         file.first_digest = len(self.digests)
         file.make_room(chunk)
-        output = file.create()
-        self.files.append(file)
-        return _Job(output, file.header_bytes, file.header_bytes)
+        self.files.append(file)  # first: whatever comes, it is known
+        file.create()
+        return _Job(file.output, file.header_bytes, file.header_bytes)
 
     def _runners(
         self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing

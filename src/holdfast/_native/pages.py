@@ -7,13 +7,13 @@ looked at in the slab (hashed, say) is what is written, whatever happens to the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast._io.buffers import Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, OutputFile
+from holdfast._values.event import Event
 
 Job = TypeVar("Job", bound="PageJob")
 
@@ -31,7 +31,7 @@ class PageJob:
     before: PageJob | None = None
     is_last: bool = False
     tail: bytes = b""
-    is_filled: threading.Event = field(default_factory=threading.Event)
+    is_filled: Event = field(default_factory=Event)
 
 
 def following(job: Job) -> Job:

@@ -7,13 +7,14 @@ builds the lists themselves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
 from holdfast._native.values import decode_value
+from holdfast._values.effort import Effort, TooMuchEffort
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import CorruptError
 
@@ -41,19 +42,32 @@ class _Tree:
     """
 
     def __init__(self) -> None:
-        # What a place is, None for a leaf, and how the last element of the paths to it is written.
+        # What a place is, None for a leaf.
         self.kinds: list[str | None] = ["dict"]
-        self.written: list[str | bytes] = [""]
-        self.children: dict[tuple[int, Hashable], int] = {}
+        # By place and writing, because numbers could be chosen to meet in this table; below zero are those of what is
+        # not text, so that 1 and "1" are two.
+        self.children: dict[tuple[int, str | bytes], int] = {}
         # The largest position of each list and tuple, and how many positions are taken in all of them.
         self.last_positions: dict[int, int] = {}
         self.taken_positions = 0
-        # One object per key, so that keys which differ from themselves (nan) are found again.
-        self.keys: dict[bytes, Hashable] = {}
+        # What writings mean, but for those of plain integers; and those of the keys in each dict that are not text.
+        self.keys: dict[str | bytes, Hashable] = {}
+        self.typed: dict[int, list[str | bytes]] = {}
 
     def empty_positions(self) -> int:
         """How many positions of lists and tuples no path leads to."""
         return sum(self.last_positions.values()) + len(self.last_positions) - self.taken_positions
+
+    def typed_keys(self) -> Iterator[list[Hashable]]:
+        """The keys of each dict that has some which are not text."""
+        texts: dict[int, list[Hashable]] = {}
+        # Just these can equal a text, so that nobody else has to look for it.
+        if any(isinstance(key, str) for key in self.keys.values()):
+            for place, written in self.children:
+                if place in self.typed:
+                    texts.setdefault(place, []).append(written)
+        for place, writings in self.typed.items():
+            yield texts.get(place, []) + [self.keys[each] if each in self.keys else int(each) for each in writings]
 
 
 class _Fault(Exception):
@@ -75,7 +89,11 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[PathElement] | None]]) -> P
             _add_leaf(tree, (key,) if path is None else path)
         if tree.empty_positions() > MAX_EMPTY_POSITIONS:
             raise _Fault("or another path leaves too many positions of a list empty")
-    except _Fault as fault:
+        effort = Effort()
+        for keys in tree.typed_keys():
+            if len(effort.fill(dict[object, None](), [(each, None) for each in keys], keys)) < len(keys):
+                raise _Fault("or another one has a path with a key that equals another one")
+    except (_Fault, TooMuchEffort) as fault:
         return PathFault(key=key, problem=str(fault))
     return None
 
@@ -86,45 +104,45 @@ def _add_leaf(tree: _Tree, path: Sequence[PathElement]) -> None:
     place = 0
     is_new = False
     for element in path:
-        kind, key, written = ("dict", element, element) if type(element) is str else _parse(element, tree.keys)
+        kind, at, written = ("dict", place, element) if type(element) is str else _parse(element, place, tree)
         if tree.kinds[place] != kind:
             if not is_new:
                 raise _Fault(f"has a path through a {tree.kinds[place] or 'leaf'} that is also a {kind}")
             tree.kinds[place] = kind
-        child = tree.children.get((place, key))
+        child = tree.children.get((at, written))
         is_new = child is None
         if child is None:
-            child = tree.children[place, key] = len(tree.kinds)
+            child = tree.children[at, written] = len(tree.kinds)
             tree.kinds.append(None)
-            tree.written.append(written)
-            if kind != "dict" and type(key) is int:
-                tree.last_positions[place] = max(key, tree.last_positions.get(place, 0))
+            if kind != "dict":
+                tree.last_positions[place] = max(int(written), tree.last_positions.get(place, 0))
                 tree.taken_positions += 1
-        elif tree.written[child] != written:
-            raise _Fault("has a path with a key that equals another one")
+            elif at < 0:
+                tree.typed.setdefault(place, []).append(written)
         place = child
     if not is_new:
         raise _Fault("has the path of another leaf, or one that other paths lead through")
 
 
-def _parse(element: object, keys: dict[bytes, Hashable]) -> tuple[str, Hashable, str | bytes]:
-    """The kind of container that ``element`` leads through, the key in it, and how that is written."""
+def _parse(element: object, place: int, tree: _Tree) -> tuple[str, int, bytes]:
+    """The kind of container that ``element`` leads through at ``place``, and where it is among the children."""
     if not isinstance(element, dict) or len(element) != 1:
         raise _Fault("has a malformed path")
     [(kind, body)] = element.items()
     if kind in ("list", "tuple"):
         if type(body) is not int or not 0 <= body < 1 << 62:
             raise _Fault("has a path with an impossible position")
-        return kind, body, b""
+        return kind, ~place, b"%d" % body
     if kind != "key" or type(body) is str:
         raise _Fault("has a malformed path")
     if type(body) is int and abs(body) < _PLAIN_INTEGERS:
-        return "dict", body, b"%d" % body
+        return "dict", ~place, b"%d" % body
     try:
         written = _canonical(body)
-        if written not in keys:
-            keys[written] = decode_value(body, key="path")
-        hash(keys[written])
-    except (CorruptError, TypeError, UnicodeEncodeError):
+        if written not in tree.keys:
+            tree.keys[written] = decoded = decode_value(body, key="path")
+            hash(decoded)
+            str(decoded)  # fails for integers of thousands of digits, which no dotted key is made of
+    except (CorruptError, TypeError, ValueError):
         raise _Fault("has a path with a key that is damaged") from None
-    return "dict", keys[written], written
+    return "dict", ~place, written

@@ -3,7 +3,8 @@
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
 then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
 again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
-lock file, no clock.
+lock file, no clock. Savers take turns at it, so that each knows what it replaces; ``formats`` tells how it replaces a
+checkpoint in torch's format.
 
 The lock of the index is held from the moment it exists until the checkpoint is published, and only then are the data
 files looked at for the last time. A sweep holds that lock while it removes anything of an attempt: so either it is
@@ -14,16 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterable
 
 from holdfast._io import locks, posix
+from holdfast._native.formats import MANIFEST_NAME, Turn, files_of, formats_at
 from holdfast._native.manifest import Manifest, decode_manifest
+from holdfast._values.ending import Ending
 from holdfast._values.limits import MAX_MANIFEST_BYTES
-from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
-
-MANIFEST_NAME = "manifest.json"
+from holdfast.errors import AlreadyPublishedError, CheckpointError, StorageError
 
 
 def publish(
@@ -46,34 +48,61 @@ def publish(
     target = os.path.join(directory, MANIFEST_NAME)
     index_path = os.path.join(directory, index_name)
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
-    replaced = _published_files(directory) if overwrite else []
-    written: list[str] = []
-    with contextlib.ExitStack() as held:
+    turn = Turn(directory, "native", name=attempt)
+    passing = Ending(turn.pass_on)
+    replaced: list[str] = []
+    # All that there may be, because an interrupt may come right after the fact.
+    written = [index_path, staged, turn.note]
+    with contextlib.ExitStack() as held, passing, passing:
         try:
             held.enter_context(locks.new_file(index_path, index))
-            written.append(index_path)
             for name, size in data_files:
                 _check_data_file(os.path.join(directory, name), size)
             posix.write_new(staged, manifest)
-            written.append(staged)
+            turn.take()
+            replaced = _published_files(directory) if overwrite else []
+            turn.announce(manifest, overwrite=overwrite)
             # Otherwise a crash might keep the name of the manifest, and lose that of the index.
             posix.sync_directory(directory)
             if overwrite:
                 posix.replace(staged, target)
             else:
                 posix.link_new(staged, target)
-        except BaseException:
+        except BaseException as error:
+            # Names that were taken are somebody else's.
+            taken = error.path if isinstance(error, StorageError) and error.errno == errno.EEXIST else None
             # An interrupt may come right after the fact, and a network may lose the answer.
             if not may_be_published(directory, attempt):
-                for path in written:
+                for path in itertools.takewhile(lambda path: path != taken, written):
                     with contextlib.suppress(StorageError):
                         posix.remove(path)
+            elif not isinstance(error, CheckpointError) and _is_published(directory, attempt):
+                _conclude(directory, turn, [*replaced, os.path.basename(staged)])
             raise
-        posix.sync_directory(directory)
+        try:
+            _conclude(directory, turn, replaced)
+        except CheckpointError:
+            raise  # a sync that failed is not tried again
+        except BaseException:
+            _conclude(directory, turn, replaced)
+            raise
+
+
+def _conclude(directory: str, turn: Turn, replaced: Iterable[str]) -> None:
+    """Make the name durable, then remove what was ``replaced``, in either format."""
+    posix.sync_directory(directory)
+    turn.remove_other()
     for name in replaced:
         # What cannot be removed is invisible, and a later sweep's business.
         with contextlib.suppress(StorageError):
             posix.remove(os.path.join(directory, name))
+
+
+def _is_published(directory: str, attempt: str) -> bool:
+    try:
+        return read_manifest(directory).attempt == attempt
+    except CheckpointError:
+        return False
 
 
 def _check_data_file(path: str, size: int) -> None:
@@ -94,7 +123,7 @@ def may_be_published(directory: str, attempt: str) -> bool:
 
 def check_unpublished(directory: str) -> None:
     """AlreadyPublishedError when a checkpoint has the name: better now than after writing everything."""
-    if posix.exists(os.path.join(directory, MANIFEST_NAME)):
+    if formats_at(directory):
         raise AlreadyPublishedError(
             f"{directory!r} holds a checkpoint already; choose another name, or pass overwrite=True"
         )
@@ -112,7 +141,6 @@ def read_manifest_bytes(directory: str) -> bytes:
 
 def _published_files(directory: str) -> list[str]:
     try:
-        manifest = read_manifest(directory)
-    except (CorruptError, CheckpointError):
+        return sorted(files_of(read_manifest(directory)))
+    except CheckpointError:
         return []  # nothing there, or nothing that says which files are its own
-    return [*(file.name for file in manifest.files), manifest.index.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch.futures import Future
 from holdfast._adapt import final_load_plan, is_torchs
 from holdfast._host.exchange import Exchange
 from holdfast._io import posix
-from holdfast._native.catalog import Catalog, CatalogBytes, DataFiles, decode_catalog, read_catalog_bytes, was_replaced
+from holdfast._io.files import LocalFiles
+from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.shared_fetch import SharedFetch
@@ -25,11 +26,12 @@ from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torchformat.objects import serialize_object
 from holdfast._torchformat.translate import speak_torch
 from holdfast._values.box import Box
-from holdfast._values.dtypes import DTYPES
+from holdfast._values.lazy import cached_property
 from holdfast._values.value_buffer import ValueBuffer
-from holdfast.errors import CorruptError, Difference, InternalError, MismatchError, UnsafeError
+from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
+from holdfast.planner_helpers import raise_for_dtypes
 from holdfast.storage import StorageReader
 
 _NOWHERE = None, 0
@@ -50,14 +52,14 @@ class NativeReader(StorageReader):
         cast: bool = False,
         allow_pickle: bool = False,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = posix.absolute(path)
         self.verify = verify
         self.cast = cast
         self.allow_pickle = allow_pickle
         self.catalog_bytes_read = 0
         self._offered: CatalogBytes | None = None
         self._catalog: Catalog | None = None
-        self._files: DataFiles | None = None
+        self._files: LocalFiles | None = None
         self._exchange: Exchange | None = None
         self._check: Callable[[], None] = _go_on
 
@@ -76,7 +78,7 @@ class NativeReader(StorageReader):
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
             self._catalog = decode_catalog(self.path, self.read_catalog_bytes())
-            self._files = DataFiles(self._catalog)
+            self._files = self._catalog.data_files()
         return self._catalog
 
     def read_catalog_bytes(self) -> CatalogBytes:
@@ -96,7 +98,7 @@ class NativeReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
         if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+            self.path = posix.absolute(checkpoint_id)
         self.close()
 
     def close(self) -> None:
@@ -119,7 +121,7 @@ class NativeReader(StorageReader):
         self.close()
         if data is not None:
             self._catalog = decode_catalog(self.path, data)
-            self._files = DataFiles(self._catalog)
+            self._files = self._catalog.data_files()
         return speak_torch(self.catalog.metadata())
 
     def check_files(self) -> None:
@@ -165,6 +167,10 @@ class NativeReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def same_bytes(self, key: str, other: str) -> bool | None:
+        """Known where both are the same tensor, or were stored in the same chunks: then their digests tell."""
+        return self.catalog.same_bytes(key, other)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -229,6 +235,8 @@ class _Delivery:
         if not memory or columns.keys != columns.storage_keys:
             return None
         address = np.array([memory.get(key, _NOWHERE)[1] for key in columns.keys], dtype=np.int64)
+        # Such memory may be written without a Target, which would tell autograd.
+        torch.autograd.graph.increment_version([tensor for tensor, _ in memory.values()])
         tensor = self._catalog.index.tensor[self._rows]
         is_all = self._is_whole & (bounds[tensor + 1] - bounds[tensor] == 1)
         return np.where(is_all, address[columns.key[self._items]], 0)
@@ -313,12 +321,7 @@ class _Delivery:
             raise InternalError(
                 f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
             )
-        names = [str(each).removeprefix("torch.") for each in (dtype, tensor.dtype)]
-        if not (self._cast and all(DTYPES[name].is_floating for name in names)):
-            raise MismatchError.of(
-                [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])],
-                advice="Fix the target, or pass cast=True to convert between floating types.",
-            )
+        raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def close_target(self, number: int, target: Target) -> None:
         """Give the planner what has arrived."""

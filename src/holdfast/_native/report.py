@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from holdfast._values.digest import block_counts
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError
-from holdfast.metadata import MetadataIndex
+from holdfast.metadata import MetadataIndex, Versions
 from holdfast.planner import TensorHead, WriteColumns, padded
 from holdfast.storage import WriteResult
 
@@ -81,6 +81,7 @@ class WriteReport:
     digests: np.ndarray
     aliases: dict[str, WrittenTensor]
     values: dict[str, Any]
+    versions: Versions = field(default_factory=dict)
     short: ShortReport | None = None
 
     def __len__(self) -> int:
@@ -147,6 +148,7 @@ class ShortReport:
     blobs: dict[str, WrittenTensor]
     tensors: dict[str, WrittenTensor]
     values: dict[str, Any]
+    versions: Versions
     plan: Callable[[], WriteColumns] | None = None
     _whole: WriteReport | None = None
 
@@ -211,6 +213,7 @@ def shortened(report: WriteReport, plan: WriteColumns, rows: Sequence[int]) -> W
         blobs=blobs,
         tensors=tensors,
         values=report.values,
+        versions=report.versions,
     )
     return replace(report, short=short)
 
@@ -260,6 +263,7 @@ def _in_full(short: ShortReport, plan: WriteColumns) -> WriteReport:
         digests=short.digests,
         aliases=aliases,
         values=short.values,
+        versions=short.versions,
     )
 
 

@@ -142,7 +142,7 @@ class SharedFetch(Fetch):
             index = self._catalog.index
             file = np.repeat(index.file, np.diff(index.first_block()))
             for number in sorted(set(file[wanted.any(axis=0)].tolist())):
-                if self._files.get(number)[1]:
+                if self._files.is_cached(number):
                     cold[file == number] = False
         return cold
 
@@ -167,7 +167,7 @@ class SharedFetch(Fetch):
             return np.ones(len(files), dtype=bool)
         # In file order, so that each is looked at once.
         first = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
-        is_cold = [not self._files.get(number)[1] for number in files[first].tolist()]
+        is_cold = [not self._files.is_cached(number) for number in files[first].tolist()]
         return np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
 
     def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[int, list[slice]]:

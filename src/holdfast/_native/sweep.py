@@ -12,6 +12,9 @@ index from before it looks at the data files for the last time until the checkpo
 4. Data files go first, each under its lock, then the unpublished manifest, the index last. A publisher that comes too
    late finds the index taken, or its data files gone, and fails; one that came early has been seen in step 2.
 
+Notes about two formats (see ``formats``) are dead where there are not two, and nobody has the turn to publish. Where
+there are two that no note is about, that is a problem which only the user can solve.
+
 An unpublished manifest exists only while its index is there and locked; without an index it will never be published.
 Never follows a link, never touches a file that is named otherwise, and never relies on a clock or on the age of files.
 """
@@ -27,10 +30,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from holdfast._io import locks
+from holdfast._io import locks, posix
+from holdfast._io.descriptor import Descriptor
 from holdfast._io.directory import Directory, walk
+from holdfast._native.formats import MANIFEST_NAME, format_at, formats_at
 from holdfast._native.manifest import decode_manifest
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._torchformat.places import NOTE_PREFIX, is_of_a_save
+from holdfast._values.ending import Ending
 from holdfast._values.limits import MAX_MANIFEST_BYTES
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
 
@@ -91,6 +97,7 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
     Raises:
         NotFoundError: there is no directory ``root``.
     """
+    root = posix.absolute(root)
     leftovers: list[Leftover] = []
     problems: list[str] = []
     directories = 0
@@ -106,11 +113,9 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
                 problems.append(error.message)
     except StorageError as error:
         if directories == 0 and error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise NotFoundError(f"there is no directory {os.fspath(root)!r} to sweep") from error
+            raise NotFoundError(f"there is no directory {root!r} to sweep") from error
         raise
-    return SweepReport(
-        root=os.fspath(root), directories=directories, leftovers=tuple(leftovers), problems=tuple(problems)
-    )
+    return SweepReport(root=root, directories=directories, leftovers=tuple(leftovers), problems=tuple(problems))
 
 
 class _Living(Exception):
@@ -124,6 +129,11 @@ class _Unknown(Exception):
 def _sweep_directory(
     directory: Directory, problems: list[str], *, delete: bool, named: frozenset[str]
 ) -> Iterator[Leftover]:
+    try:
+        format_at(directory.path)
+    except CorruptError as error:
+        problems.append(error.message)
+    yield from _sweep_notes(directory, delete=delete)
     for attempt, names in _attempts(directory.names()).items():
         found = _Attempt(directory, attempt, names)
         leftover = found.examine(is_named=attempt in named)
@@ -131,6 +141,27 @@ def _sweep_directory(
             leftover = found.remove(leftover, problems)
         if leftover is not None:
             yield leftover
+
+
+def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
+    """The notes that nobody needs any more; whoever writes one has the turn to publish."""
+    notes = [name for name in directory.names() if name.startswith(NOTE_PREFIX) and is_of_a_save(name)]
+    if not notes or len(formats_at(directory.path)) == 2:
+        return
+    with directory.locked() as is_ours:
+        for note in notes if is_ours and len(formats_at(directory.path)) < 2 else ():
+            status = directory.status(note)
+            if delete:
+                directory.remove(note)
+            yield Leftover(
+                directory=directory.path,
+                attempt=note.removeprefix(NOTE_PREFIX).removesuffix(".tmp"),
+                files=(note,),
+                bytes=0 if status is None else status.st_size,
+                verdict="dead",
+                reason="one format has replaced the other",
+                removed=(note,) if delete else (),
+            )
 
 
 def _attempts(names: Iterable[str]) -> dict[str, list[str]]:
@@ -211,8 +242,10 @@ class _Attempt:
             directory.sync()
             self._unlink(self._staged, removed)
             return
-        with contextlib.ExitStack() as held:
-            self._claim(held)
+        made: list[Descriptor] = []
+        forgetting = Ending(lambda: self._directory.remove(self._index) if made else None)
+        with contextlib.ExitStack() as held, forgetting, forgetting:
+            self._claim(held, made)
             names = _attempts(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
                 raise _Living("it went on while it was looked at")
@@ -225,13 +258,12 @@ class _Attempt:
                 if name in self._names:
                     self._unlink(name, removed)
 
-    def _claim(self, held: contextlib.ExitStack) -> None:
+    def _claim(self, held: contextlib.ExitStack, made: list[Descriptor]) -> None:
         """Take the lock of the index, made if need be: nobody else can publish the attempt from here on."""
-        is_made = self._directory.status(self._index) is None and self._directory.create(self._index)
+        if self._directory.status(self._index) is None:
+            self._directory.create(self._index, made)
         if not held.enter_context(self._locked(self._index)):
             raise _Living("it went on while it was looked at")
-        if is_made:
-            held.callback(self._directory.remove, self._index)
 
     def _check_dead(self) -> None:
         """_Living or _Unknown unless the locks of all files can be had."""
@@ -248,13 +280,13 @@ class _Attempt:
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
         """Hold the lock of ``name`` for the block; False when there is no such file."""
-        descriptor: int | None = None
+        file: locks.LockedFile | None = None
         try:
             try:
-                descriptor = self._directory.lock(name)
-                if descriptor is None:
+                file = self._directory.lock(name)
+                if file is None:
                     raise _Living(f"a writer holds the lock of {name}")
-                if not self._directory.holds(name, descriptor):
+                if not self._directory.holds(name, file.descriptor):
                     raise _Living("it went on while it was looked at")
                 is_there = True
             except StorageError as error:
@@ -263,8 +295,8 @@ class _Attempt:
                     raise _Unknown(error.message) from None
             yield is_there
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            if file is not None:
+                file.discard()
 
     def _unlink(self, name: str, removed: list[str]) -> None:
         self._directory.remove(name)

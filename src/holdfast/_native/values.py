@@ -13,13 +13,15 @@ import binascii
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
+from holdfast._state.containers import check_containers
 from holdfast._values.dtypes import DTYPES
+from holdfast._values.effort import Effort, TooMuchEffort
 from holdfast._values.limits import MAX_VALUE_DEPTH
 from holdfast.errors import CorruptError, InvalidStateError, UnsupportedVersionError
 
@@ -73,6 +75,7 @@ def _shown(label: object) -> str:
 
 def encode_value(value: object, *, key: str) -> Json:
     """The typed JSON of ``value``; InvalidStateError names ``key``, the place inside it and the type that has none."""
+    check_containers(value, within=key)
     try:
         return _encode(value, ())
     except _Refused as refused:
@@ -86,9 +89,9 @@ def decode_value(json: object, *, key: str) -> object:
     UnsupportedVersionError when it names a device type or dtype that the running torch does not have.
     """
     try:
-        return _decode(json, 0)
-    except _Refused as refused:
-        message = f"the value of {key[:200]!r} is damaged: {refused.problem}; use another checkpoint"
+        return _decode(json, _Place(0, Effort()))
+    except (_Refused, TooMuchEffort) as refused:
+        message = f"the value of {key[:200]!r} is damaged: {refused}; use another checkpoint"
         raise CorruptError(message, key=key) from None
 
 
@@ -220,8 +223,19 @@ _ENCODERS: dict[type, Callable[..., Json]] = {
 # --- decoding -------------------------------------------------------------------------------------------------------
 
 
-def _decode(json: object, depth: int) -> object:
-    if depth > MAX_VALUE_DEPTH:
+class _Place(NamedTuple):
+    """How deep inside a value we are, and what its keys may still take."""
+
+    depth: int
+    effort: Effort
+
+
+def _inside(place: _Place) -> _Place:
+    return _Place(place.depth + 1, place.effort)
+
+
+def _decode(json: object, place: _Place) -> object:
+    if place.depth > MAX_VALUE_DEPTH:
         raise _Refused(f"it nests deeper than {MAX_VALUE_DEPTH} levels")
     if json is None or type(json) is bool:
         return json
@@ -236,20 +250,21 @@ def _decode(json: object, depth: int) -> object:
             raise _Refused("a float that is not finite is not written as such")
         return json
     if type(json) is list:
-        return _decode_items(json, depth)
+        return _decode_items(json, place)
     if type(json) is dict and len(json) == 1:
         [(tag, body)] = json.items()
         decode = _DECODERS.get(tag)
         if decode is not None:
-            return decode(body, depth)
+            return decode(body, place)
         raise _Refused(f"it has the unknown type {str(tag)[:80]!r}")
     raise _Refused("an object has not exactly one member")
 
 
-def _decode_items(body: object, depth: int) -> list[object]:
+def _decode_items(body: object, place: _Place) -> list[object]:
     if type(body) is not list:
         raise _Refused("a list is missing")
-    return [_decode(item, depth + 1) for item in body]
+    inside = _inside(place)
+    return [_decode(item, inside) for item in body]
 
 
 def _decode_str(body: object) -> str:
@@ -258,24 +273,27 @@ def _decode_str(body: object) -> str:
     return body
 
 
-def _decode_tuple(body: object, depth: int) -> tuple[object, ...]:
-    return tuple(_decode_items(body, depth))
+def _decode_tuple(body: object, place: _Place) -> tuple[object, ...]:
+    return tuple(_decode_items(body, place))
 
 
-def _decode_dict(body: object, depth: int) -> dict[object, object]:
+def _decode_dict(body: object, place: _Place) -> dict[object, object]:
     if type(body) is not list or any(type(pair) is not list or len(pair) != 2 for pair in body):
         raise _Refused("a dict is not a list of pairs")
-    pairs = [(_decode_hashable(name, depth + 1), _decode(item, depth + 1)) for name, item in body]
-    decoded = dict(pairs)
+    inside = _inside(place)
+    pairs = [(_decode_hashable(name, inside), _decode(item, inside)) for name, item in body]
+    decoded = place.effort.fill(dict[object, object](), pairs, (name for name, _ in pairs))
     if len(decoded) != len(pairs):
         raise _Refused("a dict has two equal keys")
     return decoded
 
 
-def _decode_frozenset(body: object, depth: int) -> frozenset[object]:
+def _decode_frozenset(body: object, place: _Place) -> frozenset[object]:
     if type(body) is not list:
         raise _Refused("the elements of a set are missing")
-    decoded = frozenset([_decode_hashable(item, depth + 1) for item in body])
+    inside = _inside(place)
+    elements = [_decode_hashable(item, inside) for item in body]
+    decoded = frozenset(place.effort.fill(set[object](), elements, elements))
     if len(decoded) != len(body):
         raise _Refused("a set has two equal elements")
     written = [_canonical(item) for item in body]
@@ -284,12 +302,12 @@ def _decode_frozenset(body: object, depth: int) -> frozenset[object]:
     return decoded
 
 
-def _decode_set(body: object, depth: int) -> set[object]:
-    return set(_decode_frozenset(body, depth))
+def _decode_set(body: object, place: _Place) -> set[object]:
+    return set(_decode_frozenset(body, place))
 
 
-def _decode_hashable(json: object, depth: int) -> Hashable:
-    decoded = _decode(json, depth)
+def _decode_hashable(json: object, place: _Place) -> Hashable:
+    decoded = _decode(json, place)
     try:
         hash(decoded)
     except TypeError:
@@ -297,7 +315,7 @@ def _decode_hashable(json: object, depth: int) -> Hashable:
     return decoded
 
 
-def _decode_int(body: object, depth: int) -> int:
+def _decode_int(body: object, place: _Place) -> int:
     if type(body) is not str or _HEX_INTEGER.fullmatch(body) is None:
         raise _Refused("an integer is not written in hexadecimal")
     decoded = int(body, 16)
@@ -306,13 +324,13 @@ def _decode_int(body: object, depth: int) -> int:
     return decoded
 
 
-def _decode_float(body: object, depth: int) -> float:
+def _decode_float(body: object, place: _Place) -> float:
     if type(body) is not str or body not in ("nan", "inf", "-inf"):
         raise _Refused("a float is neither nan, inf nor -inf")
     return float(body)
 
 
-def _decode_bytes(body: object, depth: int) -> bytes:
+def _decode_bytes(body: object, place: _Place) -> bytes:
     try:
         decoded = base64.b64decode(_decode_str(body), validate=True)
     except (binascii.Error, ValueError):
@@ -322,14 +340,14 @@ def _decode_bytes(body: object, depth: int) -> bytes:
     return decoded
 
 
-def _decode_complex(body: object, depth: int) -> complex:
+def _decode_complex(body: object, place: _Place) -> complex:
     parts = [_decode_leaf(part, {"float"}) for part in body] if type(body) is list else []
     if len(parts) != 2 or type(parts[0]) is not float or type(parts[1]) is not float:
         raise _Refused("a complex number is not two floats")
     return complex(parts[0], parts[1])
 
 
-def _decode_dtype(body: object, depth: int) -> torch.dtype:
+def _decode_dtype(body: object, place: _Place) -> torch.dtype:
     name = _decode_str(body)
     if name not in DTYPES:
         raise _Refused(f"it names the unknown dtype {name[:80]!r}")
@@ -339,7 +357,7 @@ def _decode_dtype(body: object, depth: int) -> torch.dtype:
     return dtype
 
 
-def _decode_device(body: object, depth: int) -> torch.device:
+def _decode_device(body: object, place: _Place) -> torch.device:
     text = _decode_str(body)
     if _DEVICE.fullmatch(text) is None:
         raise _Refused("it names an impossible device")
@@ -353,7 +371,7 @@ def _decode_device(body: object, depth: int) -> torch.device:
     return device
 
 
-def _decode_size(body: object, depth: int) -> torch.Size:
+def _decode_size(body: object, place: _Place) -> torch.Size:
     if type(body) is not list:
         raise _Refused("the sizes of a torch.Size are missing")
     sizes = [_decode_leaf(size, {"int"}) for size in body]
@@ -367,10 +385,10 @@ def _decode_leaf(json: object, tags: set[str]) -> object:
     """The plain value or one of ``tags``: what is part of a leaf does not nest, and does not count as a level."""
     if type(json) is list or (type(json) is dict and not tags.issuperset(json)):
         raise _Refused("a number or a string is missing")
-    return _decode(json, 0)
+    return _decode(json, _Place(0, Effort()))
 
 
-def _decode_numpy(body: object, depth: int) -> np.generic:
+def _decode_numpy(body: object, place: _Place) -> np.generic:
     if type(body) is not list or len(body) != 2 or type(body[0]) is not str:
         raise _Refused("a numpy scalar is not a type and a value")
     name, json = body
@@ -400,7 +418,7 @@ def _numpy_scalar(name: str, item: object) -> np.generic | None:
     return scalar
 
 
-_DECODERS: dict[str, Callable[[object, int], object]] = {
+_DECODERS: dict[str, Callable[[object, _Place], object]] = {
     "tuple": _decode_tuple,
     "dict": _decode_dict,
     "set": _decode_set,

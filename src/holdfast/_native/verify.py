@@ -25,11 +25,11 @@ from holdfast._io import posix
 from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._native.catalog import Catalog, DataFiles, read_catalog, read_published, was_replaced
+from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
+from holdfast._native.formats import MANIFEST_NAME
 from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
 from holdfast._native.index import file_digest
 from holdfast._native.manifest import FileEntry, Manifest
-from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.ranges import coalesce
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
@@ -114,7 +114,7 @@ def verify_checkpoint(
     if level not in get_args(Level) or not 0 < sample <= 1:
         raise ValueError(f"a level is one of {get_args(Level)}, and a sample more than 0 and at most 1")
     begin = time.perf_counter()
-    directory = os.fspath(path)
+    directory = posix.absolute(path)
     while True:
         if level == "sizes" and (manifest := read_published(directory)) and _has_its_files(directory, manifest):
             return _report(directory, manifest, begin, unchecked=["whether its chunks make up its tensors", _DATA])
@@ -188,21 +188,14 @@ class _Blocks:
         )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _OpenFile:
-    """A data file while it is checked, closed when no job is ``pending`` any more.
-
-    ``rows`` are its chunks, ``digests`` those of all its blocks, ``blocks`` the ones to be read.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _DataFile:
+    """A data file: ``rows`` are its chunks, ``digests`` those of all its blocks, ``blocks`` the ones to be read."""
 
     number: int
-    handle: DataFiles
-    file: InputFile
-    is_cached: bool
     rows: _Int64s
     blocks: _Blocks
     digests: npt.NDArray[np.uint64]
-    pending: int
 
 
 class _Verification:
@@ -215,7 +208,7 @@ class _Verification:
         self._chosen = np.random.default_rng()
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._open_files: set[_OpenFile] = set()
+        self._files = catalog.data_files()
         self._damage: list[tuple[int, int, Damage]] = []
         self._done_bytes = already_read
         # Of a sample an estimate, until each file's share of it is known.
@@ -235,8 +228,7 @@ class _Verification:
             run_bounded(self._jobs(ring), workers=workers)
         finally:
             ring.close()
-            for opened in self._open_files:
-                opened.handle.close()
+            self._files.close()
         found = sorted(self._damage, key=lambda place: place[:2])
         return _with_aliases(self._catalog, _joined(damage for _, _, damage in found))
 
@@ -246,15 +238,14 @@ class _Verification:
     def _jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
         for number, entry in enumerate(self._catalog.manifest.files):
             rows = self._order[self._bounds[number] : self._bounds[number + 1]]
-            handle = DataFiles(self._catalog)
             try:
-                file, is_cached = handle.get(number)
+                with self._files.lend(number):
+                    pass
             except CorruptError as error:
                 self._lose_file(number, rows, problem_of(error))
                 self._advance(self._expected(entry))
                 continue
             if not self._sample:
-                handle.close()
                 continue
             blocks = every = self._blocks(rows)
             if self._sample < 1:
@@ -264,17 +255,7 @@ class _Verification:
             groups = coalesce(
                 np.zeros_like(blocks.offset), blocks.offset, blocks.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT
             ).tolist()
-            opened = _OpenFile(
-                number=number,
-                handle=handle,
-                file=file,
-                is_cached=is_cached,
-                rows=rows,
-                blocks=blocks,
-                digests=every.digest,
-                pending=len(groups),
-            )
-            self._open_files.add(opened)
+            opened = _DataFile(number=number, rows=rows, blocks=blocks, digests=every.digest)
             yield partial(self._check_header, opened)
             for first, stop in itertools.pairwise(groups):
                 yield partial(self._check_group, opened, first, stop, ring)
@@ -292,24 +273,25 @@ class _Verification:
             digest=index.digests[self._first_block[row] + within],
         )
 
-    def _check_header(self, opened: _OpenFile) -> None:
+    def _check_header(self, opened: _DataFile) -> None:
         entry = self._catalog.manifest.files[opened.number]
         problem: str | None = None
         try:
             data = bytearray(entry.header)
-            opened.file.read_into(memoryview(data), 0)
+            with self._files.lend(opened.number) as (file, _):
+                file.read_into(memoryview(data), 0)
             header = bytes(data)
             if file_digest(header, opened.digests) != entry.digest:
                 problem = "the header is not the one that was written"
-            elif not self._agrees(opened, decode_header(header, path=opened.file.path)):
+            elif not self._agrees(opened, decode_header(header, path=file.path)):
                 problem = "the header does not say what the index says"
         except (CorruptError, StorageError) as error:
             problem = problem_of(error)
         if problem is not None:
             self._note(opened.number, None, (0, entry.header), problem)
-        self._finish(opened, entry.header)
+        self._advance(entry.header)
 
-    def _agrees(self, opened: _OpenFile, entries: list[HeaderEntry]) -> bool:
+    def _agrees(self, opened: _DataFile, entries: list[HeaderEntry]) -> bool:
         """Whether the header has exactly the chunks of the index; those of no bytes may come in any order."""
         index, tensors = self._catalog.index, self._catalog.manifest.tensors
         header_bytes = self._catalog.manifest.files[opened.number].header
@@ -330,17 +312,18 @@ class _Verification:
             )
         return expected == {entry.name: entry for entry in entries}
 
-    def _check_group(self, opened: _OpenFile, first: int, stop: int, ring: SlabRing) -> None:
+    def _check_group(self, opened: _DataFile, first: int, stop: int, ring: SlabRing) -> None:
         with ring.lend() as slab:
             self._check_blocks(opened, first, stop, slab.view)
-        self._finish(opened, int(opened.blocks.nbytes[first:stop].sum()))
+        self._advance(int(opened.blocks.nbytes[first:stop].sum()))
 
-    def _check_blocks(self, opened: _OpenFile, first: int, stop: int, memory: memoryview) -> None:
+    def _check_blocks(self, opened: _DataFile, first: int, stop: int, memory: memoryview) -> None:
         blocks = opened.blocks
         offsets, sizes = blocks.offset[first:stop].tolist(), blocks.nbytes[first:stop].tolist()
         spans = [(offset, offset + nbytes) for offset, nbytes in zip(offsets, sizes, strict=True)]
         try:
-            base = _read(opened, spans[0][0], spans[-1][1], memory)
+            with self._files.lend(opened.number) as (file, is_cached):
+                base = _read(file, spans[0][0], spans[-1][1], memory, is_cached=is_cached)
         except (CorruptError, StorageError) as error:
             problem = problem_of(error)
             if len(spans) == 1:
@@ -372,17 +355,6 @@ class _Verification:
         with self._lock:
             self._damage.append((number, span[0], damage))
 
-    def _finish(self, opened: _OpenFile, nbytes: int) -> None:
-        """Take note that a job of ``opened`` is done; the last one closes it."""
-        with self._lock:
-            opened.pending -= 1
-            is_last = opened.pending == 0
-            if is_last:
-                self._open_files.discard(opened)
-        if is_last:
-            opened.handle.close()
-        self._advance(nbytes)
-
     def _advance(self, nbytes: int) -> None:
         with self._lock:
             self._done_bytes += nbytes
@@ -390,13 +362,13 @@ class _Verification:
                 self._on_progress(self._done_bytes, self.total_bytes)
 
 
-def _read(opened: _OpenFile, begin: int, end: int, memory: memoryview) -> int:
+def _read(file: InputFile, begin: int, end: int, memory: memoryview, *, is_cached: bool) -> int:
     """Read at least bytes ``begin`` to ``end`` to the start of ``memory``; returns the offset it starts with."""
-    if opened.is_cached or end - begin < ALIGNMENT:
-        opened.file.read_into(memory[: end - begin], begin)
+    if is_cached or end - begin < ALIGNMENT:
+        file.read_into(memory[: end - begin], begin)
         return begin
     base = begin - begin % ALIGNMENT
-    opened.file.read_direct_into(memory[: end - base + -(end - base) % ALIGNMENT], base)
+    file.read_direct_into(memory[: end - base + -(end - base) % ALIGNMENT], base)
     return base
 
 

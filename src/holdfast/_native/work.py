@@ -69,6 +69,7 @@ class WriterWork:
         self._columns = write_columns(plan.items)
         self._allow_pickle = allow_pickle
         self._values: dict[str, Json] = {}
+        self._versions = planner.versions()
         self._blobs: dict[str, tuple[str, bytes]] = {}
         self._aliases: dict[str, WrittenTensor] = {}
         self._written: dict[str, tuple[int, WrittenTensor]] = {}
@@ -241,6 +242,7 @@ class WriterWork:
             digests=np.array(digests, dtype=np.uint64),
             aliases=self._aliases,
             values=self._values,
+            versions=self._versions,
         )
         return shortened(report, self._columns, rows)
 

@@ -33,7 +33,7 @@ from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
 from holdfast.errors import InternalError, StorageError
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import Metadata, StorageMeta, Versions
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -66,7 +66,7 @@ class NativeWriter(StorageWriter):
         allow_pickle: bool = False,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = posix.absolute(path)
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
         self.user_metadata = dict(user_metadata or {})
@@ -93,7 +93,7 @@ class NativeWriter(StorageWriter):
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
         self._begin_attempt()
         if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+            self.path = posix.absolute(checkpoint_id)
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call ``check`` before each piece of work of the next write: it raises when another rank has failed."""
@@ -242,7 +242,7 @@ class NativeWriter(StorageWriter):
             reports,
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
-            user_metadata=encode_value(with_planner_data(self.user_metadata, metadata), key="planner_data"),
+            user_metadata=encode_value(self._kept(metadata, reports), key="planner_data"),
         )
         publish(
             self.path,
@@ -253,6 +253,14 @@ class NativeWriter(StorageWriter):
             data_files=[(file.name, file.bytes) for file in manifest.files],
             overwrite=self.overwrite,
         )
+
+    def _kept(self, metadata: Metadata, reports: list[WriteReport | ShortReport]) -> dict[str, Any]:
+        """What the manifest keeps beside the state: of a module on several ranks, what the first of them says."""
+        versions: Versions = {}
+        for report in reversed(reports):
+            for key, modules in report.versions.items():
+                versions.setdefault(key, {}).update(modules)
+        return with_planner_data(self.user_metadata, metadata, versions)
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast._plan.balance import by_box
+from holdfast._values.lazy import cached_property
 
 _Int64s = npt.NDArray[np.int64]
 

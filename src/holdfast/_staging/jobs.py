@@ -10,7 +10,6 @@ import abc
 import concurrent.futures
 import io
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from holdfast._staging.copies import Mode, Staging
 from holdfast._staging.handle import AsyncSave
 from holdfast._staging.memory import Region
 from holdfast._staging.proof import Changes, Fingerprints
-from holdfast._staging.turns import TURNS
-from holdfast._state.exposure import expose
+from holdfast._staging.turns import TURNS, interpreter_ends
 from holdfast._state.raw import source_of
 from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
@@ -67,6 +65,10 @@ class Steps(Protocol):
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write."""
+        ...
+
+    def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The state of the objects in ``state``."""
         ...
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
@@ -127,8 +129,15 @@ class Job(abc.ABC):
         """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
         self._handle.tell()
         self._steps.check()
-        if self._options.at_exit == "abandon" and not threading.main_thread().is_alive():
+        if self._handle.is_given_up and not self._handle.is_staged.is_set():
+            raise CheckpointError("the save was given up, because async_save was interrupted before all was copied")
+        if self._options.at_exit == "abandon" and interpreter_ends():
             raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
+
+    def _end_copying(self) -> None:
+        """Let the state be changed; what was copied after the caller was interrupted may be changed already."""
+        self._check()
+        self._handle.enter("staged")
 
     def _at_once(self, keys: Collection[str]) -> set[str]:
         """Those of ``keys`` that the user named, or a part of whose path they named."""
@@ -220,7 +229,7 @@ class NativeJob(PlannedJob):
         assert self._staging is not None
         self._staging.finish()
         staged.forget_sources()
-        self._handle.enter("staged")
+        self._end_copying()
         staged.image.fill_frames(region.view)
         self._handle.enter("writing")
         results = self._writer.write_staged(staged, region.view, self._output(region))
@@ -244,7 +253,7 @@ class NativeJob(PlannedJob):
             self._staged,
             slabs=self._options.max_host_bytes // SLAB_BYTES,
             check=self._check,
-            on_copied=lambda: self._handle.enter("staged"),
+            on_copied=self._end_copying,
         )
         self._staged.forget_sources()
         self._look_for_changes(results)
@@ -310,11 +319,11 @@ class ForeignJob(PlannedJob):
             assert self._plan_to_write is not None
             if self._staging is not None:
                 self._staging.finish()
-                self._handle.enter("staged")
+                self._end_copying()
             self._handle.enter("writing")
             results = self._steps.writer.write_data(self._plan_to_write, self._planner).wait()
             if self.is_streaming:
-                self._handle.enter("staged")
+                self._end_copying()
             return results
 
         return self._steps.write(write)
@@ -382,7 +391,7 @@ class StagerJob(Job):
     def _begin_staging(self, state: Mapping[Any, Any]) -> None:
         self._take_turn()
         self._handle.enter("staging")
-        self._staged = self.stager.stage(expose(state))
+        self._staged = self.stager.stage(self._steps.expose(state))
         if self.is_staged:
             self._handle.enter("staged")
         else:
@@ -393,7 +402,7 @@ class StagerJob(Job):
 
     def _end_staging(self) -> Any:
         state = self._staged if self.is_staged else self._staged.result()
-        self._handle.enter("staged")
+        self._end_copying()
         return state
 
     def run(self) -> Metadata:

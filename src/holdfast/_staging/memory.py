@@ -10,13 +10,17 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from functools import partial
+from typing import Any
 
 import torch
 
+from holdfast._io.descriptor import CLOSED
 from holdfast._io.mapping import HUGE_PAGE, attach, collapse, map_private, new_shared
 from holdfast._io.pipeline import run_bounded
 from holdfast._staging.accelerator import Accelerator
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import StorageError
 
 _TOUCHED_BYTES = 64 << 20
@@ -28,12 +32,12 @@ class Region:
     ``descriptor`` is that of the memory where it ``is_shared``, else -1. ``pin`` makes it fit for copies from a device.
     """
 
-    _pinned_by: Accelerator | None = None
+    _unpin: weakref.finalize[..., Any] | None = None
 
     def __init__(self, nbytes: int, *, is_shared: bool) -> None:
         self.nbytes = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
         self.is_shared = is_shared
-        self.descriptor = -1
+        self.descriptor = CLOSED
         try:
             if is_shared:
                 self.descriptor = new_shared(self.nbytes)
@@ -50,6 +54,7 @@ class Region:
             ) from error
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=start)
         self.address: int = self.tensor.data_ptr()
+        forget_in_child(self)
         self._touch()
 
     def _touch(self) -> None:
@@ -71,45 +76,51 @@ class Region:
         """The tensor whose bytes begin at ``at``, over memory of just its size."""
         nbytes = shape.numel() * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self.view[at : at + nbytes], dtype=torch.uint8).view(dtype).view(shape)
 
     @property
     def is_pinned(self) -> bool:
         """Whether a device can copy into it directly."""
-        return self._pinned_by is not None
+        return self._unpin is not None and self._unpin.alive
 
     def pin(self, accelerator: Accelerator) -> None:
         """Let the device copy into it directly."""
-        if self._pinned_by is None:
+        if not self.is_pinned:
             accelerator.pin(self.address, self.nbytes)
-            self._pinned_by = accelerator
+            self._unpin = weakref.finalize(self, accelerator.unpin, self.address)
 
     def unpin(self) -> None:
         """Take that back: memory that CUDA knows must not go before it has forgotten it."""
-        accelerator, self._pinned_by = self._pinned_by, None
-        if accelerator is not None:
-            accelerator.unpin(self.address)
-
-    def __del__(self) -> None:
-        self.unpin()
+        if self._unpin is not None:
+            self._unpin()
 
     def close(self) -> None:
         """Give the memory back as soon as nobody holds a view of it."""
         self.unpin()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._close_descriptor()
 
+    def forget_parent(self) -> None:
+        """Give the copy back; it is the parent's device that knows the memory."""
+        if self._unpin is not None:
+            self._unpin.detach()
+        self.close()
+
     def _close_descriptor(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptor, self.descriptor = self.descriptor, CLOSED
+        descriptor.close()
 
 
 class HostMemory:
     """At most one region, kept until it is too small, of the wrong kind, or ``close``. For one user at a time."""
 
     def __init__(self) -> None:
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have nothing: what the parent stages is not ours to write to."""
         self._region: Region | None = None
 
     @property

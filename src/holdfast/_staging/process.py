@@ -1,6 +1,8 @@
 """The parent's side of the process that writes: started when it is first wanted, kept, started again after a death.
 
-It is a fresh interpreter, never a fork, and it does not load the main module of the job.
+It is a fresh interpreter, never a fork, and it does not load the main module of the job. It imports the standard
+library, this package and what that needs, from where this process has them, and nothing else: no site, no PYTHON
+variables, nothing from the working directory. A forked child starts one for itself.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
+
+import msgspec
+import numpy as np
+import xxhash
 
 from holdfast._io import posix
+from holdfast._io.pipeline import run_ahead
 from holdfast._native.image_files import FileImage, WrittenImage
 from holdfast._staging.memory import Region
 from holdfast._staging.writer_protocol import (
@@ -33,20 +40,33 @@ from holdfast._staging.writer_protocol import (
     receive,
     send,
 )
+from holdfast._values import forks
 from holdfast.errors import CheckpointError, StorageError
 
 _LOOK_EVERY_S = 0.25
 _FAREWELL_S = 5.0
+_TRIES = 10
 # The package without its front: what the process needs of it knows no torch, which takes seconds and much memory.
 _BOOT = """
 import json, sys, types
-package, path, *numbers = json.loads(sys.argv[1])
-sys.path[:] = path
+from importlib.machinery import PathFinder
+package, places, *numbers = json.loads(sys.argv[1])
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [places[name]]) if name in places else None
+sys.meta_path.insert(0, Finder)
 holdfast = sys.modules["holdfast"] = types.ModuleType("holdfast")
 holdfast.__path__ = [package]
 from holdfast._staging.writer_process import serve
 serve(*numbers)
 """
+# Now, because the working directory may change, and names with it.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PLACES = {
+    module.__name__: os.path.dirname(os.path.dirname(os.path.abspath(str(module.__file__))))
+    for module in (msgspec, np, xxhash)
+}
 
 
 class WriterProcess:
@@ -60,6 +80,16 @@ class WriterProcess:
         self._connection: socket.socket | None = None
         self._serves: Region | None = None
         atexit.register(self.stop)
+        forks.forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have none: the copy of the connection would keep it from knowing that the parent has died."""
+        atexit.unregister(self.stop)
+        if self._process is not None:
+            self._process.returncode = 0  # nobody here has to wait for it
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = self._serves = None
 
     @property
     def number(self) -> int | None:
@@ -70,26 +100,42 @@ class WriterProcess:
         """Have the process run, with ``region`` as its memory."""
         if self._process is not None and self._process.poll() is None and self._serves is region:
             return
-        self.stop()
-        ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), region.descriptor, region.nbytes]
-        arguments = json.dumps([str(Path(__file__).parents[1]), sys.path, *numbers])
+        for _ in range(_TRIES):
+            self.stop()
+            forks_before = forks.begun()
+            self._start(region)
+            if forks.begun() == forks_before:
+                return  # else a child may have copies of sockets that it does not know of
+
+    def _start(self, region: Region) -> None:
+        self._connection, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, arguments],
-                pass_fds=(theirs.fileno(), region.descriptor),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # an interrupt from the terminal is for the training
-            )
+            # By a thread, because Popen loses the process that it has made when an interrupt comes into it.
+            with contextlib.closing(run_ahead([partial(self._launch, theirs, region)], workers=1, ahead=1)) as launched:
+                next(launched)
         except OSError as error:
-            ours.close()
+            self.stop()
             raise StorageError(
                 f"cannot start the process that writes checkpoints: {error}", errno=error.errno
             ) from error
+        except BaseException:
+            self.stop()  # it may run already, and ends when the connection does
+            raise
         finally:
             theirs.close()
-        self._connection, self._serves = ours, region
+        self._serves = region
+
+    def _launch(self, theirs: socket.socket, region: Region) -> None:
+        numbers = [theirs.fileno(), region.descriptor, region.nbytes]
+        arguments = json.dumps([_PACKAGE, _PLACES, *numbers])
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, arguments],
+            pass_fds=(theirs.fileno(), region.descriptor),
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # an interrupt from the terminal is for the training
+        )
 
     def output(self, check: Callable[[], None]) -> ProcessOutput:
         """What writes one save by means of this process."""
@@ -125,17 +171,16 @@ class WriterProcess:
 
     def stop(self) -> None:
         """End the process: it goes when its connection does."""
-        process, self._process = self._process, None
-        connection, self._connection = self._connection, None
-        self._serves = None
-        if connection is not None:
-            connection.close()
-        if process is not None:
+        self._serves = None  # first: whatever interrupts this, it is not used again
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
             try:
-                process.wait(_FAREWELL_S)
+                self._process.wait(_FAREWELL_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                self._process.kill()
+                self._process.wait()
+        self._process = self._connection = None
 
 
 class ProcessOutput:
@@ -150,11 +195,11 @@ class ProcessOutput:
 
     def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
         """What was written, durably."""
-        self._paths = [file.path for file in files]
+        self._paths = [os.fsdecode(file.path) for file in files]
         if not files:
             return []
         self._number = self._process.number
-        self._process.order(Write(list(files)))
+        self._process.order(Write(list(files), posix.umask()))
         while True:
             with posix.working_on(self._file_at_work(files)):
                 self._check()
@@ -167,13 +212,14 @@ class ProcessOutput:
             elif isinstance(answer, Failed):
                 if answer.number is None:
                     raise CheckpointError(answer.message)
-                raise StorageError(answer.message, errno=answer.number, path=answer.path)
+                path = None if answer.path is None else os.fsdecode(answer.path)
+                raise StorageError(answer.message, errno=answer.number, path=path)
 
     def _file_at_work(self, files: Sequence[FileImage]) -> str:
         """The one that the process must have come to: it writes them one after the other."""
         ends = itertools.accumulate(file.size for file in files)
         return next(
-            (file.path for file, end in zip(files, ends, strict=True) if self.bytes_written < end), self._paths[-1]
+            (path for path, end in zip(self._paths, ends, strict=True) if self.bytes_written < end), self._paths[-1]
         )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from holdfast._staging.memory import Region
 from holdfast._state.pieces import pieces_of
 from holdfast._state.raw import MemorySource, ScatteredSource, Source
 from holdfast._values.digest import combine
+from holdfast._values.forks import forget_in_child
 from holdfast.errors import InvalidStateError
 
 _PIECE_BYTES = 8 << 20
@@ -71,7 +72,7 @@ def _number(source: Source) -> torch.Tensor:
         words = piece.view(torch.int64)
         part = (words * _weights(piece.device)[: len(words)]).sum()
         total = part if total is None else total * _weights(piece.device)[0] + part
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+    return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total
 
 
 @lru_cache(maxsize=16)
@@ -88,6 +89,11 @@ class Changes:
     """What this rank wrote of each tensor at the save before, as one digest of all its bytes here."""
 
     def __init__(self) -> None:
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have nothing to compare with."""
         self._before: dict[str, int] = {}
 
     def unchanged(self, report: WriteReport, chosen: Collection[str]) -> tuple[str, ...]:

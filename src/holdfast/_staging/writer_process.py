@@ -6,13 +6,14 @@ leaves: they may be part of a published checkpoint.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
 import time
 
 from holdfast._io.mapping import attach
-from holdfast._native.image_files import FileImage, ImageFiles
+from holdfast._native.image_files import ImageFiles
 from holdfast._staging.writer_protocol import Abandon, Done, Failed, Moved, Write, decode_order, receive, send
 from holdfast.errors import StorageError
 
@@ -40,25 +41,28 @@ class _Server:
             while True:
                 order = decode_order(receive(self._connection))
                 if isinstance(order, Write):
-                    self._write(order.files)
+                    self._write(order)
                 else:
                     self._let_go(is_abandoned=isinstance(order, Abandon))
                     send(self._connection, Done([]))
         except (EOFError, ConnectionError):
             self._let_go(is_abandoned=not self._is_reported)
 
-    def _write(self, files: list[FileImage]) -> None:
+    def _write(self, order: Write) -> None:
         self._let_go(is_abandoned=False)
+        if order.umask is not None:
+            os.umask(order.umask)
         self._files, self._is_reported = ImageFiles(check=self._check), False
         try:
-            written = self._files.write(files, self._memory)
+            written = self._files.write(order.files, self._memory)
         except _Stopped:
             return  # the order that stopped it is read next
         except StorageError as error:
-            path = None if error.path is None else str(error.path)
-            send(self._connection, Failed(error.message, error.errno, path))
+            path = None if error.path is None else os.fsencode(error.path)
+            send(self._connection, Failed(_sendable(error.message), error.errno, path))
         except Exception as error:
-            send(self._connection, Failed(f"the process that writes failed: {type(error).__name__}: {error}"))
+            said = f"the process that writes failed: {type(error).__name__}: {error}"
+            send(self._connection, Failed(_sendable(said)))
         else:
             self._is_reported = True
             send(self._connection, Done(written))
@@ -79,6 +83,11 @@ class _Server:
             files.abandon()
         elif files is not None:
             files.close()
+
+
+def _sendable(text: str) -> str:
+    """``text``, with what is no Unicode (in names of files) escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def serve(connection_number: int, memory_number: int, size: int) -> None:

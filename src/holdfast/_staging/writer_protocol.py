@@ -15,9 +15,10 @@ _LENGTH_BYTES = 8
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write these files, and keep them open."""
+    """Write these files, with this umask where it is known, and keep them open."""
 
     files: list[FileImage]
+    umask: int | None = None
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +46,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     message: str
     number: int | None = None
-    path: str | None = None
+    path: bytes | None = None
 
 
 Order = Write | Close | Abandon

@@ -6,29 +6,65 @@ Nested and concurrent uses count; the collector runs again when the last one end
 
 from __future__ import annotations
 
+import functools
 import gc
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-_lock = threading.Lock()
-_holders = 0
+from holdfast._values import forks
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+_lock = forks.Lock()
+_holders: set[object] = set()
 _was_enabled = False
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No automatic collection within the block, or the function it decorates: by then its objects are gone."""
-    global _holders, _was_enabled
-    with _lock:
-        if _holders == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
-    try:
-        yield
-    finally:
+class CollectorPause:
+    """No automatic collection within its block; ``end`` may be called again, and by any thread."""
+
+    def __enter__(self) -> None:
+        global _was_enabled
         with _lock:
-            _holders -= 1
-            if _holders == 0 and _was_enabled:
-                gc.enable()
+            if not _holders:
+                _was_enabled = gc.isenabled()
+            _holders.add(self)
+            gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let the collector run again, if nobody else keeps it from that."""
+        _resume(self)
+
+
+def collector_paused(function: Callable[P, Result]) -> Callable[P, Result]:
+    """``function``, without automatic collections while it runs: by its end its objects are gone."""
+
+    @functools.wraps(function)
+    def paused(*args: P.args, **kwargs: P.kwargs) -> Result:
+        pause = CollectorPause()
+        # Ended twice: an interrupt may come into the one end, and then there is the other.
+        try:
+            with pause:
+                return function(*args, **kwargs)
+        finally:
+            pause.end()
+
+    return paused
+
+
+def _resume(*holders: object) -> None:
+    global _was_enabled
+    with _lock:
+        _holders.difference_update(holders)
+        if not _holders and _was_enabled:
+            gc.enable()
+            _was_enabled = False
+
+
+@forks.reset_in_child
+def _forget() -> None:
+    _resume(*_holders)

@@ -7,50 +7,90 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from holdfast._state.paths import is_one_value, tuple_like
+from holdfast._state.containers import check_containers
+from holdfast._state.paths import Path, is_one_value, path_element, path_key, tuple_like
+from holdfast._state.versions import pass_on_versions, versions_in, with_versions
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.stateful import is_stateful
 
 
-def expose(state: Any) -> dict[Any, Any]:
-    """``state`` with every Stateful replaced by its state_dict; containers on the way are copied."""
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """What the objects of a state say of it.
+
+    ``parameters`` has the parameter to whose state a path leads, where an optimizer has none of it yet; ``modules`` the
+    paths of those that hold nothing, and want nothing; ``buffers`` the keys of what modules have as buffers.
+    """
+
+    parameters: dict[Path, torch.Tensor] = field(default_factory=dict)
+    modules: set[Path] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+
+
+def expose(state: Any, owners: Owners | None = None) -> dict[Any, Any]:
+    """``state`` with every Stateful replaced by its state_dict; containers on the way are copied, ``owners`` filled."""
     if not isinstance(state, Mapping):
         raise InvalidStateError(
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
-    exposed: dict[Any, Any] = _exposed(state, ())
+    check_containers(state)
+    exposed: dict[Any, Any] = _exposed(state, (), owners or Owners())
     return exposed
 
 
-def _exposed(value: Any, trail: tuple[object, ...]) -> Any:
+def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
     if len(trail) > MAX_PATH_DEPTH:
         key = ".".join(map(str, trail))
         raise InvalidStateError(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        return {
-            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, key))
+        entries = {
+            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
             for key, entry in value.items()
         }
+        return with_versions(entries, versions_in(value))
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
-        entries = [_exposed(entry, (*trail, position)) for position, entry in enumerate(value)]
-        return entries if isinstance(value, list) else tuple_like(value, entries)
+        made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
+        return made if isinstance(value, list) else tuple_like(value, made)
     if is_stateful(value):
-        return _exposed(value.state_dict(), trail)
+        inner = value.state_dict()
+        check_containers(inner, within=".".join(map(str, trail)))
+        exposed = _exposed(inner, trail, owners)
+        if isinstance(value, torch.nn.Module):
+            owners.modules.update(() if exposed else [trail])
+            names = (name for name, _ in value.named_buffers(remove_duplicate=False))
+            owners.buffers.update(path_key((*trail, name)) for name in names)
+        elif hasattr(value, "param_groups"):
+            owners.parameters.update(_without_state(value, exposed, trail))
+        return exposed
     return value
 
 
+def _without_state(optimizer: Any, exposed: Any, trail: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The parameters of which ``exposed``, an optimizer's state_dict, has no state, and where it belongs."""
+    try:
+        state = exposed["state"]
+        for group, named in zip(optimizer.param_groups, exposed["param_groups"], strict=True):
+            for parameter, name in zip(group["params"], named["params"], strict=True):
+                if isinstance(parameter, torch.Tensor) and not state.get(name):
+                    yield (*trail, "state", path_element(name)), parameter
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return  # it gives its state another form, which tells nothing of parameters
+
+
 def hand_back(state: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    """Put what was loaded into ``state``, in place, in the order of its keys."""
-    for key in sorted(loaded, key=str):
+    """Put what was loaded into ``state``, in place: what is new first, the rest in the order of its keys."""
+    for key in sorted(loaded, key=lambda key: str(key) if key in state else ""):
         state[key] = _handed_back(state.get(key), loaded[key])
+    pass_on_versions(loaded, state)
 
 
 def _handed_back(original: Any, loaded: Any) -> Any:
@@ -61,6 +101,7 @@ def _handed_back(original: Any, loaded: Any) -> Any:
             return loaded
         for key, entry in loaded.items():
             original[key] = _handed_back(original.get(key), entry)
+        pass_on_versions(loaded, original)
         return original
     if isinstance(original, list) and isinstance(loaded, list) and len(original) == len(loaded):
         original[:] = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]

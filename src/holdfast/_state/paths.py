@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from holdfast._state.subclasses import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
+from holdfast._state.versions import versions_in
 from holdfast._values.limits import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import Metadata
@@ -45,6 +46,11 @@ class TupleIndex(int):
 
 PathElement = str | int
 Path = tuple[PathElement, ...]
+
+
+def path_element(key: Hashable) -> str:
+    """What stands for a dict's ``key`` in a path."""
+    return key if type(key) is str else TypedKey(key)
 
 
 def path_key(path: Path) -> str:
@@ -94,10 +100,15 @@ def restorable_paths(metadata: Metadata) -> dict[str, Path]:
     return paths
 
 
-def flatten(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key."""
+def flatten(
+    state: Mapping[Any, Any], versioned: dict[str, Mapping[Any, Any]] | None = None
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key.
+
+    State_dicts that know the versions of their modules are entered, by key, in ``versioned``.
+    """
     found: list[tuple[str, Path, Any]] = []
-    _collect(found, "", (), state)
+    _collect(found, "", (), state, {} if versioned is None else versioned)
     leaves = {key: leaf for key, _, leaf in found}
     paths = {key: path for key, path, _ in found}
     if len(leaves) < len(found):
@@ -119,30 +130,34 @@ def empty_dicts(leaves: Mapping[str, Any]) -> set[str]:
     return {key for key, leaf in leaves.items() if type(leaf) is dict and not leaf}
 
 
-def _collect(found: list[tuple[str, Path, Any]], key: str, path: Path, value: Any) -> None:
+def _collect(
+    found: list[tuple[str, Path, Any]], key: str, path: Path, value: Any, versioned: dict[str, Mapping[Any, Any]]
+) -> None:
     """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
-    if len(path) > MAX_PATH_DEPTH:
+    if len(path) > MAX_PATH_DEPTH or (len(path) == MAX_PATH_DEPTH and isinstance(value, Mapping) and value):
         raise InvalidStateError(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     prefix = f"{key}." if path else ""
     if isinstance(value, Mapping) and (value or not path):
         _check_dict_keys(path, value)
+        if type(value) is not dict and versions_in(value) is not None:
+            versioned[key] = value
         for name, entry in value.items():
-            element = name if type(name) is str else TypedKey(name)
+            element = path_element(name)
             if type(entry) is torch.Tensor and entry.dtype not in PACKED:
                 found.append((prefix + element, (*path, element), entry))
             else:
-                _collect(found, prefix + element, (*path, element), entry)
+                _collect(found, prefix + element, (*path, element), entry, versioned)
     elif isinstance(value, torch.Tensor) and is_composed(value):
         parts, context = inner_parts(key, value)
         for name, part in parts.items():
-            _collect(found, prefix + name, (*path, name), part)
+            _collect(found, prefix + name, (*path, name), part, versioned)
         found.append((prefix + CONTEXT_KEY, (*path, CONTEXT_KEY), ComposedTensor(value, context)))
     elif isinstance(value, (list, tuple)) and not is_one_value(value, len(path)):
         position = TupleIndex if isinstance(value, tuple) else int
         for index, entry in enumerate(value):
-            _collect(found, f"{prefix}{index}", (*path, position(index)), entry)
+            _collect(found, f"{prefix}{index}", (*path, position(index)), entry, versioned)
     else:
         found.append((key, path, {} if isinstance(value, Mapping) else value))
 

@@ -200,7 +200,7 @@ def _of_shard_holder(key: str, value: _ShardHolder, size: torch.Size) -> Pieces:
 def _checked(key: str, size: torch.Size, pieces: list[Piece], dtype: torch.dtype) -> tuple[Piece, ...]:
     """The pieces that have elements, all of them within ``size`` and of ``dtype``."""
     if math.prod(size) == 0:
-        return (Piece(whole(size), torch.empty(size, dtype=dtype)),)
+        return (Piece(whole(size), torch.empty(size, dtype=dtype, device="cpu")),)
     for piece in pieces:
         if not piece.box.fits(size):
             problem = f"holds {piece.box} of a tensor of size {tuple(size)}"

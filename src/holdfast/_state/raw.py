@@ -105,7 +105,7 @@ class ScatteredSource:
             if place % itemsize == 0:
                 _typed(buffer, place, place + end - begin, words.dtype, box).copy_(piece)
             else:
-                aligned = torch.empty(box.lengths, dtype=words.dtype).copy_(piece)
+                aligned = torch.empty(box.lengths, dtype=words.dtype, device="cpu").copy_(piece)
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
 
     def _words(self) -> torch.Tensor:
@@ -165,11 +165,13 @@ class Target:
     """A tensor to be filled with box ``wanted`` of a stored chunk of ``shape`` and ``dtype``; None wants all of it.
 
     ``run`` is the byte range of the chunk that is wanted, when it is one range and the tensor takes it as one range.
+    Memory is written behind torch's back: autograd is told now, before the first byte, that the tensor is another.
     """
 
     __slots__ = ("_address", "_flat", "_rows", "_shape", "_takes_words", "_wanted", "dtype", "on_cpu", "run", "tensor")
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], wanted: Box | None) -> None:
+        torch.autograd.graph.increment_version(tensor)
         self.tensor = tensor
         self.dtype = dtype
         self._shape = shape

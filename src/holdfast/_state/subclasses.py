@@ -45,7 +45,7 @@ def is_composed(tensor: torch.Tensor) -> bool:
 def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
     """The inner tensors of ``tensor`` by attribute name, and its context."""
     if tensor.dtype in PACKED:
-        packed = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        packed = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         *rows, columns = tensor.shape or (1,)
         if len(packed) != math.prod(rows) * -(-columns // PACKED[tensor.dtype]):
             raise InvalidStateError(f"{key!r} is a view of a packed quantised tensor; store the whole of it", key=key)

@@ -53,8 +53,8 @@ def check_savable(key: str, tensor: torch.Tensor) -> None:
         problem = "is a fake tensor and has no data"
     elif tensor.dtype not in DTYPE_NAMES:
         problem = f"has dtype {tensor.dtype}, which this version cannot store"
-    elif tensor.is_quantized and quantizer_of(tensor) is None:
-        problem = "is quantised but has no quantizer; make it by quantising a tensor"
+    elif tensor.is_quantized and not has_quantizer(tensor):
+        problem = "is quantised but has no quantizer that fits it; make it by quantising a tensor"
     elif not _has_memory(tensor):
         problem = f"is a {type(tensor).__name__} without memory of its own; store what it wraps"
     if problem is not None:
@@ -106,12 +106,13 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return (tensor.dtype.is_complex and tensor.is_conj()) or tensor.is_neg()
 
 
-def empty_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor, or StorageError; unlike torch.empty, without a warning about complex32."""
+def empty_tensor(size: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """An uninitialised tensor, or StorageError; unlike torch.empty, without a warning about complex32."""
     try:
         if dtype is not torch.complex32:
-            return torch.empty(tuple(size), dtype=dtype)
-        return torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(tuple(size))
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+        words = torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8, device=device)
+        return words.view(dtype).view(tuple(size))
     except (RuntimeError, MemoryError) as error:
         raise _no_memory(math.prod(size) * dtype.itemsize) from error
 
@@ -171,20 +172,35 @@ def quantizer_of(tensor: torch.Tensor) -> dict[str, Any] | None:
     }
 
 
+def has_quantizer(tensor: torch.Tensor) -> bool:
+    """Whether a quantised tensor has a quantizer that says what its elements mean: that of some views does not."""
+    quantizer = quantizer_of(tensor)
+    if quantizer is None:
+        return False
+    if "scale" in quantizer:
+        return math.isfinite(quantizer["scale"])
+    axis, scales, zero_points = quantizer["axis"], quantizer["scales"], quantizer["zero_points"]
+    is_whole = 0 <= axis < tensor.dim() and len(scales) == len(zero_points) == tensor.shape[axis]
+    return is_whole and all(map(math.isfinite, (*scales, *zero_points)))
+
+
 def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: dict[str, Any]) -> torch.Tensor:
     """An uninitialised quantised CPU tensor; CorruptError for a quantizer that torch does not take."""
     try:
         if "scale" in quantizer:
             return torch._empty_affine_quantized(
-                list(size), scale=quantizer["scale"], zero_point=quantizer["zero_point"], dtype=dtype
+                list(size), scale=quantizer["scale"], zero_point=quantizer["zero_point"], dtype=dtype, device="cpu"
             )
         whole = quantizer["scheme"] == "per_channel_affine"
         return torch._empty_per_channel_affine_quantized(
             list(size),
-            scales=torch.tensor(quantizer["scales"], dtype=torch.float64 if whole else torch.float32),
-            zero_points=torch.tensor(quantizer["zero_points"], dtype=torch.int64 if whole else torch.float32),
+            scales=torch.tensor(quantizer["scales"], dtype=torch.float64 if whole else torch.float32, device="cpu"),
+            zero_points=torch.tensor(
+                quantizer["zero_points"], dtype=torch.int64 if whole else torch.float32, device="cpu"
+            ),
             axis=quantizer["axis"],
             dtype=dtype,
+            device="cpu",
         )
     except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, MemoryError) or "allocate" in str(error):
@@ -195,6 +211,6 @@ def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: dict[str, A
 
 def words_of_quantized(tensor: torch.Tensor) -> torch.Tensor:
     """The integers of a quantised CPU tensor, over the same memory."""
-    words = torch.empty(0, dtype=word_dtype(tensor.dtype.itemsize))
+    words = torch.empty(0, dtype=word_dtype(tensor.dtype.itemsize), device="cpu")
     storage = tensor.untyped_storage()
     return words.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -254,7 +254,7 @@ _CONSTANTS: dict[str, Any] = {
     **{f"torch.{storage_class.__name__}": dtype for dtype, storage_class in STORAGE_CLASSES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
     "torch.Size": torch.Size,
-    "collections.OrderedDict": dict,
+    "collections.OrderedDict": lambda: {},
 }
 
 

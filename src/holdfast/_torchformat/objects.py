@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast._torchformat.weighing import weigh
 from holdfast.errors import CorruptError, InvalidStateError, UnsafeError
 
 
@@ -26,6 +27,8 @@ def serialize_object(value: object) -> bytes:
 
 def deserialize_object(data: io.BytesIO, *, key: str, allow_pickle: bool) -> Any:
     """The value in torch.save bytes; UnsafeError when that needs code to run and ``allow_pickle`` is not set."""
+    if not allow_pickle:
+        weigh(data, what=f"the value of {key!r}")
     try:
         return torch.load(data, map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:

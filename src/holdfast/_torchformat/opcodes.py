@@ -4,7 +4,8 @@ Invariant: what is decoded here runs no code but the constructors of harmless st
 call: a stream can neither reach the program's classes nor change them. Opcodes that no writer of torch's files uses are
 refused, and so are memo positions beyond the length of the stream, for which the interpreter would allocate any amount
 of memory. A tuple is never used twice: a few dozen of them, each made of the one before twice over, would keep the
-interpreter busy for ever as soon as they become a key. Never imports a module because a stream names it.
+interpreter busy for ever as soon as they become a key. Dicts are filled by us, who watch how long their keys take, and
+sets are refused. Never imports a module because a stream names it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from holdfast._values.effort import Effort, TooMuchEffort
 from holdfast.errors import CorruptError, UnsafeError
 
 Globals = Callable[[str, str], Any]
 """What stands for a module and a name in a stream; raises KeyError for what is not known."""
 
-# Without an argument: constants, containers, tuples, NEWOBJ, REDUCE, BUILD, MEMOIZE, STACK_GLOBAL, BINPERSID. With one
-# of fixed size: small integers and floats, positions in the memo that take one byte or are only read, PROTO. The run
-# ends before a tuple (TUPLE, TUPLE1 to TUPLE3, FROZENSET) is put into the memo: that one is the second group.
+# Without an argument: constants, lists, dicts, tuples, NEWOBJ, REDUCE, BUILD, MEMOIZE, STACK_GLOBAL, BINPERSID. With
+# one of fixed size: small integers and floats, positions in the memo that take one byte or are only read, PROTO. The
+# run ends before a tuple (TUPLE, TUPLE1 to TUPLE3) is put into the memo: that one is the second group; or where a dict
+# is filled (SETITEM, SETITEMS): the third.
 _FIXED = re.compile(
-    rb"((?:[\x94()}\]\x88\x89NRbsuaeQl\x81\x8f\x90\x93]|[t\x85-\x87\x91](?![\x94qr])|[Khq\x80].|M..|[Jj].{4}|G.{8})"
-    rb"{0,4096})([t\x85-\x87\x91](?=[\x94qr]))?",
+    rb"((?:[\x94()}\]\x88\x89NRbaeQl\x81\x93]|[t\x85-\x87](?![\x94qr])|[Khq\x80].|M..|[Jj].{4}|G.{8})"
+    rb"{0,4096})(?:([t\x85-\x87](?=[\x94qr]))|([su]))?",
     re.DOTALL,
 )
+# A dict is filled by handing it and what goes there to the unpickler: TUPLE3, or TUPLE and TUPLE2, and BINPERSID.
+_FILL = {b"s": b"\x87Q", b"u": b"t\x86Q"}
 _PUT_BYTES = {0x94: 1, 0x71: 2, 0x72: 5}
 _FRAME = 0x95
 _FRAME_BYTES = 9
@@ -52,6 +57,9 @@ def check_opcodes(data: bytes, *, what: str) -> bytes:
         assert run is not None
         if run.end() > position:
             position = run.end()
+            if run[3] is not None:
+                pieces += (run[1], _FILL[run[3]])
+                continue
             pieces.append(run[0])
             if run[2] is None:
                 continue
@@ -83,6 +91,7 @@ def check_opcodes(data: bytes, *, what: str) -> bytes:
 class _Restricted(pickle.Unpickler):
     def __init__(self, data: bytes, known: Globals, persistent: Callable[[Any], Any] | None, allow_any: bool) -> None:
         super().__init__(io.BytesIO(data))
+        self._effort = Effort()
         self._known = known
         self._persistent = persistent
         self._allow_any = allow_any
@@ -97,7 +106,15 @@ class _Restricted(pickle.Unpickler):
             raise _UnknownName(f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for something that is kept outside of the stream."""
+        """What stands for something that is kept outside of the stream; or a dict, filled as ``check_opcodes`` asks."""
+        if isinstance(pid, tuple) and pid and isinstance(pid[0], dict):
+            table, entries = pid if len(pid) == 2 else (pid[0], pid[1:])
+            keys = entries[::2]
+            if all(type(key) is str for key in keys):
+                table.update(zip(keys, entries[1::2], strict=True))
+            else:
+                self._effort.fill(table, list(zip(keys, entries[1::2], strict=True)), keys)
+            return table
         if self._persistent is None:
             raise pickle.UnpicklingError("it refers to something outside of itself")
         return self._persistent(pid)
@@ -128,6 +145,8 @@ def unpickle(
             f"{what} names {str(error)!r}, and loading it would run code; "
             "pass allow_pickle=True if you trust the checkpoint"
         ) from None
+    except TooMuchEffort as error:
+        raise CorruptError(f"{what} is damaged: {error}; use another checkpoint") from None
     except Exception as error:
         # Anything may come out of a stream that is not what it should be; all of it means the same.
         raise CorruptError(f"{what} is damaged: {type(error).__name__}: {error}; use another checkpoint") from error

@@ -8,6 +8,16 @@ from typing import Any
 
 from holdfast.metadata import MetadataIndex
 
+METADATA_NAME = ".metadata"
+DATA_SUFFIX = ".distcp"
+NOTE_PREFIX = "replaces-"
+"""How the names of notes begin, which savers leave while one format replaces another."""
+
+
+def metadata_name(rank: int | None) -> str:
+    """The name of the metadata of all ranks, or of what one rank wrote for itself alone."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
 
 @dataclass(frozen=True)
 class StorageInfo:
@@ -36,4 +46,5 @@ def find_place(storage_data: Mapping[Any, Any], key: str, offset: Sequence[int] 
 
 def is_of_a_save(name: str) -> bool:
     """Whether a save makes a file of that ``name`` before it is published; what has only such was never finished."""
-    return name.endswith(".distcp") or (".metadata" in name and name.endswith(".tmp"))
+    is_unfinished = name.endswith(".tmp") and (METADATA_NAME in name or name.startswith(NOTE_PREFIX))
+    return is_unfinished or name.endswith(DATA_SUFFIX)

@@ -17,7 +17,7 @@ import torch
 
 from holdfast._state.paths import is_path
 from holdfast._torchformat.opcodes import unpickle
-from holdfast._torchformat.places import StorageInfo, StoragePrefix
+from holdfast._torchformat.places import DATA_SUFFIX, StorageInfo, StoragePrefix
 from holdfast._values.lazy import LazyList
 from holdfast._values.limits import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_KEY_BYTES
 from holdfast.errors import CorruptError, UnsafeError
@@ -79,7 +79,7 @@ class _StandIns:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Any] = {
-            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "OrderedDict"): _ordered,
             ("torch", "Size"): torch.Size,
             ("torch.serialization", "_get_layout"): type("_Layout", (_Layout,), {}),
         }
@@ -101,6 +101,11 @@ class _StandIns:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         return self._known[module, name]
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    """An empty one, because filling dicts is the unpickler's business."""
+    return OrderedDict()
 
 
 class _Layout:
@@ -306,6 +311,12 @@ def _check_paths(planner_data: dict[Any, Any], entries: Mapping[str, STORAGE_TYP
                 lists[path[:depth]] = max(lists.get(path[:depth], 0), element + 1)
     if sum(lists.values()) > max(_MOST_LIST_ENTRIES, 64 * len(entries)):
         raise _Refused("its paths are positions in lists that are longer than any")
+
+
+def data_files_of(data: bytes, path: str) -> set[str]:
+    """The files in its own directory that a ``.metadata`` file with the contents ``data`` names."""
+    names = {place.relative_path for place in (decode_metadata(data, path=path).storage_data or {}).values()}
+    return {name for name in names if name.endswith(DATA_SUFFIX) and os.path.basename(name) == name}
 
 
 def merge_metadata(parts: Sequence[Metadata], *, own: int = 0) -> Metadata:

@@ -16,24 +16,28 @@ Clock = Callable[[], float]
 class Patience:
     """How long ranks wait for each other, in seconds.
 
-    ``beat_s`` passes between two signs of life; without one for ``silence_s`` a rank is lost, without progress for
-    ``progress_s`` too. ``settle_s`` lets failures that happen together be told together; ``farewell_s`` is what a
-    failing coordinator gives the others to take notice before it leaves; ``witness_s`` is what those who have lost it
-    take at most to agree on what they say.
+    ``beat_s`` passes between two signs of life; a rank that others wait for is lost after ``progress_s`` without
+    progress. ``settle_s`` lets failures that happen together be told together; ``farewell_s`` is what a failing
+    coordinator gives the others to take notice before it leaves, ``handover_s`` what it gives them to take its last
+    word otherwise.
     """
 
     beat_s: float = 1.0
-    silence_s: float = 10.0
     progress_s: float = 120.0
     settle_s: float = 0.25
     farewell_s: float = 1.0
-    witness_s: float = 3.0
+    handover_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.beat_s < self.silence_s:
-            raise ValueError(f"a rank must beat more often than every {self.silence_s} s, not every {self.beat_s} s")
-        if self.progress_s <= 0:
+        if not self.progress_s > 0:
             raise ValueError(f"a deadline is a positive number of seconds, not {self.progress_s}")
+        if not 0 < self.beat_s < self.progress_s:
+            raise ValueError(f"a rank must beat more often than every {self.progress_s} s, not every {self.beat_s} s")
+
+    @classmethod
+    def within(cls, deadline_s: float) -> Patience:
+        """The usual, with ``deadline_s`` for progress."""
+        return cls(progress_s=deadline_s, beat_s=min(1.0, deadline_s / 4) if deadline_s > 0 else 1.0)
 
 
 class Deadline:

@@ -24,6 +24,24 @@ class Columns(Protocol[T_co]):
         ...
 
 
+class cached_property(Generic[T]):
+    """A property that is found out once; before 3.12 that of functools has a lock, which a fork may catch shut."""
+
+    def __init__(self, find: Callable[[Any], T]) -> None:
+        self._find = find
+        self.__doc__ = find.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> cached_property[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> T | cached_property[T]:
+        if instance is None:
+            return self
+        found = instance.__dict__[self._find.__name__] = self._find(instance)
+        return found
+
+
 class LazyList(MutableSequence[T], Generic[T]):
     """A list over ``columns`` that makes its objects at the first touch."""
 

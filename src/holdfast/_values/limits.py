@@ -27,6 +27,12 @@ MAX_VALUE_DEPTH = 64
 MAX_PATH_DEPTH = 256
 """The nesting of a state is walked by recursion, which must end well before the interpreter's own limit."""
 
+MAX_REPEATED_ENTRIES = 1 << 20
+"""A container that is in several places of a state is stored in each; below a million entries nobody minds."""
+
+MAX_REPETITION = 16
+"""Beyond that, how many entries are stored for each one in memory."""
+
 MAX_HEADER_BYTES = 100_000_000
 """The cap that safetensors itself puts on a header: its library must open every file."""
 

@@ -20,7 +20,12 @@ Examples:
   holdfast convert old-dcp-checkpoint checkpoints/imported --to native"""
 
 # How messages of the library name what is an option here.
-_OPTIONS = {"overwrite=True": "--overwrite", "allow_pickle=True": "--allow-pickle", "verify=False": "--no-verify"}
+_OPTIONS = {
+    "overwrite=True": "--overwrite",
+    "allow_pickle=True": "--allow-pickle",
+    "verify=False": "--no-verify",
+    "max_bytes=": "--max-bytes ",
+}
 
 
 class TargetFormat(str, Enum):
@@ -52,6 +57,10 @@ def convert_command(
         bool, typer.Option("--overwrite", help="Replace DST, if it is a checkpoint of the same format.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check the digests or checksums of SRC.")] = True,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option("--max-bytes", help="The most bytes of tensors to write, where SRC is much smaller."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write a checkpoint in another format.
@@ -71,6 +80,7 @@ def convert_command(
                 allow_pickle=allow_pickle,
                 overwrite=overwrite,
                 verify=verify,
+                max_bytes=max_bytes,
                 on_progress=on_progress,
             )
     except CheckpointError as error:

@@ -16,9 +16,11 @@ from holdfast._filesystem.reader import FileSystemReader
 from holdfast._filesystem.remote import RemoteFileSystem
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, read_catalog
+from holdfast._native.formats import MANIFEST_NAME
 from holdfast._native.manifest import TensorEntry, ValueEntry
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._native.planner_data import split_planner_data
 from holdfast._native.tree import decode_path
+from holdfast._native.values import decode_value, encode_value
 from holdfast._state.paths import Path, restorable_paths
 from holdfast._torchformat.places import StorageInfo, find_place
 from holdfast._values.dtypes import DTYPES
@@ -106,11 +108,12 @@ def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Con
     if isinstance(reader, FileSystemReader):
         return _torch_contents(reader, pattern)
     catalog = read_catalog(path)
+    user_metadata, _, _ = split_planner_data(decode_value(catalog.manifest.metadata, key="user_metadata"), {})
     return Contents(
         leaves=leaves_of(catalog, pattern),
         totals=totals_of(catalog),
         chunks_of=partial(chunks_of, catalog),
-        user_metadata=catalog.manifest.metadata,
+        user_metadata=encode_value(user_metadata, key="user_metadata"),
     )
 
 

@@ -33,7 +33,8 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
         leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
-        super().set_up_planner({}, metadata, is_coordinator)
+        super().set_up_planner({}, None, is_coordinator)
+        self.metadata = metadata
         self.mappings = {key: paths.get(key, (key,)) for key in chosen}
         self.state_dict = leaves
         self.original_state_dict = state_dict

@@ -7,25 +7,30 @@ is touched.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
 import torch
 
-from holdfast._state.paths import Path, flatten, path_key, set_element, stored_paths, unflatten
+from holdfast._state.exposure import Owners
+from holdfast._state.paths import Path, flatten, path_key, set_element
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
-from holdfast._state.subclasses import ComposedTensor
+from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor
 from holdfast._state.tensors import check_fillable, empty_tensor, plain_address, quantizer_of
+from holdfast._state.ties import Place, Tie, ties_of
 from holdfast._torchformat.objects import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
 from holdfast._values.value_buffer import ValueBuffer
-from holdfast.default_planner.empty_state import empty_state
+from holdfast.default_planner.empty_containers import fill_empty_containers, is_empty_container
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
 from holdfast.planner_helpers import ReadRows
+
+SameBytes = Callable[[str, str], bool | None]
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -34,7 +39,8 @@ class DefaultLoadPlanner(LoadPlanner):
     ``strict`` makes every difference between target and checkpoint an error before anything is touched; without it
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
     allows loading one floating type into another. ``flatten_sharded_tensors`` is there for torch's sake: shards that
-    are themselves sharded are always taken apart.
+    are themselves sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made``
+    has the keys of what was put there.
     """
 
     def __init__(
@@ -55,11 +61,20 @@ class DefaultLoadPlanner(LoadPlanner):
         self.allow_pickle = allow_pickle
         self.original_state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, Path] = {}
+        self.owners = Owners()
+        self.made: list[str] = []
+        self._refused: list[Difference] = []
+        self.versioned: dict[str, Mapping[Any, Any]] = {}
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
+        self.stored_values: Callable[[list[str]], Mapping[str, Any]] | None = None
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
+        self._wrappers: list[torch.Tensor] = []
+        self.same_bytes: SameBytes | None = None
+        self.ties: list[Tie] = []
+        self.left_out: set[str] = set()
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -67,8 +82,10 @@ class DefaultLoadPlanner(LoadPlanner):
         """Take the target, flattened; meta tensors are materialised on the CPU, empty containers asked to be filled."""
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
+            self.versioned = {}
+            state_dict, self.mappings = flatten(state_dict, self.versioned)
         self._materials, self._pieces = {}, {}
+        self.made, self._refused = [], []
         self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
@@ -78,7 +95,9 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
                 self._take_whole_values(metadata)
-            self._fill_empty_containers(metadata)
+            self.made, self._refused = fill_empty_containers(
+                self.original_state_dict, self.state_dict, self.mappings, metadata, self.owners
+            )
 
     def _take_whole_values(self, metadata: Metadata) -> None:
         """Ask for a container of the target as the one value that the checkpoint has of it.
@@ -99,24 +118,6 @@ class DefaultLoadPlanner(LoadPlanner):
             for key in keys:
                 del leaves[key]
             leaves[whole], self.mappings[whole] = None, path
-
-    def _fill_empty_containers(self, metadata: Metadata) -> None:
-        """Ask for all that is stored below an empty container of the target, such as the state of a new optimizer."""
-        empty = {self.mappings[key]: key for key, leaf in self.state_dict.items() if _is_empty_container(leaf)}
-        if not empty or any(isinstance(leaf, torch.Tensor) and is_sharded(leaf) for leaf in self.state_dict.values()):
-            return  # next to sharded tensors, whole ones would be of another kind than what belongs there
-        below: dict[Path, dict[str, Path]] = {}
-        for key, path in stored_paths(metadata).items():
-            for length in range(1, len(path)):
-                if path[:length] in empty and key in metadata.state_dict_metadata:
-                    below.setdefault(path[:length], {})[key] = path
-        for prefix, paths in below.items():
-            leaves = empty_state(metadata, paths)
-            tails: dict[str, Path] = {key: ("", *path[len(prefix) :]) for key, path in paths.items()}
-            set_element(self.original_state_dict, prefix, unflatten(leaves, tails)[""])
-            del self.state_dict[empty[prefix]]
-            self.state_dict.update(leaves)
-            self.mappings.update(paths)
 
     def _materialised(self, key: str, leaf: Any) -> Any:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
@@ -153,9 +154,19 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.metadata is None:
             raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
         rows = ReadRows()
-        self.differences, self.casts, self._memory = [], [], {}
+        self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
+        others: list[Place] = []
         entries = self.metadata.state_dict_metadata
-        for key, leaf in self.state_dict.items():
+        left_out = self._other_contexts(entries)
+        # What is compared only once it is read comes first, before anything is touched.
+        compared: dict[str, Any] = {
+            key: leaf
+            for key, leaf in self.state_dict.items()
+            if isinstance(leaf, (ComposedTensor, np.ndarray)) and isinstance(entries.get(key), BytesStorageMetadata)
+        }
+        for key, leaf in {**compared, **self.state_dict}.items():
+            if left_out and key.startswith(left_out):
+                continue
             stored = entries.get(key)
             if (
                 isinstance(leaf, torch.Tensor)
@@ -173,12 +184,15 @@ class DefaultLoadPlanner(LoadPlanner):
                 self.differences.append(difference)
             elif isinstance(stored, TensorStorageMetadata):
                 if key in self._pieces:
-                    for piece in self._pieces[key].pieces:
-                        rows.add_tensor(key, stored, piece.box)
-                else:
-                    rows.add_tensor(key, stored)
+                    self._wrappers.append(leaf)
+                for place in self.places(key):
+                    others.append(place)
+                    rows.add_tensor(key, stored, place.box)
             elif stored is not None:
                 rows.add_value(key)
+                if isinstance(leaf, ComposedTensor):
+                    self._wrappers.append(leaf.tensor)
+        columns = self._without_ties(rows.columns(), others)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
             can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
@@ -186,14 +200,72 @@ class DefaultLoadPlanner(LoadPlanner):
                 faults,
                 advice=f"Fix the target, or pass strict=False to load what fits{', or cast=True' if can_cast else ''}.",
             )
-        return LoadPlan(LazyList(rows.columns()))
+        return LoadPlan(LazyList(columns))
+
+    def places(self, key: str) -> list[Place]:
+        """The memory of the target that takes what is stored of the tensor ``key``."""
+        if key in self._pieces:
+            return [Place(key, piece.tensor, piece.box) for piece in self._pieces[key].pieces]
+        leaf = self.state_dict[key]
+        return [Place(key, torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf, None)]
+
+    def _without_ties(self, columns: ReadColumns, others: list[Place]) -> ReadColumns:
+        """``columns`` without what would be loaded over something else.
+
+        Where all keys with one memory are known to be the same, or known to differ, the last of them is loaded.
+        Otherwise the first: the others are in ``ties``, for whoever gave ``same_bytes`` to settle.
+        """
+        self.ties, self.left_out = [], set()
+        same_bytes, self.same_bytes = self.same_bytes, None  # a planner may live longer than its storage
+        if same_bytes is None or not self._fills_the_target():
+            return columns
+        for tie in ties_of(self._memory, others, self.state_dict):
+            *earlier, last = tie.keys
+            known = [self._has_same(same_bytes, key, last) if tie.is_exact else None for key in earlier]
+            if None in known:
+                self.ties.append(tie)
+                self.left_out.update(tie.keys[1:])
+            else:
+                self.left_out.update(earlier)
+                self.differences += [tied(key, last) for key, same in zip(earlier, known, strict=True) if not same]
+        if not self.left_out:
+            return columns
+        self._wrappers += [place.tensor for key in self.left_out for place in self.places(key)]
+        is_left_out = np.array([key in self.left_out for key in columns.keys])
+        return columns.take(np.flatnonzero(~is_left_out[columns.key]))
+
+    def _fills_the_target(self) -> bool:
+        """Whether what is loaded goes where the target has it: a subclass may have another place for it."""
+        names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+        return all(getattr(type(self), name) is getattr(DefaultLoadPlanner, name) for name in names)
+
+    def _has_same(self, same_bytes: SameBytes, key: str, other: str) -> bool | None:
+        """Whether the same is stored for both; None where that is not known without reading."""
+        same = same_bytes(key, other)
+        if same is False and (key in self._pieces or {key, other} & {each.key for each in self.casts}):
+            return None  # parts of them may be the same, or become it
+        return same
+
+    def _other_contexts(self, entries: Mapping[str, object]) -> tuple[str, ...]:
+        """How the keys of tensor subclasses begin whose contexts differ, as far as those are known before the load."""
+        wanted = {
+            key: leaf.context
+            for key, leaf in self.state_dict.items()
+            if isinstance(leaf, ComposedTensor) and isinstance(entries.get(key), BytesStorageMetadata)
+        }
+        known = self.stored_values(list(wanted)) if wanted and self.stored_values is not None else {}
+        others = [
+            _context(key, known[key], wanted[key]) for key in wanted if key in known and known[key] != wanted[key]
+        ]
+        self.differences += others
+        return tuple(difference.key.removesuffix(CONTEXT_KEY) for difference in others)
 
     def _difference(self, key: str, leaf: Any, stored: object) -> Difference | None:
         """How target and checkpoint disagree on ``key``; None when it can be loaded."""
         if isinstance(leaf, torch.Tensor) and isinstance(stored, TensorStorageMetadata):
             return self._tensor_difference(key, leaf, stored)
         if stored is None:
-            if _is_empty_container(leaf):
+            if is_empty_container(leaf):
                 return None  # an empty container asks for nothing
             return Difference(key=key, kind="missing", stored="nothing", wanted=_kind_of(leaf))
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
@@ -229,12 +301,18 @@ class DefaultLoadPlanner(LoadPlanner):
         self.casts.append(difference)
         return None
 
+    def keys_without_elements(self) -> list[str]:
+        """The sharded tensors of which this rank's target holds nothing."""
+        differing = {difference.key for difference in self.differences}
+        return [key for key, each in self._pieces.items() if not each.pieces and key not in differing]
+
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """``central_plan``, unchanged."""
+        """``central_plan``, unchanged; from here on the target is another to autograd, as its parts are when filled."""
+        torch.autograd.graph.increment_version(self._wrappers)
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -248,7 +326,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, ComposedTensor):
             if loaded != leaf.context:
                 raise MismatchError.of(
-                    [Difference(key=key, kind="context", stored=repr(loaded), wanted=repr(leaf.context))],
+                    [_context(key, loaded, leaf.context)],
                     advice="Make the target's tensor subclass as it was when it was saved.",
                 )
             return
@@ -311,8 +389,9 @@ class WholeLoadPlanner(DefaultLoadPlanner):
         return self._memory
 
 
-def _is_empty_container(leaf: object) -> bool:
-    return isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf
+def tied(key: str, other: str) -> Difference:
+    """That ``key`` cannot be loaded, because ``other``, which is loaded, has its memory."""
+    return Difference(key=key, kind="tied", stored=f"other data than {other!r}", wanted=f"the memory of {other!r}")
 
 
 def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
@@ -321,6 +400,12 @@ def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMet
         return None
     was, wanted = stored.quantizer["scheme"], (quantizer_of(leaf) or {}).get("scheme")
     return None if was == wanted else Difference(key=key, kind="context", stored=was, wanted=str(wanted))
+
+
+def _context(key: str, stored: object, wanted: object) -> Difference:
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = 200
+    return Difference(key=key, kind="context", stored=shown.repr(stored), wanted=shown.repr(wanted))
 
 
 def _kind_of(leaf: object) -> str:

@@ -69,6 +69,7 @@ class Coordinator:
         self._outcomes = outcomes
         self._layout = layout
         self._round: _Round | None = None
+        self._differing: dict[str, int] = {}
         self.metadata: Metadata | None = None
         self.outcome: Outcome | None = None
 
@@ -176,16 +177,16 @@ class Coordinator:
         return plan
 
     def _compared(self, plan: LayoutPlan, said: list[bytes]) -> Generator[list[Asked | None], list[Any], None]:
-        """RankDisagreementError where ranks hold different contents; only then is asked which."""
+        """RankDisagreementError where ranks hold different contents and may not; only then is asked which."""
         differing = _differing(plan, said)
-        if not differing:
+        if not len(differing):
             return
-        groups = [_groups(plan, rank) if rank in differing else None for rank in range(plan.ranks)]
-        details = yield [None if each is None else Asked(what="details", groups=each) for each in groups]
+        groups = [_groups(plan, rank, differing) for rank in range(plan.ranks)]
+        details = yield [Asked(what="details", groups=each) if each.count else None for each in groups]
         tables = []
         for rank, (each, found) in enumerate(zip(groups, details, strict=True)):
             columns = plan.rows_of(rank)
-            if each is None:
+            if not each.count:
                 tables.append(columns)
                 continue
             fingerprint = np.zeros(len(columns), dtype=np.uint64)
@@ -193,7 +194,7 @@ class Coordinator:
             # In the order of the state, so that the first key that differs there is the one to be named.
             order = np.argsort([plan.numbers[columns.keys[which]] for which in columns.key.tolist()], kind="stable")
             tables.append(_reordered(columns, fingerprint, order))
-        check_contents(tables)
+        self._differing = check_contents(tables)
 
     def _finals(self, outcome: Outcome, parts: list[Any]) -> list[Any]:
         """What every rank is told; ``planner`` and storage are told of the whole."""
@@ -202,6 +203,7 @@ class Coordinator:
         others = [each for each in self._outcomes if each.token != outcome.token]
         self._outcomes[:] = [*others[-KEPT_PLANNINGS + 1 :], outcome]
         metadata = planner.with_paths(plan.metadata(), [members.layout.paths for members in plan.classes])
+        metadata = dataclasses.replace(metadata, differing=self._differing)
         made = [
             SavePlan(LazyList.later(partial(_columns_of, outcome, rank)), planner_data=metadata.planner_data)
             for rank in range(plan.ranks)
@@ -235,37 +237,41 @@ class Coordinator:
         return list(self._writer.prepare_global_plan(plans))
 
 
-def _groups(plan: LayoutPlan, rank: int) -> Groups:
-    """What ``rank`` has in common with others."""
+def _groups(plan: LayoutPlan, rank: int, chosen: np.ndarray | None = None) -> Groups:
+    """What ``rank`` has in common with others, or of that what they hold in the ``chosen`` sets."""
     rows, _, sets = plan.compared.of(rank)
+    if chosen is not None:
+        mine = np.isin(sets, chosen)
+        rows, sets = rows[mine], sets[mine]
     distinct, group = np.unique(sets, return_inverse=True)
     return Groups(
         rows=rows, group=group.astype(np.uint16 if len(distinct) <= 1 << 16 else np.uint32), count=len(distinct)
     )
 
 
-def _differing(plan: LayoutPlan, said: list[bytes]) -> set[int]:
-    """The ranks of the sets of holders in which not all digests are the same; those that did not look do not count."""
+def _differing(plan: LayoutPlan, said: list[bytes]) -> np.ndarray:
+    """The sets of holders in which not all digests are the same; those that did not look do not count."""
     if not any(said):
-        return set()
-    owners, sets = plan.group_sets
+        return np.zeros(0, dtype=np.int64)
+    _, sets = plan.group_sets
     digests = np.concatenate([np.frombuffer(each, dtype="<u8") for each in said])
     if len(digests) != len(sets):
         raise InternalError("a rank sent digests of other contents than it holds; please report it")
     looked = digests != 0
-    largest, smallest = (np.full(len(plan.sets), start, dtype=np.uint64) for start in (0, 2**64 - 1))
+    largest, smallest = (np.full(2 * len(plan.sets), start, dtype=np.uint64) for start in (0, 2**64 - 1))
     np.maximum.at(largest, sets[looked], digests[looked])
     np.minimum.at(smallest, sets[looked], digests[looked])
-    wrong = (largest > smallest)[sets] & looked
-    return set(owners[wrong].tolist())
+    return np.flatnonzero((largest > smallest) & (largest > 0))
 
 
 def _job(plan: LayoutPlan) -> Job:
     """What ranks need to make the metadata."""
     keys = dict.fromkeys(key for members in plan.classes for key in members.layout.keys)
     place = {key: number for number, key in enumerate(keys)}
+    # Ranks that have nothing are in no class.
+    is_everyone = len(plan.classes) == 1 and len(plan.classes[0].ranks) == len(plan.names)
     return Job(
-        classes=None if len(plan.classes) == 1 else encode_message(list(plan.classes)),
+        classes=None if is_everyone else encode_message(list(plan.classes)),
         order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
         names=_narrow(plan.names),
         to_lowest_rank=plan.to_lowest_rank,

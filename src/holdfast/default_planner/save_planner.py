@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from holdfast._state.paths import Path, empty_dicts, flatten, path_mapping
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.subclasses import ComposedTensor
 from holdfast._state.tensors import as_tensor
+from holdfast._state.versions import unusual_versions
 from holdfast._torchformat.objects import serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
@@ -22,7 +24,7 @@ from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import plan_together
 from holdfast.local_plan import LocalLeaves
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta, Versions
 from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType
 
 
@@ -37,6 +39,8 @@ class DefaultSavePlanner(SavePlanner):
         enable_plan_caching: for torch's sake; has no effect. Ranks never plan the same twice, unless a subclass makes
             plans of its own (``create_local_plan``, ``create_global_plan``, ``finish_plan``).
         replica_check: how ranks compare what they should have in common.
+        may_differ: keys, what keys begin with, or patterns of them, whose contents may differ between ranks, as those
+            of buffers of modules may: the lowest rank's are saved, and the metadata tells.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class DefaultSavePlanner(SavePlanner):
         enable_plan_caching: bool = False,
         *,
         replica_check: Literal["sample", "all", "off"] = "sample",
+        may_differ: Collection[str] = (),
     ) -> None:
         if dedup_replicated_tensors is not None:
             warnings.warn(
@@ -59,12 +64,17 @@ class DefaultSavePlanner(SavePlanner):
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.enable_plan_caching = enable_plan_caching
+        if replica_check not in ("sample", "all", "off"):
+            raise ValueError(f"replica_check is 'sample', 'all' or 'off', not {replica_check!r}")
         self.replica_check = replica_check
+        self.may_differ = tuple(may_differ)
+        self.buffers: frozenset[str] = frozenset()
         self.ranks = 1
         self.is_apart = False
         self.keeps_empty_dicts = True
         self.hosts: np.ndarray | None = None
         self.mappings: dict[str, Path] = {}
+        self.versioned: dict[str, Mapping[Any, Any]] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory_of: dict[str, Memory] = {}
 
@@ -73,7 +83,8 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         """Take the state, flattened."""
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
+            self.versioned = {}
+            state_dict, self.mappings = flatten(state_dict, self.versioned)
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
@@ -96,9 +107,18 @@ class DefaultSavePlanner(SavePlanner):
         return local, self._local_plan(local)
 
     def _surveyed(self, replica_check: str) -> LocalLeaves:
-        local = LocalLeaves(self.state_dict, replica_check=replica_check)
+        local = LocalLeaves(self.state_dict, replica_check=replica_check, lenient=self._lenient())
         self._pieces, self._memory_of = local.pieces, local.memory
         return local
+
+    def _lenient(self) -> frozenset[str]:
+        """The keys that may differ between ranks: those of buffers, and those that the user named."""
+        named = [
+            key
+            for key in (self.state_dict if self.may_differ else ())
+            if any(key.startswith(f"{each}.") or fnmatchcase(key, each) for each in self.may_differ)
+        ]
+        return frozenset() if self.ranks == 1 else self.buffers.intersection(self.state_dict).union(named)
 
     def _local_plan(self, local: LocalLeaves) -> SavePlan:
         self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
@@ -137,6 +157,10 @@ class DefaultSavePlanner(SavePlanner):
         if len(paths) > len(stored):
             paths = {key: path for key, path in paths.items() if key in stored}
         return dataclasses.replace(metadata, planner_data=paths, paths=paths)
+
+    def versions(self) -> Versions:
+        """With which versions the modules of this rank's state are saved."""
+        return unusual_versions(self.versioned)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """``new_plan``."""

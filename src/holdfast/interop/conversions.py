@@ -13,7 +13,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from holdfast._native.writer import NativeWriter
 from holdfast._state.lazy_tensor import LazyTensor
 from holdfast._state.paths import empty_dicts, restorable_paths, unflatten
 from holdfast._state.raw import Buffer, DistantSource, Source, source_of
+from holdfast._state.versions import add_versions
 from holdfast._torchformat.objects import deserialize_object, serialize_object
 from holdfast._values.box import flat_range_boxes
 from holdfast._values.lazy import LazyList
@@ -37,15 +38,22 @@ from holdfast.checkpoint import open as open_checkpoint
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
+from holdfast.interop.progress import OnProgress, Progress
 from holdfast.interop.pt_files import read_pt, write_pt
-from holdfast.metadata import STATE_DICT_TYPE, STORAGE_TYPES, BytesStorageMetadata, StorageMeta, TensorStorageMetadata
-from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    StorageMeta,
+    TensorStorageMetadata,
+    Versions,
+)
+from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded, write_columns
 from holdfast.saver import save
 from holdfast.storage import StorageWriter
 
 _Path = str | os.PathLike[str]
 Format = Literal["native", "torch", "pt"]
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,7 @@ def convert(
     allow_pickle: bool = False,
     overwrite: bool = False,
     verify: bool = True,
+    max_bytes: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Conversion:
     """Write the checkpoint ``source`` (a directory, or a ``.pt`` file) to ``target`` in the format ``to``.
@@ -77,6 +86,8 @@ def convert(
         allow_pickle: read and write values that only a pickle can keep; reading them runs code from the source.
         overwrite: replace what is at ``target``, at the end and at once, if it is of the same format.
         verify: check the source's digests or checksums, where it has any.
+        max_bytes: the most bytes of tensors to write. A file of a few kilobytes can hold an expanded tensor of any
+            size; by default, what is 16 times as large as the source, and more than 64 MiB, is refused.
         on_progress: called with the bytes that are done and all that there are, from any thread.
     """
     started = time.monotonic()
@@ -89,8 +100,9 @@ def convert(
             )
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
-    progress = _Progress(on_progress)
-    with _guarded_target(os.fspath(target), to, overwrite=overwrite):
+    source, target = posix.absolute(source), posix.absolute(target)
+    progress = Progress(on_progress, source, max_bytes)
+    with _guarded_target(target, to, overwrite=overwrite):
         if os.path.isfile(source):
             if to == "pt":
                 raise ValueError(f"{os.fspath(source)!r} is a .pt file already; copy it")
@@ -111,22 +123,6 @@ def convert(
                     save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
                 tensors, values = leaves.counts()
     return Conversion(tensors=tensors, values=values, bytes=progress.done, seconds=time.monotonic() - started)
-
-
-class _Progress:
-    """Counts bytes for whoever wants to know, from any thread."""
-
-    def __init__(self, told: OnProgress | None) -> None:
-        self._told = told
-        self._lock = threading.Lock()
-        self.done = 0
-        self.total = 0
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self._told is not None:
-                self._told(self.done, max(self.total, self.done))
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
@@ -188,7 +184,7 @@ def _check_torch(source: _Path) -> None:
 class _StoredSource(DistantSource):
     """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
 
-    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _Progress) -> None:
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: Progress) -> None:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._lock = lock
@@ -214,7 +210,7 @@ class _QuantizedSource:
     after the last.
     """
 
-    def __init__(self, stored: StoredTensor, progress: _Progress) -> None:
+    def __init__(self, stored: StoredTensor, progress: Progress) -> None:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._progress = progress
@@ -236,16 +232,15 @@ class _Leaves:
     ``plain_only`` refuses values that could only be loaded again by running code.
     """
 
-    def __init__(self, checkpoint: Checkpoint, progress: _Progress, *, plain_only: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress, *, plain_only: bool) -> None:
         self.checkpoint = checkpoint
         self.metadata = checkpoint.metadata
         self._progress = progress
         self._plain_only = plain_only
         self._lock = threading.Lock()
         self._tensors: dict[str, LazyTensor] = {}
-        progress.total = sum(
-            stored.nbytes for stored in self._stored() if stored.alias_of not in self.metadata.state_dict_metadata
-        )
+        entries = self.metadata.state_dict_metadata
+        progress.expect({stored.key: stored.nbytes for stored in self._stored() if stored.alias_of not in entries})
 
     def _stored(self) -> Iterator[StoredTensor]:
         entries = self.metadata.state_dict_metadata.items()
@@ -291,7 +286,10 @@ class _Leaves:
     def is_quantized(self, key: str) -> bool:
         """Whether ``key`` is a quantised tensor, which storage takes only as it is."""
         entry = self.metadata.state_dict_metadata[key]
-        return isinstance(entry, TensorStorageMetadata) and torch.empty(0, dtype=entry.properties.dtype).is_quantized
+        return (
+            isinstance(entry, TensorStorageMetadata)
+            and torch.empty(0, dtype=entry.properties.dtype, device="cpu").is_quantized
+        )
 
     def real_tensor(self, key: str) -> torch.Tensor:
         """The tensor of ``key``, read now."""
@@ -302,7 +300,7 @@ class _Leaves:
     def state(self) -> dict[Any, Any]:
         """All of it, nested as it was saved."""
         leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
-        return unflatten(leaves, restorable_paths(self.metadata))
+        return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
 
     def _leaf(self, key: str, entry: STORAGE_TYPES) -> Any:
         if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
@@ -365,6 +363,10 @@ class _CopyPlanner(DefaultSavePlanner):
         self.plan = SavePlan(LazyList(columns), planner_data=self.mappings)
         return self.plan
 
+    def versions(self) -> Versions:
+        """Those of the checkpoint."""
+        return self._leaves.metadata.versions
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor, or the value, of ``write_item``."""
         return self.transform_object(write_item, self._object_of(write_item))
@@ -380,7 +382,7 @@ class _CopyPlanner(DefaultSavePlanner):
 
 
 def _from_pt(
-    path: _Path, writer: StorageWriter, progress: _Progress, *, allow_pickle: bool, verify: bool
+    path: _Path, writer: StorageWriter, progress: Progress, *, allow_pickle: bool, verify: bool
 ) -> tuple[int, int]:
     """Save what is in the file, and tell how many tensors and values that were."""
     found = read_pt(path, allow_pickle=allow_pickle, verify=verify)
@@ -394,7 +396,7 @@ def _from_pt(
 class _MappedSource:
     """The bytes of a tensor that stands for part of a file; pages of the file are given back once they are copied."""
 
-    def __init__(self, tensor: torch.Tensor, progress: _Progress, file: MappedFile | None) -> None:
+    def __init__(self, tensor: torch.Tensor, progress: Progress, file: MappedFile | None) -> None:
         self._tensor = tensor
         self._source = source_of(tensor)
         self._progress = progress
@@ -415,7 +417,7 @@ class _MappedSource:
 class _MappedPlanner(DefaultSavePlanner):
     """Saves a state of mapped tensors without keeping them in memory."""
 
-    def __init__(self, progress: _Progress, file: MappedFile | None) -> None:
+    def __init__(self, progress: Progress, file: MappedFile | None) -> None:
         super().__init__()
         self._progress = progress
         self._file = file
@@ -423,8 +425,14 @@ class _MappedPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """What the default planner plans; its bytes are what there is to do."""
         plan = super().create_local_plan()
-        tensors = {leaf.data_ptr(): leaf for leaf in self.state_dict.values() if isinstance(leaf, torch.Tensor)}
-        self._progress.total = sum(leaf.numel() * leaf.dtype.itemsize for leaf in tensors.values())
+        columns = write_columns(plan.items)
+        self._progress.expect(
+            {
+                key: head.size.numel() * head.properties.dtype.itemsize
+                for key, head in zip(columns.keys, columns.heads, strict=True)
+                if head is not None and head.alias_of is None
+            }
+        )
         return plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:

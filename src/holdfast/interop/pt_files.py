@@ -7,6 +7,7 @@ which storages are only named, then the bytes of each storage. A file appears wh
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -31,11 +32,13 @@ from holdfast._torchformat.archive_writing import (
     rebuilding_call,
     storage_reference,
 )
+from holdfast._torchformat.weighing import weigh
 from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError
 
 _Path = str | os.PathLike[str]
 
 _ARCHIVE = "archive"
+_ARCHIVE_START = b"PK\x03\x04"
 _ZIP64_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
@@ -68,6 +71,9 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     if not posix.exists(name):
         raise NotFoundError(f"there is no file {name!r}")
     is_archive, is_native_order = _check_archive(name, verify=verify)
+    if not allow_pickle:
+        with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
+            weigh(stream, what=repr(name))
     try:
         state = torch.load(name, map_location="cpu", weights_only=not allow_pickle, mmap=is_archive)
     except pickle.UnpicklingError as error:
@@ -80,6 +86,8 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
+        if is_archive and _has_pickle(name):
+            raise CorruptError(f"{name!r} is damaged: {reason}; use another file", path=name) from error
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
     if not isinstance(state, Mapping):
         raise InvalidStateError(
@@ -93,13 +101,15 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
 def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
     """Whether the file is an archive, and in this machine's byte order; CorruptError when a record is damaged."""
     with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
-        if not zipfile.is_zipfile(stream):
-            return False, False
+        is_archive = stream.read(len(_ARCHIVE_START)) == _ARCHIVE_START
         try:
+            if not zipfile.is_zipfile(stream) and not is_archive:
+                return False, False
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
                 if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                    raise CorruptError(f"{name!r} has compressed records, which torch.save never writes", path=name)
+                    problem = "has compressed records, which torch.save never writes"
+                    raise CorruptError(f"{name!r} {problem}; use another file", path=name)
                 # torch can be told to compute no checksums; then it writes 0.
                 for record in (record for record in records if verify and record.CRC):
                     with archive.open(record) as file:
@@ -109,9 +119,17 @@ def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
                 is_native_order = all(
                     record.CRC != 0 and archive.read(record) == sys.byteorder.encode() for record in said
                 )
-        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is what a mad offset gets
+                raise
             raise CorruptError(f"{name!r} is a damaged archive: {error}; use another file", path=name) from error
     return True, is_native_order
+
+
+def _has_pickle(name: str) -> bool:
+    """Whether the archive has what torch.save puts into one."""
+    with posix.open_stream(name, "rb") as stream, zipfile.ZipFile(stream) as archive:
+        return any(record.endswith("/data.pkl") for record in archive.namelist())
 
 
 def _is_pickle(name: str) -> bool:
@@ -146,16 +164,22 @@ def write_pt(state: Mapping[Any, Any], path: _Path, *, overwrite: bool = False) 
 
 def _write_archive(stream: io.IOBase, content: bytes, storages: list[Source]) -> None:
     ring = SlabRing(1)
-    with zipfile.ZipFile(stream, "w") as archive, ring.lend() as slab:
-        for record, data in first_records(content).items():
-            with _record(archive, stream, record, len(data)) as file:
-                file.write(data)
-        for number, source in enumerate(storages):
-            with _record(archive, stream, f"data/{number}", source.nbytes) as file:
-                for start in range(0, source.nbytes, SLAB_BYTES):
-                    stop = min(start + SLAB_BYTES, source.nbytes)
-                    source.copy_out(start, stop, slab, 0)
-                    file.write(slab.view[: stop - start])
+    archive = zipfile.ZipFile(stream, "w")
+    try:
+        with ring.lend() as slab:
+            for record, data in first_records(content).items():
+                with _record(archive, stream, record, len(data)) as file:
+                    file.write(data)
+            for number, source in enumerate(storages):
+                with _record(archive, stream, f"data/{number}", source.nbytes) as file:
+                    for start in range(0, source.nbytes, SLAB_BYTES):
+                        stop = min(start + SLAB_BYTES, source.nbytes)
+                        source.copy_out(start, stop, slab, 0)
+                        file.write(slab.view[: stop - start])
+        archive.close()
+    except BaseException:
+        archive.fp = None  # the file is given up: nothing is to be written to it any more, now or when this is dropped
+        raise
 
 
 def _record(archive: zipfile.ZipFile, stream: io.IOBase, name: str, nbytes: int) -> Any:
@@ -218,7 +242,7 @@ class _Pickler(pickle.Pickler):
     def _named(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> _StorageName:
         """The name of a storage that is in memory, which is written as it is."""
         storage = storage.cpu()
-        source = source_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        source = source_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         self._kept.append(source)
         return _StorageName(self._number_of(source, storage._cdata), dtype, storage.nbytes())
 

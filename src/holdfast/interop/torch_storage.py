@@ -13,8 +13,7 @@ import torch.distributed.checkpoint.filesystem as torchs
 from torch.distributed.checkpoint import storage as torch_protocol
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from holdfast._io import posix
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._native.formats import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 
@@ -94,7 +93,7 @@ class FileSystemReader(torch_protocol.StorageReader):
     def behind(self) -> Any:
         """The reader for what is there: a native one, or torch's own."""
         if self._chosen is None:
-            is_native = posix.exists(os.path.join(self.path, MANIFEST_NAME))
+            is_native = format_at(self.path) == "native"
             self._chosen = self._native if is_native else self._torchs  # type: ignore[assignment]
         return self._chosen
 

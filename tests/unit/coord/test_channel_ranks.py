@@ -1,23 +1,24 @@
-"""Ranks as threads over a store in memory: phases, failures, silence and leftovers, without processes.
+"""Ranks as threads over loopback: phases, failures, ends of connections and leftovers, without processes.
 
 Locks and events order everything; where a test needs time to pass for a rank, its limits are small.
 """
 
 from __future__ import annotations
 
-import queue
+import contextlib
+import socket
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from holdfast._coord.channel import Channel, Listener, Mailbox
+from holdfast._coord import rendezvous
+from holdfast._coord.channel import Channel
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._coord.ranks import Ranks
-from holdfast._coord.wire import Kind, Message, cut
+from holdfast._coord.wire import HELLO, MAGIC, Kind, Message
 from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.deadline import Patience
 from holdfast.errors import (
@@ -29,57 +30,31 @@ from holdfast.errors import (
     StorageError,
 )
 
-QUICK = Patience(beat_s=0.05, silence_s=1.0, progress_s=1.0, settle_s=0.1, farewell_s=0.5)
-
-
-class MemoryStore:
-    """The queues of a store; ``stop`` makes it answer nobody, ``die`` makes every call on it fail."""
-
-    def __init__(self) -> None:
-        self.queues: dict[str, queue.Queue[bytes | None]] = defaultdict(queue.Queue)
-        self.running = threading.Event()
-        self.running.set()
-        self.dead = False
-
-    def dial(self, is_suspect: bool) -> MemoryStore:
-        self._answer()
-        return self
-
-    def _answer(self) -> None:
-        assert self.running.wait(30)
-        if self.dead:
-            raise ConnectionResetError("the store is gone")
-
-    def queue_push(self, key: str, value: bytes) -> None:
-        self._answer()
-        self.queues[key].put(value)
-
-    def queue_pop(self, key: str) -> bytes:
-        value = self.queues[key].get(timeout=30)
-        self._answer()
-        assert value is not None
-        return value
-
-    def die(self) -> None:
-        self.dead = True
-        for waiting in list(self.queues.values()):
-            waiting.put(None)
+QUICK = Patience(beat_s=0.05, progress_s=1.0, settle_s=0.1, farewell_s=0.5)
+LONG = Patience(beat_s=0.05, progress_s=60.0, settle_s=0.1, farewell_s=0.5)
 
 
 class Job:
-    """So many ranks, each a thread."""
+    """So many ranks, each a thread, connected as ranks are."""
 
-    def __init__(self, world: int) -> None:
-        self.store = MemoryStore()
-        self.channels = [Channel(rank=rank, names=range(world), dial=self.store.dial) for rank in range(world)]
+    def __init__(self, world: int, coordinator: int = 0) -> None:
+        self.coordinator = coordinator
+        listener, self.address = rendezvous.serve(coordinator)
+        self.channels = [
+            Channel(rank=rank, names=range(world), coordinator=coordinator, listener=listener, token=self.address.token)
+            if rank == coordinator
+            else Channel(
+                rank=rank,
+                names=range(world),
+                coordinator=coordinator,
+                dial=rendezvous.caller(lambda limit_s: self.address, rank=rank, name=coordinator),
+            )
+            for rank in range(world)
+        ]
 
-    def ranks(self, rank: int, coordinator: int = 0, patience: Patience = QUICK) -> ChannelRanks:
+    def ranks(self, rank: int, patience: Patience = LONG, key: str = "save 'a'") -> ChannelRanks:
         return ChannelRanks(
-            self.channels[rank],
-            encode=encode_message,
-            decode=decode_message,
-            coordinator_rank=coordinator,
-            patience=patience,
+            self.channels[rank], key=key, encode=encode_message, decode=decode_message, patience=patience
         )
 
     def run(self, work: Callable[[ChannelRanks], Any], **options: Any) -> list[Any]:
@@ -96,9 +71,9 @@ class Job:
         with ThreadPoolExecutor(len(everyone)) as threads:
             return [future.result(30) for future in [threads.submit(one, ranks) for ranks in everyone]]
 
-
-def no_threads_left() -> bool:
-    return not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+    def kill(self, rank: int) -> None:
+        """End the connections of a rank, as the end of its process does."""
+        self.channels[rank]._connections.close()
 
 
 def fail_on(rank: int, error: BaseException, ranks: ChannelRanks) -> int:
@@ -110,7 +85,7 @@ def fail_on(rank: int, error: BaseException, ranks: ChannelRanks) -> int:
 @pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize("coordinator", [0, -1])
 def test_scatter_and_share_see_all_parts_in_order(world: int, coordinator: int) -> None:
-    job = Job(world)
+    job = Job(world, coordinator % world)
 
     def work(ranks: ChannelRanks) -> Any:
         spoken: Ranks = ranks
@@ -118,21 +93,18 @@ def test_scatter_and_share_see_all_parts_in_order(world: int, coordinator: int) 
         return own, spoken.share("writing", lambda: own[0] * 2, lambda parts: parts), spoken.is_coordinator
 
     everyone = list(range(world))
-    found = job.run(work, coordinator=coordinator % world)
+    found = job.run(work)
     assert found == [
         ((rank, everyone), [2 * one for one in everyone], rank == coordinator % world) for rank in everyone
     ]
-    assert no_threads_left()
 
 
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("coordinator", [0, 1])
 def test_a_failure_anywhere_is_raised_everywhere(failing: int, coordinator: int) -> None:
-    job = Job(3)
+    job = Job(3, coordinator)
     original = StorageError("full", errno=28)
-    found = job.run(
-        lambda ranks: ranks.share("writing", lambda: fail_on(failing, original, ranks), sum), coordinator=coordinator
-    )
+    found = job.run(lambda ranks: ranks.share("writing", lambda: fail_on(failing, original, ranks), sum))
     for rank, error in enumerate(found):
         assert type(error) is StorageError
         assert str(error) == f"rank {failing}: full"
@@ -141,7 +113,6 @@ def test_a_failure_anywhere_is_raised_everywhere(failing: int, coordinator: int)
         assert (error.__cause__ is original) == (rank == failing)
         assert "StorageError: full" in error.tracebacks[failing]
     assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [3, 3, 3]
-    assert no_threads_left()
 
 
 def test_failures_that_happen_together_are_told_together() -> None:
@@ -180,9 +151,12 @@ def test_a_merge_for_too_few_ranks_is_a_bug_with_a_name() -> None:
 
 def test_an_interrupt_stays_one_where_it_happens_and_is_told_to_the_others() -> None:
     for rank in (0, 1):
-        found = Job(2).run(
-            lambda ranks, rank=rank: ranks.share("writing", lambda: fail_on(rank, SystemExit(3), ranks), sum)
-        )
+
+        def work(ranks: ChannelRanks, rank: int = rank) -> int:
+            ranks.share("planning", lambda: None, lambda parts: None)
+            return ranks.share("writing", lambda: fail_on(rank, SystemExit(3), ranks), sum)
+
+        found = Job(2).run(work)
         assert type(found[rank]) is SystemExit
         assert str(found[1 - rank]) == f"rank {rank}: writing failed: SystemExit: 3"
 
@@ -216,9 +190,7 @@ def test_work_hears_of_failures_elsewhere_by_check() -> None:
 
     for coordinator in (0, 1, 2):
         busy.clear()
-        found = Job(3).run(
-            lambda ranks: ranks.share("writing", lambda: local(ranks), lambda parts: None), coordinator=coordinator
-        )
+        found = Job(3, coordinator).run(lambda ranks: ranks.share("writing", lambda: local(ranks), lambda parts: None))
         assert [str(error) for error in found] == ["rank 1: full"] * 3
 
 
@@ -250,7 +222,7 @@ def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) ->
     job = Job(3)
     timer = threading.Timer(2.5, released.set)
     timer.start()
-    found = job.run(lambda ranks: ranks.share("writing", lambda: local(ranks), lambda parts: None))
+    found = job.run(lambda ranks: ranks.share("writing", lambda: local(ranks), lambda parts: None), patience=QUICK)
     timer.join()
     for error in found:
         assert type(error) is RankLostError
@@ -268,19 +240,18 @@ def test_a_slow_rank_that_makes_progress_is_left_alone() -> None:
             ranks.check()
         return 1
 
-    assert Job(2).run(lambda ranks: ranks.share("writing", lambda: local(ranks), sum)) == [2, 2]
+    assert Job(2).run(lambda ranks: ranks.share("writing", lambda: local(ranks), sum), patience=QUICK) == [2, 2]
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
     job = Job(3)
     job.channels.pop()
-    found = job.run(lambda ranks: ranks.share("planning", lambda: 1, sum))
+    found = job.run(lambda ranks: ranks.share("planning", lambda: 1, sum), patience=QUICK)
     assert [str(error) for error in found] == ["rank 2 did not come to 'planning' within 1 s; look at that rank"] * 2
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:
-    job = Job(2)
-    ranks = job.ranks(1)
+    ranks = Job(2).ranks(1, patience=QUICK)
     with pytest.raises(RankLostError, match="rank 0 did not come to 'planning' within 1 s"), ranks:
         ranks.share("planning", lambda: 1, sum)
 
@@ -296,32 +267,23 @@ def test_a_failure_is_raised_soon_even_if_the_coordinator_never_comes_and_told_w
 
 
 def test_a_rank_that_leaves_early_is_named_at_once() -> None:
-    long = Patience(beat_s=0.05, silence_s=60.0, progress_s=60.0)
-
     def work(ranks: ChannelRanks) -> None:
         ranks.share("planning", lambda: None, lambda parts: None)
         if ranks.rank == 0:
             ranks.share("writing", lambda: None, lambda parts: None)
 
-    found = Job(2).run(work, patience=long)
+    found = Job(2).run(work)
     assert found[1] is None
     assert str(found[0]) == "rank 1 left before 'writing'; make the same calls on every rank"
 
 
 def test_a_coordinator_that_left_after_its_answer_is_not_lost() -> None:
-    job = Job(2)
-    ranks = job.ranks(1)
-    answer = Message(operation=0, sender=0, serial=1, kind=Kind.WHOLE, step=1, payload=encode_message("all"))
-    for message in (answer, Message(operation=0, sender=0, serial=2, kind=Kind.LEFT)):
-        for piece in cut(message):
-            job.store.queue_push("inbox/1", piece)
-
-    def see_it_leave() -> None:
-        while 0 not in ranks._watch.left:
-            threading.Event().wait(0.01)
-
+    ranks = Job(2).ranks(1)
     with ranks:
-        assert ranks.share("writing", see_it_leave, lambda parts: None) == "all"
+        told = {"guest": 1, "call": ranks.call, "serial": 0}
+        for kind, step in ((Kind.WHOLE, 1), (Kind.LEFT, 0)):
+            ranks._channel.deliver(Message(**told, kind=kind, step=step, payload=encode_message("all")))
+        assert ranks.share("writing", lambda: None, lambda parts: None) == "all"
         ranks.check()
 
 
@@ -334,50 +296,63 @@ def test_ranks_in_different_phases_are_told_apart() -> None:
         )
 
 
-def test_agreement_is_silent_and_disagreement_names_who_said_what() -> None:
-    assert Job(3).run(lambda ranks: ranks.agree("checkpoint path", "/a")) == [None] * 3
-    found = Job(3).run(lambda ranks: ranks.agree("checkpoint path", "/b" if ranks.rank == 2 else "/a"))
-    for error in found:
-        assert type(error) is RankDisagreementError
-        assert str(error).startswith(
-            "the ranks disagree on the checkpoint path: ranks 0-1 say '/a', rank 2 says '/b'; "
-        )
-        assert error.said == {0: "'/a'", 1: "'/a'", 2: "'/b'"}
-        assert list(error.failures) == [2]
-
-
-def test_a_store_that_stops_answering_is_the_carriers_silence_and_later_operations_work() -> None:
-    job = Job(2)
-
-    def work(ranks: ChannelRanks) -> Any:
-        ranks.share("planning", lambda: None, lambda parts: None)
-        if ranks.rank == 0:
-            job.store.running.clear()
-        return ranks.share("writing", lambda: None, lambda parts: None)
-
-    found = job.run(work)
-    assert [type(error) for error in found] == [RankLostError] * 2
-    assert [error.rank for error in found] == [0, 0]
-    assert str(found[1]).startswith("rank 0 gave no sign of life for 1 s")
-    job.store.running.set()
-    assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
-
-
-def test_a_store_that_dies_is_named_at_once_and_again() -> None:
-    job = Job(2)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_connection_that_ends_is_a_rank_that_is_gone(lost: int) -> None:
+    job = Job(3)
 
     def work(ranks: ChannelRanks) -> None:
         ranks.share("planning", lambda: None, lambda parts: None)
-        if ranks.rank == 0:
-            job.store.die()
+        if ranks.rank == lost:
+            job.kill(lost)
         ranks.share("writing", lambda: None, lambda parts: None)
 
     found = job.run(work)
-    assert type(found[1]) is RankLostError
-    assert str(found[1]).startswith("rank 0 is gone: the connection to it broke in ")
-    again = job.ranks(1)
-    with pytest.raises(RankLostError, match="rank 0 is gone"), again:
-        again.share("planning", lambda: None, lambda parts: None)
+    for rank in {0, 1, 2} - {lost}:
+        assert type(found[rank]) is RankLostError
+        assert str(found[rank]).startswith(f"rank {lost} is gone: its process or its host died, or the network broke, ")
+        assert list(found[rank].failures) == [lost]
+    if lost == 0:
+        again = job.ranks(1)
+        with pytest.raises(RankLostError, match="rank 0 cannot be reached"), again:
+            again.share("planning", lambda: None, lambda parts: None)
+
+
+def test_a_connection_that_broke_is_made_again() -> None:
+    job = Job(2)
+    assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
+    (peer,) = job.channels[0]._connections._peers.values()
+    peer.socket.shutdown(socket.SHUT_RDWR)
+    while job.channels[0]._connections.has(1) or job.channels[1]._connections.has(0):
+        threading.Event().wait(0.01)
+    assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
+
+
+def test_strangers_are_left_standing() -> None:
+    job = Job(2)
+    for said in (b"GET / HTTP/1.1\r\n" * 9, HELLO.pack(MAGIC, bytes(32), 1), HELLO.pack(MAGIC, job.address.token, 7)):
+        with socket.create_connection(("127.0.0.1", job.address.port), timeout=10) as stranger:
+            stranger.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", job.address.port)):  # says nothing at all
+        assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
+
+
+def test_ranks_go_on_after_a_failure_that_all_have_raised() -> None:
+    job = Job(3)
+
+    def work(ranks: ChannelRanks) -> list[str]:
+        heard = []
+        for number in range(4):
+            try:
+                ranks.share("reading", lambda number=number: fail_on(number % 3, StorageError(str(number)), ranks), sum)
+            except StorageError as error:
+                heard.append(str(error))
+                ranks.again()
+        return [*heard, ranks.share("reading", lambda: ranks.rank, str)]
+
+    heard = ["rank 0: 0", "rank 1: 1", "rank 2: 2", "rank 0: 3", "[0, 1, 2]"]
+    assert job.run(work) == [heard] * 3
 
 
 def test_a_failed_operation_leaks_nothing_into_the_next() -> None:
@@ -390,33 +365,37 @@ def test_a_failed_operation_leaks_nothing_into_the_next() -> None:
         )
         assert {str(error) for error in found} == {f"rank {number % 3}: writing failed: ValueError: {number}"}
         assert job.run(lambda ranks, number=number: ranks.share("writing", lambda: number, sum)) == [3 * number] * 3
-    assert no_threads_left()
     for channel in job.channels:
-        assert not channel._mailbox._open
-        assert not channel._mailbox._kept
+        assert not channel._operations
+        assert not channel._sessions
+        assert not any(channel._lobby._joins.values())
+        assert not any(channel._lobby._ended.values())
 
 
 def test_two_operations_may_be_open_at_once() -> None:
     job = Job(2)
-    first = [job.ranks(rank) for rank in range(2)]
-    second = [job.ranks(rank) for rank in range(2)]
 
-    def nested(outer: ChannelRanks, inner: ChannelRanks) -> tuple[int, int]:
-        with outer:
+    def saving(rank: int) -> ChannelRanks:
+        return job.ranks(rank, key="async_save 'a'")
+
+    def loading(rank: int) -> ChannelRanks:
+        return job.ranks(rank, key="load 'b'")
+
+    def nested() -> tuple[int, int]:
+        with saving(0) as outer:
             a = outer.share("saving", lambda: 1, sum)
-            with inner:
+            with loading(0) as inner:
                 b = inner.share("loading", lambda: 10, sum)
             return a + outer.share("saving on", lambda: 2, sum), b
 
     with ThreadPoolExecutor(2) as threads:
         # The second operation is entered inside the first on one rank, the other way round on the other.
-        one = threads.submit(nested, first[0], second[0])
-        with second[1], first[1]:
-            a = first[1].share("saving", lambda: 1, sum)
-            b = second[1].share("loading", lambda: 10, sum)
-            a += first[1].share("saving on", lambda: 2, sum)
+        one = threads.submit(nested)
+        with loading(1) as second, saving(1) as first:
+            a = first.share("saving", lambda: 1, sum)
+            b = second.share("loading", lambda: 10, sum)
+            a += first.share("saving on", lambda: 2, sum)
         assert one.result(10) == (a, b) == (6, 20)
-    assert no_threads_left()
 
 
 def test_ranks_are_used_inside_with_and_once() -> None:
@@ -427,46 +406,14 @@ def test_ranks_are_used_inside_with_and_once() -> None:
         assert ranks.share("planning", lambda: 1, sum) == 1
     with pytest.raises(InternalError, match="entered once"):
         ranks.__enter__()
-    with pytest.raises(ValueError, match="there is no rank 3 in a group of 1 ranks"):
-        Job(1).ranks(0, coordinator=3)
-
-
-def test_a_mailbox_keeps_what_is_early_and_drops_what_is_late() -> None:
-    mailbox = Mailbox()
-    heard: list[int] = []
-    listener = Listener(deliver=lambda message: heard.append(message.operation), broken=lambda reason: None)
-
-    def arrive(operation: int) -> None:
-        for piece in cut(Message(operation=operation, sender=1, serial=1, kind=Kind.LEFT)):
-            mailbox.take(piece)
-
-    arrive(0)
-    arrive(1)
-    assert mailbox.number() == 0
-    arrive(0)
-    mailbox.open(0, listener)
-    assert heard == [0, 0]
-    arrive(0)
-    assert heard == [0, 0, 0]
-    assert mailbox.close(0)
-    arrive(0)
-    assert mailbox.number() == 1
-    mailbox.open(1, listener)
-    assert heard == [0, 0, 0, 1]
-    assert mailbox.number() == 2
-    mailbox.open(2, listener)
-    assert not mailbox.close(1)
-    assert mailbox.close(2)
-    assert mailbox._kept == {}
 
 
 def test_work_that_took_longer_than_the_deadline_is_no_hang_once_it_is_done() -> None:
     def local(ranks: ChannelRanks) -> int:
         threading.Event().wait(1.3)  # nobody waits meanwhile, and nobody tells of progress
-        if ranks.is_coordinator:
-            with ranks._changed:
-                assert ranks._changed.wait_for(lambda: 1 in ranks._parts.get(1, {}), 10)
+        while ranks.is_coordinator and 1 not in ranks._parts.get(1, {}):
+            threading.Event().wait(0.01)
         return 1
 
-    rarely = Patience(beat_s=4.9, silence_s=5.0, progress_s=1.2)
+    rarely = Patience(beat_s=1.1, progress_s=1.2)
     assert Job(2).run(lambda ranks: ranks.share("writing", lambda: local(ranks), sum), patience=rarely) == [2, 2]

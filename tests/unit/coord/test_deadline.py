@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from holdfast._values.deadline import Deadline, Patience, Pulse, Sign
@@ -29,10 +31,17 @@ def test_a_deadline_passes_when_its_time_is_up() -> None:
 
 def test_the_limits_are_those_promised() -> None:
     patience = Patience()
-    assert (patience.beat_s, patience.silence_s, patience.progress_s) == (1.0, 10.0, 120.0)
+    assert (patience.beat_s, patience.progress_s) == (1.0, 120.0)
 
 
-@pytest.mark.parametrize("limits", [{"beat_s": 0.0}, {"beat_s": 10.0}, {"silence_s": 0.5}, {"progress_s": 0.0}])
+@pytest.mark.parametrize("deadline_s", [0.1, 5.0, 1e12, math.inf])
+def test_signs_of_life_come_more_often_than_any_deadline(deadline_s: float) -> None:
+    patience = Patience.within(deadline_s)
+    assert patience.beat_s == min(1.0, deadline_s / 4)
+    assert patience.progress_s == deadline_s
+
+
+@pytest.mark.parametrize("limits", [{"beat_s": 0.0}, {"beat_s": 120.0}, {"progress_s": 0.0}, {"progress_s": math.nan}])
 def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must beat more often|positive number of seconds"):
         Patience(**limits)

@@ -15,7 +15,7 @@ def test_both_kinds_of_phase_merge_the_one_part() -> None:
         assert ranks.scatter("planning", lambda: 2, lambda parts: [sum(parts) + 1]) == 3
         assert ranks.share("writing", lambda: 2, lambda parts: parts) == [2]
         assert ranks.alone("staging", lambda: 2) == 2
-        ranks.agree("path", "anything")
+        ranks.again()
         ranks.progress(7)
         ranks.check()
     assert (ranks.rank, ranks.size, ranks.is_coordinator) == (0, 1, True)

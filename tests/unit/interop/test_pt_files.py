@@ -18,6 +18,7 @@ from holdfast._state.tensors import TORCH_DTYPES
 from holdfast._torchformat.archive_writing import DATA_ALIGNMENT
 from holdfast.errors import (
     AlreadyPublishedError,
+    CheckpointError,
     CorruptError,
     InvalidStateError,
     NotACheckpointError,
@@ -258,8 +259,25 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, kind: type[Exce
 def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
     os.truncate(tmp_path / "a.pt", 3000)
-    with pytest.raises(NotACheckpointError, match=r"a\.pt"):
+    with pytest.raises(CorruptError, match=r"a\.pt' is a damaged archive"):
         read_pt(tmp_path / "a.pt")
+
+
+def test_whichever_byte_is_damaged_the_error_is_of_this_library_and_names_the_file(tmp_path: Path) -> None:
+    """The directory of the archive, at its end, is where other readers raise what they like."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(10)}, path)
+    data = path.read_bytes()
+    told: list[CheckpointError] = []
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :])
+        try:
+            read_pt(path)
+        except (CorruptError, UnsafeError) as error:
+            told.append(error)
+    assert sum(isinstance(error, CorruptError) for error in told) > 500
+    assert sum(isinstance(error, UnsafeError) for error in told) <= 2
+    assert all("a.pt" in error.message and "; " in error.message for error in told)
 
 
 @pytest.mark.parametrize("content", [torch.ones(3), [torch.ones(3)]])

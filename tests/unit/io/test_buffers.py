@@ -61,8 +61,8 @@ def test_pinned_memory_that_is_not_aligned_is_made_so(monkeypatch: pytest.Monkey
     kept = mmap.mmap(-1, SLAB_BYTES + 2 * mmap.PAGESIZE)
     sizes = []
 
-    def pinned_empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
+    def pinned_empty(size: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+        assert (device, pin_memory) == ("cpu", True)
         sizes.append(size)
         return torch.frombuffer(kept, dtype=dtype)[misalignment : misalignment + size]
 

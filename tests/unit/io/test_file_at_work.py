@@ -84,7 +84,7 @@ def test_the_process_that_writes_is_at_the_file_that_its_bytes_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = [
-        FileImage(path=str(tmp_path / name), begin=0, size=100, header=0, starts=[], stops=[], known=[])
+        FileImage(path=bytes(tmp_path / name), begin=0, size=100, header=0, starts=[], stops=[], known=[])
         for name in ("a", "b")
     ]
     answers: list[Answer] = [Moved(0), Moved(99), Moved(100), Moved(200), Done([])]

@@ -52,7 +52,7 @@ def test_this_system_writes_past_the_cache(directory: Path) -> None:
     if not hasattr(os, "O_DIRECT"):
         pytest.skip("no O_DIRECT here")
     file = OutputFile.create(directory / "file", expected_bytes=0)
-    flags = fcntl.fcntl(file._descriptor, fcntl.F_GETFL)
+    flags = fcntl.fcntl(file._file.descriptor, fcntl.F_GETFL)
     file.abandon()
     assert file.direct == bool(flags & os.O_DIRECT)
 

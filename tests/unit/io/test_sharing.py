@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from holdfast._io import mapping, sharing
+from holdfast._io.descriptor import OpenDescriptor
 from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory, leave_at, make_pipes
 
@@ -22,7 +23,7 @@ def open_descriptors() -> int:
 def test_memory_is_the_same_behind_every_descriptor_of_it() -> None:
     before = open_descriptors()
     ours = SharedMemory.create(8192)
-    theirs = SharedMemory.attach(os.dup(ours.descriptor), 8192)
+    theirs = SharedMemory.attach(OpenDescriptor(os.dup(ours.descriptor)), 8192)
     ours.slab(4096, 4100).view[:] = b"word"
     assert bytes(theirs.view[4096:4100]) == b"word"
     assert theirs.slab(4096, 8192).tensor[:4].tolist() == list(b"word")
@@ -39,7 +40,7 @@ def test_memory_in_huge_pages_is_the_same_for_everyone(monkeypatch: pytest.Monke
         if is_refused:
             monkeypatch.setattr(mapping, "_MADV_COLLAPSE", -1)  # as on a kernel that does not know it
         ours = SharedMemory.create(size)
-        theirs = SharedMemory.attach(os.dup(ours.descriptor), size)
+        theirs = SharedMemory.attach(OpenDescriptor(os.dup(ours.descriptor)), size)
         assert ours.tensor.data_ptr() % HUGE_PAGE == theirs.tensor.data_ptr() % HUGE_PAGE == 0
         ours.slab(0, 4).view[:] = b"kept"
         ours.make_huge(HUGE_PAGE, size)
@@ -62,7 +63,7 @@ def test_memory_of_another_size_is_refused_and_its_descriptor_closed() -> None:
     memory = SharedMemory.create(8192)
     before = open_descriptors()
     with pytest.raises(OSError, match="another size"):
-        SharedMemory.attach(os.dup(memory.descriptor), 1 << 20)
+        SharedMemory.attach(OpenDescriptor(os.dup(memory.descriptor)), 1 << 20)
     assert open_descriptors() == before
     memory.close()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._native.catalog import DataFiles, decode_catalog, read_catalog, read_catalog_bytes, was_replaced
+from holdfast._native.catalog import decode_catalog, read_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.index import encode_index
 from holdfast._native.manifest import IndexEntry, encode_manifest
 from holdfast._native.publish import read_manifest
@@ -162,18 +162,21 @@ def test_was_replaced_tells_of_another_attempt_only(tmp_path: Path) -> None:
 def test_data_files_are_opened_once_and_closed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast._native.packer.DataFile.takes", lambda file, chunk: not file.entries)
     catalog = read_catalog(save(tmp_path / "checkpoint", {"a": torch.zeros(30), "b": torch.ones(30)}))
-    files = DataFiles(catalog)
-    first, _ = files.get(0)
-    assert files.get(0)[0] is first
-    assert [file.path for file in files] == [catalog.file_path(0)]
-    second, _ = files.get(1)
-    assert {file.path for file in files} == {catalog.file_path(0), catalog.file_path(1)}
+    files = catalog.data_files()
+    with files.lend(0) as (first, _), files.lend(0) as (again, _):
+        assert again is first
     buffer = bytearray(120)
-    second.read_into(memoryview(buffer), int(catalog.index.offset[1]))
+    with files.lend(1) as (second, _):
+        second.read_into(memoryview(buffer), int(catalog.index.offset[1]))
+    with files.lend(0) as (again, _):
+        assert again is first
     assert np.frombuffer(buffer, dtype=np.float32).tolist() == [1.0] * 30
     assert files.bytes_read == 120
     files.close()
-    assert list(files) == []
+    files.close()
+    assert files.bytes_read == 120
+    with files.lend(0) as (again, _):
+        assert again is not first
     files.close()
 
 
@@ -182,18 +185,16 @@ def test_a_data_file_of_another_size_is_refused(tmp_path: Path, change: int) -> 
     catalog = read_catalog(save(tmp_path / "checkpoint", tied_state()))
     path = catalog.file_path(0)
     os.truncate(path, os.stat(path).st_size + change)
-    files = DataFiles(catalog)
-    with pytest.raises(holdfast.CorruptError, match=r"instead of \d+") as caught:
-        files.get(0)
+    with pytest.raises(holdfast.CorruptError, match=r"instead of \d+") as caught, catalog.data_files().lend(0):
+        pass
     assert caught.value.path == path
-    assert list(files) == []
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     catalog = read_catalog(save(tmp_path / "checkpoint", tied_state()))
     os.unlink(catalog.file_path(0))
-    with pytest.raises(holdfast.CorruptError, match="is missing") as caught:
-        DataFiles(catalog).get(0)
+    with pytest.raises(holdfast.CorruptError, match="is missing") as caught, catalog.data_files().lend(0):
+        pass
     assert caught.value.path == catalog.file_path(0)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast._io.direct import ALIGNMENT, InputFile
-from holdfast._native.catalog import Catalog, DataFiles, read_catalog
+from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._state.raw import Target
 from holdfast._values.box import Box
@@ -53,7 +53,7 @@ class Reading:
         in_memory: tuple[int, ...] = (),
     ) -> None:
         self.catalog: Catalog = read_catalog(path)
-        self.files = DataFiles(self.catalog)
+        self.files = self.catalog.data_files()
         self.opened: list[int] = []
         self.closed: list[int] = []
         self._boxes = boxes

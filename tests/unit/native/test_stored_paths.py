@@ -109,3 +109,32 @@ def test_many_leaves_of_one_container_and_of_many_take_no_time() -> None:
     assert check_paths(one) is None
     assert check_paths(many) is None
     assert check_paths([*one, ("last", ["a", {"list": 0}])]) is not None
+
+
+def test_keys_of_one_hash_are_given_up() -> None:
+    prime = (1 << 61) - 1
+    paths = [["a", key({"int": hex(prime * number)})] for number in range(1 << 10, 12_000)]
+    assert "slow" in str(fault(*paths))
+
+
+def test_many_honest_keys_are_fine() -> None:
+    assert fault(*(["a", key(number), name] for number in range(20_000) for name in ("x", "y"))) is None
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        [["a", key(1)], ["a", key(True)]],
+        [["a", key(1), "x"], ["a", key({"tuple": []})], ["a", key(1.0), "y"]],
+        [["a", "b"], ["a", key({"numpy": ["str", "b"]})]],
+        [["a", key({"numpy": ["str", "b"]}), "x"], ["a", "b", "y"]],
+    ],
+    ids=range(4),
+)
+def test_equal_keys_of_one_dict_are_a_fault(paths: list[list[PathElement]]) -> None:
+    assert "equals another one" in str(fault(*paths))
+    assert fault(*([f"b{number}", *path[1:]] for number, path in enumerate(paths))) is None
+
+
+def test_a_key_of_too_many_digits_is_a_fault() -> None:
+    assert "damaged" in str(fault(["a", key({"int": hex(10**5000)})]))

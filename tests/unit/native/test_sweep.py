@@ -42,7 +42,7 @@ FOREIGN = (
     "index-dead.safetensors.old",
     "manifest-dead.json",
     "data-däad-0-0.safetensors",
-    ".metadata",
+    ".metadata-1.tmp",
     "__0_0.distcp",
     "model.safetensors",
 )

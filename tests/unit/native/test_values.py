@@ -267,7 +267,7 @@ def test_values_that_contain_themselves_are_refused() -> None:
     loop: dict[str, object] = {}
     loop["loop"] = (loop,)
     for value in (circle, loop):
-        with pytest.raises(InvalidStateError, match="nests deeper"):
+        with pytest.raises(InvalidStateError, match="contain itself"):
             encode_value(value, key="k")
 
 
@@ -469,3 +469,46 @@ def test_every_bit_flip_of_text_gives_a_value_or_a_library_error() -> None:
         else:
             assert encode_value_bytes(value, key="k") == flipped
     assert refused > 4 * len(data)
+
+
+PRIME = (1 << 61) - 1  # Python's hash of an integer is its remainder by this
+COLLIDING: dict[str, list[object]] = {
+    "integers": [{"int": hex(PRIME * number)} for number in range(1 << 10, 12_000)],
+    "tuples": [{"tuple": [-1 - (number >> bit & 1) for bit in range(14)]} for number in range(1 << 14)],
+    "complex": [{"complex": [1000003.0 * number, float(-number)]} for number in range(1, 12_000)],
+}
+
+
+@pytest.mark.parametrize("name", sorted(COLLIDING))
+def test_keys_of_one_hash_are_given_up(name: str) -> None:
+    keys = COLLIDING[name]
+    in_order = sorted(keys, key=msgspec.json.encode)
+    for json in ({"dict": [[key, 0] for key in keys]}, [{"set": in_order}], {"dict": [[{"frozenset": in_order}, 0]]}):
+        with pytest.raises(CorruptError, match="keys that were chosen to make reading slow") as caught:
+            decode_value(json, key="k")
+        assert caught.value.key == "k"
+
+
+def test_sets_that_are_equal_but_for_one_element_are_given_up() -> None:
+    numbers = [{"int": hex(PRIME * number)} for number in range(1 << 10, 2000)]
+    sets = [{"frozenset": [*numbers[:gap], *numbers[gap + 1 :]]} for gap in range(60)]
+    with pytest.raises(CorruptError, match="slow"):
+        decode_value({"dict": [[each, 0] for each in sets]}, key="k")
+
+
+def test_many_honest_keys_are_fine() -> None:
+    value = {
+        **{number * number: number for number in range(50_000)},
+        **{(number, -number % 7): 0 for number in range(20_000)},
+        **{number / 7: 0 for number in range(20_000)},
+    }
+    assert decode_value(encode_value(value, key="k"), key="k") == value
+
+
+def test_shared_containers_are_counted_before_they_are_written() -> None:
+    shared: object = [1]
+    for _ in range(60):
+        shared = [shared, shared]
+    with pytest.raises(InvalidStateError, match="same containers") as caught:
+        encode_value({"a": shared}, key="k")
+    assert str(caught.value.key).startswith("k.a.0.0")

@@ -342,3 +342,16 @@ def test_hosts_are_those_of_one_save() -> None:
         plans, _ = planner.create_global_plan([plan_of({"w": torch.zeros(3 << 20)})] * 3)
         sizes = [sum(item.tensor_data.chunk.sizes[0] for item in plan.items) for plan in plans]  # type: ignore[union-attr]
         assert sizes == ([3 << 18, 3 << 18, 3 << 19] if hosts else [1 << 20] * 3)
+
+
+def test_what_may_differ_is_all_of_it_the_lowest_ranks() -> None:
+    def plan(rank: int) -> SavePlan:
+        state = {"weight": torch.ones(8 << 20), "mean": torch.full((8 << 20,), float(rank)), "step": rank, "same": 1}
+        lenient = frozenset({"mean", "step", "same"}) if rank else frozenset[str]()
+        return SavePlan(LazyList(LocalLeaves(state, replica_check="sample", lenient=lenient).columns))
+
+    plans, metadata = plan_together([plan(0), plan(1)])
+    assert metadata.differing == {"mean": 0, "step": 0}
+    assert [keys.count("mean") for keys in keys_written(plans)] == [1, 0]
+    assert [keys.count("step") for keys in keys_written(plans)] == [1, 0]
+    assert [keys.count("weight") for keys in keys_written(plans)] == [1, 1]

@@ -61,7 +61,7 @@ def test_what_contains_itself_is_named() -> None:
     loop["again"] = {"and": loop, "more": loop}
     with pytest.raises(InvalidStateError, match="contain itself") as caught:
         expose({"x": loop})
-    assert str(caught.value.key).startswith("x.again.and.again")
+    assert str(caught.value.key).startswith("x.again.and")
 
 
 def test_values_go_back_into_the_containers_they_came_from() -> None:
