@@ -27,10 +27,11 @@ from holdfast._torchformat.messages import decode_message, encode_message
 from holdfast._values.digest import block_counts, name_words
 from holdfast._values.lazy import LazyList
 from holdfast._values.splits import Split
-from holdfast.default_planner import DefaultLoadPlanner, WholeSavePlanner
+from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.default_planner.plan_coordinator import Coordinator, Outcome
-from holdfast.default_planner.plan_messages import Asked, Final, Named, Offer, chosen_columns, said_first
+from holdfast.default_planner.plan_messages import Asked, Final, Named, Offer, said_first
 from holdfast.default_planner.planning import SavePlanning
+from holdfast.joint_plan import chosen_columns
 from holdfast.layout_plan import LayoutPlan
 from holdfast.layouts import WHOLE, Layout, Members, described
 from holdfast.local_plan import properties_of
@@ -114,7 +115,7 @@ class Crew:
     def report(self, rank: int, final: Final) -> ShortReport:
         """What ``rank`` sends after writing: its chunks one after the other in one file."""
         assert final.choice is not None
-        plan = chosen_columns(self.columns(rank), final.choice, final.token)
+        plan = chosen_columns(self.columns(rank), final.choice.chosen, final.choice.heads, planning=final.token)
         assert plan.planned is not None
         row = np.flatnonzero([plan.heads[which] is not None for which in plan.key.tolist()])
         nbytes = plan.length[row].prod(axis=1) * DTYPE.itemsize
@@ -150,7 +151,7 @@ class Play:
 
     def plan(self, messages: list[bytes]) -> tuple[float, list[Final], Metadata]:
         """The seconds of the coordinator, what each rank is told in the end, and the metadata."""
-        coordinator = Coordinator(WholeSavePlanner(), self._writer, self.outcomes, layout=self.crew.layout)
+        coordinator = Coordinator(DefaultSavePlanner(), self._writer, self.outcomes, layout=self.crew.layout)
         seconds, self.received = 0.0, 0
         while True:
             self.received += sum(map(len, messages))
@@ -243,10 +244,10 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
     ranks = PlayedRanks(crew.ranks, final)
     seconds = []
     for _ in range(3):
-        planner, writer = WholeSavePlanner(), NativeWriter(folder)
+        planner, writer = DefaultSavePlanner(), NativeWriter(folder)
         planner.ranks = crew.ranks
 
-        def set_up(planner: WholeSavePlanner = planner) -> None:
+        def set_up(planner: DefaultSavePlanner = planner) -> None:
             planner.set_up_planner(state)
 
         start = time.perf_counter()

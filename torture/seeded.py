@@ -314,8 +314,8 @@ BY_HAND = (
     Bug(
         name="replicas are not compared",
         file="global_plan.py",
-        text="    looked_at = np.flatnonzero(rows.fingerprint != 0)\n",
-        replacement="    looked_at = np.flatnonzero(rows.fingerprint < 0)\n",
+        text="    looked = np.flatnonzero(said)\n",
+        replacement="    looked = np.flatnonzero(said)[:0]\n",
         tests=("tests/unit/plan/test_global_plan.py",),
     ),
     Bug(
@@ -341,9 +341,9 @@ BY_HAND = (
     ),
     Bug(
         name="what may differ is written by several ranks",
-        file="global_plan.py",
-        text="    is_lenient = np.array([key in lenient for key in heads], dtype=bool)[rows.key] & ~is_tied\n",
-        replacement="    is_lenient = np.zeros(len(rows.key), dtype=bool)\n",
+        file="joint_plan.py",
+        text="            if not to_lowest_rank and self.keys[number] not in self.lenient and ",
+        replacement="            if not to_lowest_rank and ",
         tests=("tests/unit/plan/test_global_plan.py",),
     ),
     Bug(

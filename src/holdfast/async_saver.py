@@ -25,7 +25,7 @@ from holdfast._staging.jobs import ForeignJob, Job, NativeJob, Options, StagerJo
 from holdfast._staging.proof import trained_keys
 from holdfast._staging.turns import TURNS, Background, interpreter_ends
 from holdfast._state.collector import CollectorPause
-from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import DEADLINE_S, participants
 from holdfast.planner import SavePlanner
@@ -322,7 +322,7 @@ def prewarm(
     ranks = participants(process_group, no_dist=no_dist, call="prewarm", deadline_s=deadline_s)
     with ranks, passing, passing:
         writer = NativeWriter("")
-        saving = Saving(writer, planner or WholeSavePlanner(replica_check="off"), ranks)
+        saving = Saving(writer, planner or DefaultSavePlanner(replica_check="off"), ranks)
         with handle.working():
             plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
         image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner).image

@@ -1,41 +1,27 @@
-"""What all ranks write together: who writes which box, and the metadata of the whole. Runs on the coordinator.
-
-Each distinct box has one writer; what several ranks hold is spread over them so that all hosts and ranks write about
-as much. The result depends on what the plans and hosts say and on nothing else.
-"""
+"""What all ranks write together, from the plans of each. Runs on the coordinator."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._plan.balance import SPLIT_BYTES, Held, assign, replica_groups
+from holdfast._plan.balance import SPLIT_BYTES
 from holdfast._plan.chunks import widened
 from holdfast._plan.coverage import check_coverage
+from holdfast._plan.holdings import HeldRows, holding_of
+from holdfast._plan.layout import box_words, scrambled
+from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast._values.limits import MAX_FILE_BYTES
 from holdfast.errors import InvalidStateError, RankDisagreementError
+from holdfast.joint_plan import JointPlan, chosen_columns, not_whole
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, Metadata, TensorStorageMetadata
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, padded, write_columns
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rows:
-    """The rows of all plans: which rank, which key (number in ``heads``), which box."""
-
-    rank: np.ndarray
-    key: np.ndarray
-    lo: np.ndarray
-    length: np.ndarray
-    hint: np.ndarray
-    is_shard: np.ndarray
-    fingerprint: np.ndarray
-
-    def take(self, chosen: np.ndarray) -> _Rows:
-        return _Rows(**{each.name: getattr(self, each.name)[chosen] for each in dataclasses.fields(self)})
+_Heads = dict[str, TensorHead | None]
 
 
 def plan_together(
@@ -51,38 +37,19 @@ def plan_together(
     is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
     hold different contents where they should hold the same. ``hosts`` has the number of each rank's host, where known.
     """
-    rows, heads = _all_rows(plans)
-    if len(plans) > 1:
-        lenient = _lenient(plans)
-        differing = _check_replicas(rows, list(heads), lenient)
-        rows = _assigned(rows, heads, len(plans), to_lowest_rank, hosts=hosts, lenient=lenient)
-        plans, metadata = _placed(plans, rows, heads)
-        return plans, dataclasses.replace(metadata, differing=differing)
-    if _ties_differ(plans[0], heads):
-        return _placed(plans, rows, heads, is_whole=is_whole)
-    order = _by_place(rows)
-    return plans, _metadata(rows if order is None else rows.take(order), heads, is_whole=is_whole)
-
-
-def check_contents(plans: list[SavePlan]) -> dict[str, int]:
-    """RankDisagreementError when ranks hold different contents where they should hold the same.
-
-    Of keys that may differ, those that do, each with the rank whose contents are kept.
-    """
-    rows, heads = _all_rows(plans)
-    return _check_replicas(rows, list(heads), _lenient(plans))
-
-
-def _lenient(plans: list[SavePlan]) -> frozenset[str]:
-    """The keys that may differ, because a rank that has them says so."""
-    return frozenset[str]().union(*(write_columns(plan.items).lenient for plan in plans))
+    tables, heads = _tables(plans)
+    if len(plans) == 1 and _ties_hold(tables[0], heads):
+        return plans, _metadata(_joined(tables, heads), heads, is_whole=is_whole)
+    differing = check_contents(tables)
+    plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole, hosts=hosts)
+    return _plans(plans, tables, plan), dataclasses.replace(plan.metadata(), differing=differing)
 
 
 def without_replicas(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> list[SavePlan]:
     """The plans without what another one writes: every box once, whole, bytes balanced over those that hold it."""
-    rows, heads = _all_rows(plans)
-    rows = _assigned(rows, heads, len(plans), to_lowest_rank, split_bytes=MAX_FILE_BYTES)
-    return _plans(plans, rows, heads)
+    tables, heads = _tables(plans)
+    plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=False, split_bytes=MAX_FILE_BYTES)
+    return _plans(plans, tables, plan)
 
 
 def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tuple[list[SavePlan], Metadata]:
@@ -90,56 +57,125 @@ def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tu
 
     InvalidStateError unless each tensor is tiled exactly and each value is there once.
     """
-    rows, heads = _all_rows(plans)
+    tables, heads = _tables(plans)
+    rows = _joined(tables, heads)
     counts = np.bincount(rows.key, minlength=len(heads))
     for (key, head), count in zip(heads.items(), counts.tolist(), strict=True):
         if head is None and count > 1:
             raise InvalidStateError(f"the plans have the value of {key!r} {count} times; keep it in one", key=key)
-    placed, metadata = _placed(plans, rows, heads)
-    return placed if rewrite_index_hints else plans, metadata
+    metadata = _metadata(rows, heads, is_whole=True)
+    if not rewrite_index_hints:
+        return plans, metadata
+    order = rows.by_place()
+    hint = np.empty(len(order), dtype=np.int64)
+    hint[order] = np.arange(len(order)) - np.searchsorted(rows.key[order], np.arange(len(heads)))[rows.key[order]]
+    hints = np.split(hint, np.cumsum([len(table) for table in tables])[:-1])
+    return [
+        dataclasses.replace(plan, items=LazyList(_with_heads(dataclasses.replace(table, hint=mine), heads)))
+        for plan, table, mine in zip(plans, tables, hints, strict=True)
+    ], metadata
 
 
-def _all_rows(plans: list[SavePlan]) -> tuple[_Rows, dict[str, TensorHead | None]]:
-    """What is in all plans, and what every key is."""
+def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
+    """RankDisagreementError when ranks that hold one box, or one value, hold different contents and may not.
+
+    Of keys that may differ, those that do, each with the rank whose contents are kept: the lowest that holds it.
+    """
+    lenient = _lenient(tables)
+    said = np.concatenate(
+        [np.zeros(len(table), np.uint64) if table.fingerprint is None else table.fingerprint for table in tables]
+    )
+    looked = np.flatnonzero(said)
+    words = [name_words(table.keys)[table.key] ^ scrambled(box_words(table.lo, table.length)) for table in tables]
+    rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])[looked]
+    names = [table.keys[which] for table in tables for which in table.key.tolist()]
+    said = said[looked]
+    _, first, group = np.unique(np.concatenate(words)[looked], return_index=True, return_inverse=True)
+    found = np.flatnonzero(said != said[first[group]]).tolist()
+    wrong = next((row for row in found if names[looked[row]] not in lenient), None)
+    if wrong is None:
+        kept = sorted({int(first[group[row]]) for row in found})
+        return {names[looked[row]]: int(rank[row]) for row in kept}
+    members = np.flatnonzero(group == group[wrong])
+    lowest, key = int(rank[members].min()), names[looked[wrong]]
+    others = sorted({int(rank[member]) for member in members.tolist() if said[member] != said[members[0]]})
+    raise RankDisagreementError(
+        f"{key!r} has other contents on rank {', '.join(map(str, others))} than on rank {lowest}, though all of them "
+        f"hold it; name what differs by rank, or pass replica_check=[{key!r}] to keep that of rank {lowest}",
+        said={int(rank[member]): f"{int(said[member]):016x}" for member in members.tolist()},
+    )
+
+
+def _lenient(tables: Sequence[WriteColumns]) -> frozenset[str]:
+    """The keys that may differ, because a rank that has them says so."""
+    return frozenset[str]().union(*(table.lenient for table in tables))
+
+
+def _tables(plans: list[SavePlan]) -> tuple[list[WriteColumns], _Heads]:
+    """What is in each plan, and what every key is."""
     tables = [write_columns(plan.items) for plan in plans]
     for table in tables:
         _check_values_once(table)
-    heads = _merged_heads(tables)
+    return tables, _merged_heads(tables)
+
+
+def _planned(
+    tables: list[WriteColumns],
+    heads: _Heads,
+    *,
+    to_lowest_rank: bool,
+    is_whole: bool,
+    hosts: np.ndarray | None = None,
+    split_bytes: int = SPLIT_BYTES,
+) -> JointPlan:
     rows = _joined(tables, heads)
-    return rows, _truly_tied(rows, heads)
+    rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    order = np.argsort(rows.key, kind="stable")
+    bounds = np.searchsorted(rows.key[order], np.arange(len(heads) + 1)).tolist()
+    holdings = []
+    for number, (key, head) in enumerate(heads.items()):
+        mine = order[bounds[number] : bounds[number + 1]]
+        wide = slice(0, 0 if head is None else len(head.size))
+        held = HeldRows(rank=rank[mine], lo=rows.lo[mine, wide], length=rows.length[mine, wide])
+        holdings.append(holding_of([held]))
+        if holdings[-1].has_repetitions:
+            raise InvalidStateError(f"the plan of a rank has a piece of {key!r} twice; save it once", key=key)
+    return JointPlan(
+        heads,
+        holdings,
+        len(tables),
+        to_lowest_rank=to_lowest_rank,
+        hosts=hosts,
+        split_bytes=split_bytes,
+        is_whole=is_whole,
+        lenient=_lenient(tables),
+    )
 
 
-def _placed(
-    plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None], *, is_whole: bool = True
-) -> tuple[list[SavePlan], Metadata]:
-    """Plans of just ``rows``, each with its position among the chunks of its tensor as hint; and the metadata."""
-    order = _by_place(rows)
-    if order is None:
-        plans = _plans(plans, dataclasses.replace(rows, hint=np.zeros_like(rows.hint)), heads)
-        return plans, _metadata(rows, heads, is_whole=is_whole)
-    in_place = rows.take(order)
-    starts = np.searchsorted(in_place.key, np.arange(len(heads)))
-    hint = np.empty(len(order), dtype=np.int64)
-    hint[order] = np.arange(len(order)) - starts[in_place.key]
-    plans = _plans(plans, dataclasses.replace(rows, hint=hint), heads)
-    return plans, _metadata(in_place, heads, is_whole=is_whole)
-
-
-def _plans(plans: list[SavePlan], rows: _Rows, heads: Mapping[str, TensorHead | None]) -> list[SavePlan]:
-    keys = list(heads)
+def _plans(plans: list[SavePlan], tables: list[WriteColumns], together: JointPlan) -> list[SavePlan]:
+    """What each rank writes by ``together``, of what its plan has."""
+    heads = dict(zip(together.keys, together.heads, strict=True))
     return [
-        dataclasses.replace(plan, items=LazyList(_table(rows.take(np.flatnonzero(rows.rank == rank)), keys, heads)))
-        for rank, plan in enumerate(plans)
+        dataclasses.replace(plan, items=LazyList(chosen_columns(table, together.chosen(rank), heads)))
+        for rank, (plan, table) in enumerate(zip(plans, tables, strict=True))
     ]
 
 
-def _ties_differ(plan: SavePlan, heads: Mapping[str, TensorHead | None]) -> bool:
-    """Whether a key of ``plan`` is tied to one that is not there, so that it has to be written itself."""
-    columns = write_columns(plan.items)
-    return any(
-        head is not None and head.alias_of is not None and heads[key] != head
-        for key, head in zip(columns.keys, columns.heads, strict=True)
-    )
+def _with_heads(table: WriteColumns, heads: _Heads) -> WriteColumns:
+    return dataclasses.replace(table, heads=[heads[key] for key in table.keys])
+
+
+def _ties_hold(table: WriteColumns, heads: _Heads) -> bool:
+    """Whether every key that is tied has the same boxes as the one that it is tied to, which is there."""
+    numbers = {key: number for number, key in enumerate(table.keys)}
+    for number, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):
+        if head is not None and head.alias_of is not None:
+            if heads[key] is not head:
+                return False
+            mine, first = (np.flatnonzero(table.key == which) for which in (number, numbers[head.alias_of]))
+            if not all(np.array_equal(column[mine], column[first]) for column in (table.lo, table.length)):
+                return False
+    return True
 
 
 def _check_values_once(table: WriteColumns) -> None:
@@ -209,175 +245,35 @@ def check_same_head(key: str, known: TensorHead | None, known_rank: int, head: T
         )
 
 
+class _Rows(NamedTuple):
+    """The rows of all plans, one plan after the other: which key (its number in the heads), which box."""
+
+    key: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+
+    def by_place(self) -> np.ndarray:
+        """The order of the rows by key and place."""
+        if (np.diff(self.key) > 0).all():  # as in most saves of one process
+            return np.arange(len(self.key))
+        return np.lexsort((*self.lo.T[::-1], self.key))
+
+
 def _joined(tables: list[WriteColumns], heads: Mapping[str, TensorHead | None]) -> _Rows:
     ids = {key: number for number, key in enumerate(heads)}
     width = max((table.lo.shape[1] for table in tables), default=0)
     keys = [np.array([ids[key] for key in table.keys], dtype=np.int64)[table.key] for table in tables]
     return _Rows(
-        rank=np.repeat(np.arange(len(tables)), [len(table) for table in tables]),
         key=np.concatenate(keys),
         lo=np.concatenate([widened(table.lo, width, 0) for table in tables]),
         length=np.concatenate([widened(table.length, width, 1) for table in tables]),
-        hint=np.concatenate([table.hint for table in tables]),
-        is_shard=np.concatenate([table.is_shard for table in tables]),
-        fingerprint=np.concatenate(
-            [np.zeros(len(table), np.uint64) if table.fingerprint is None else table.fingerprint for table in tables]
-        ),
     )
-
-
-def _held(rows: _Rows, heads: list[TensorHead | None]) -> Held:
-    itemsize = np.array([1 if head is None else head.properties.dtype.itemsize for head in heads], dtype=np.int64)
-    itemsize = itemsize[rows.key]
-    nbytes = rows.length.prod(axis=1, dtype=np.int64) * itemsize
-    return Held(rank=rows.rank, tensor=rows.key, lo=rows.lo, length=rows.length, nbytes=nbytes, itemsize=itemsize)
-
-
-def _check_replicas(rows: _Rows, keys: list[str], lenient: frozenset[str]) -> dict[str, int]:
-    """RankDisagreementError when ranks that hold one box, or one value, hold different contents.
-
-    The keys that differ and may, each with the lowest rank that holds it.
-    """
-    looked_at = np.flatnonzero(rows.fingerprint != 0)
-    seen = rows.take(looked_at)
-    groups, sizes = replica_groups(_held(seen, [None] * len(keys)))
-    first = np.full(len(sizes), np.iinfo(np.int64).max, dtype=np.int64)
-    np.minimum.at(first, groups, np.arange(len(groups)))
-    differs = seen.fingerprint != seen.fingerprint[first[groups]]
-    may_differ = np.array([key in lenient for key in keys], dtype=bool)[seen.key]
-    excused = np.sort(first[np.unique(groups[differs & may_differ])])
-    differs &= ~may_differ
-    if not differs.any():
-        return {keys[int(seen.key[row])]: int(seen.rank[row]) for row in excused.tolist()}
-    group = groups[np.flatnonzero(differs)[0]]
-    members = np.flatnonzero(groups == group)
-    said = {int(seen.rank[row]): f"{int(seen.fingerprint[row]):016x}" for row in members.tolist()}
-    ranks = sorted({int(seen.rank[row]) for row in members.tolist() if differs[row]})
-    key = keys[int(seen.key[members[0]])]
-    raise RankDisagreementError(
-        f"{key!r} has other contents on rank {', '.join(map(str, ranks))} than on rank {min(said)}, though all of them "
-        f"hold it; name what differs by rank, or pass replica_check=[{key!r}] to keep that of rank {min(said)}",
-        said=said,
-    )
-
-
-class _ByKey:
-    """The rows of each key, found without going through all of them."""
-
-    def __init__(self, rows: _Rows, keys: int) -> None:
-        self._rows = rows
-        self._order = np.argsort(rows.key, kind="stable")
-        self._bounds = np.searchsorted(rows.key[self._order], np.arange(keys + 1)).tolist()
-
-    def __getitem__(self, key: int) -> _Rows:
-        return self._rows.take(self._order[self._bounds[key] : self._bounds[key + 1]])
-
-
-def _truly_tied(rows: _Rows, heads: dict[str, TensorHead | None]) -> dict[str, TensorHead | None]:
-    """``heads``; a key that nobody holds where the one it is tied to is held is on its own."""
-    tied = {key: head for key, head in heads.items() if head is not None and head.alias_of is not None}
-    if not tied:
-        return heads
-    ids = {key: number for number, key in enumerate(heads)}
-    by_key = _ByKey(rows, len(heads))
-    untied: dict[str, TensorHead | None] = {}
-    for key, head in tied.items():
-        first, mine = by_key[ids[head.alias_of or ""]], by_key[ids[key]]
-        if not _are_alike(first, mine) and not all(len(_holders(mine, first, row)) for row in range(len(first.key))):
-            untied[key] = head._replace(alias_of=None)
-    return {**heads, **untied}
-
-
-def _are_alike(first: _Rows, second: _Rows) -> bool:
-    """Whether the same ranks hold the same boxes of both."""
-    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in ("rank", "lo", "length"))
-
-
-def _holders(mine: _Rows, other: _Rows, row: int) -> np.ndarray:
-    """The ranks of those of ``mine`` in which the box of ``row`` of ``other`` lies."""
-    lo, end = other.lo[row], other.lo[row] + other.length[row]
-    ranks: np.ndarray = mine.rank[(mine.lo <= lo).all(axis=1) & (end <= mine.lo + mine.length).all(axis=1)]
-    return ranks
-
-
-def _assigned(
-    rows: _Rows,
-    heads: Mapping[str, TensorHead | None],
-    ranks: int,
-    to_lowest_rank: bool,
-    *,
-    hosts: np.ndarray | None = None,
-    split_bytes: int = SPLIT_BYTES,
-    lenient: frozenset[str] = frozenset(),
-) -> _Rows:
-    """The rows to be written, each by its rank; a tied key in the same boxes as the one it is tied to.
-
-    What may differ between ranks is the lowest rank's, so that what belongs together stays together.
-    """
-    kinds = list(heads.values())
-    ids = {key: number for number, key in enumerate(heads)}
-    is_tied = np.array([head is not None and head.alias_of is not None for head in kinds], dtype=bool)[rows.key]
-    is_lenient = np.array([key in lenient for key in heads], dtype=bool)[rows.key] & ~is_tied
-    written = []
-    for mine, to_lowest in ((~is_tied & ~is_lenient, to_lowest_rank), (is_lenient, True)):
-        own = rows.take(np.flatnonzero(mine))
-        assigned = assign(
-            _held(own, kinds), ranks=ranks, to_lowest_rank=to_lowest, hosts=hosts, split_bytes=split_bytes
-        )
-        written.append(dataclasses.replace(own.take(assigned.row), lo=assigned.lo, length=assigned.length))
-    written = [_concatenated(written) if is_lenient.any() else written[0]]
-    if is_tied.any():
-        held, first = _ByKey(rows, len(kinds)), _ByKey(written[0], len(kinds))
-        for number, head in enumerate(kinds):
-            if head is not None and head.alias_of is not None:
-                where = ids[head.alias_of]
-                follows = dataclasses.replace(first[where], key=np.full(len(first[where].key), number))
-                is_alike = _are_alike(held[where], held[number])
-                written.append(follows if is_alike else _moved(follows, held[number]))
-    return _concatenated(written)
-
-
-def _concatenated(parts: list[_Rows]) -> _Rows:
-    return _Rows(
-        **{
-            each.name: np.concatenate([getattr(part, each.name) for part in parts])
-            for each in dataclasses.fields(_Rows)
-        }
-    )
-
-
-def _moved(follows: _Rows, mine: _Rows) -> _Rows:
-    """``follows``, each by a rank that holds it according to ``mine``: the one it has, or else the lowest."""
-    ranks = follows.rank.copy()
-    for row in range(len(ranks)):
-        holders = _holders(mine, follows, row)
-        if ranks[row] not in holders:
-            ranks[row] = holders.min()
-    return dataclasses.replace(follows, rank=ranks)
-
-
-def _table(rows: _Rows, keys: list[str], heads: Mapping[str, TensorHead | None]) -> WriteColumns:
-    """One rank's rows, with just the keys that they need."""
-    used, key = np.unique(rows.key, return_inverse=True)
-    names = [keys[number] for number in used.tolist()]
-    return WriteColumns(
-        keys=names,
-        heads=[heads[name] for name in names],
-        key=key.astype(np.int64),
-        lo=rows.lo,
-        length=rows.length,
-        hint=rows.hint,
-        is_shard=rows.is_shard,
-    )
-
-
-def _by_place(rows: _Rows) -> np.ndarray | None:
-    """The order of ``rows`` by key and place; None when every key has one row and they are in order."""
-    return None if (np.diff(rows.key) > 0).all() else np.lexsort((*rows.lo.T[::-1], rows.key))
 
 
 def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None], *, is_whole: bool) -> Metadata:
-    """What a checkpoint of ``rows``, which are in order, says of itself; all of each tensor where ``is_whole``."""
+    """What a checkpoint of ``rows`` says of itself; all of each tensor where ``is_whole``."""
+    order = rows.by_place()
+    rows = _Rows(*(column[order] for column in rows))
     if is_whole:
         _check_tiling(rows, heads)
     bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
@@ -403,23 +299,16 @@ class _Entries(NamedTuple):
 
 def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:
     is_tensor = np.array([head is not None for head in heads.values()], dtype=bool)
-    rows = rows.take(np.flatnonzero(is_tensor[rows.key]))
+    tensors = np.flatnonzero(is_tensor[rows.key])
     sizes = [head.size if head is not None else () for head in heads.values()]
     width = max(rows.lo.shape[1], max(map(len, sizes), default=0))
-    faults = [
-        fault
-        for fault in check_coverage(
-            rows.key,
-            widened(rows.lo, width, 0),
-            widened(rows.length, width, 1),
-            widened(padded(sizes, fill=1), width, 1),
-        )
-        if is_tensor[fault.tensor]
-    ]
-    if faults:
-        key = list(heads)[faults[0].tensor]
-        raise InvalidStateError(
-            f"the pieces of {key!r} do not make up the whole tensor: {faults[0].detail}"
-            + (f" (and {len(faults) - 1} more keys)" if len(faults) > 1 else ""),
-            key=key,
-        )
+    faults = check_coverage(
+        rows.key[tensors],
+        widened(rows.lo[tensors], width, 0),
+        widened(rows.length[tensors], width, 1),
+        widened(padded(sizes, fill=1), width, 1),
+    )
+    keys = list(heads)
+    wrong = [(keys[fault.tensor], fault.detail) for fault in faults if is_tensor[fault.tensor]]
+    if wrong:
+        raise not_whole(wrong)

@@ -1,8 +1,9 @@
 """Layouts: all that defines what the ranks of a job hold, said once for all ranks of which it is true.
 
-A rank whose leaves are whole, or spread over meshes by a rule, has a layout: keys, what they are, the rule of each,
-paths. Its ``text`` is made in one way, so that ranks have the same layout exactly when the 128-bit fingerprints of
-their texts are the same. Nothing in it depends on the rank; what a rank holds follows from layout and rank.
+A layout has the keys, what they are, the rule of each, and their paths. A rule says that a leaf is whole, or how it is
+spread over a mesh, or, where only the rank itself knows, it lists the boxes that this rank holds. The ``text`` of a
+layout is made in one way, so that ranks have the same layout exactly when the 128-bit fingerprints of their texts are
+the same. What a rank holds follows from layout and rank.
 """
 
 from __future__ import annotations
@@ -35,16 +36,24 @@ class _Mesh(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...]
 
 
-class _Rule(msgspec.Struct, frozen=True, array_like=True):
+_NOWHERE = _Mesh((), ())
+
+
+class _Rule(msgspec.Struct, frozen=True, array_like=True, tag="spread"):
     mesh: int
     splits: tuple[tuple[Split, ...], ...]
+
+
+class _Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
+    lo: tuple[tuple[int, ...], ...]
+    length: tuple[tuple[int, ...], ...]
 
 
 class _Text(msgspec.Struct, frozen=True, array_like=True):
     keys: list[str]
     heads: list[_Head | None]
     rules: list[int]
-    spreads: list[_Rule]
+    spreads: list[_Rule | _Listed]
     meshes: list[_Mesh]
     steps: list[object]
     lenient: list[str] = []
@@ -104,6 +113,10 @@ class Layout:
             lo[:], length[:] = 0, size
             return MemberBoxes(member=np.arange(len(ranks)), lo=lo, length=length)
         spread = self.said.spreads[rule]
+        if isinstance(spread, _Listed):
+            lo, length = (np.array(each, dtype=np.int64).reshape(-1, len(size)) for each in (spread.lo, spread.length))
+            member = np.repeat(np.arange(len(ranks)), len(lo))
+            return MemberBoxes(member=member, lo=np.tile(lo, (len(ranks), 1)), length=np.tile(length, (len(ranks), 1)))
         mesh = self.said.meshes[spread.mesh]
         found = boxes_on_mesh(size, mesh.shape, spread.splits)
         names = np.array(mesh.ranks, dtype=np.int64)
@@ -129,10 +142,10 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
         return [Members(layout=layouts[0], ranks=np.arange(len(layout_of_rank)))]
     lenient = frozenset[str]().union(*(layout.lenient for layout in layouts))
     owners: dict[tuple[str, _Head | None, int], list[int]] = {}
-    spreads: dict[tuple[_Mesh, tuple[tuple[Split, ...], ...]], int] = {}
+    spreads: dict[tuple[_Mesh, _Rule | _Listed], int] = {}
     for number, layout in enumerate(layouts):
         said = layout.said
-        known = [spreads.setdefault((said.meshes[rule.mesh], rule.splits), len(spreads)) for rule in said.spreads]
+        known = [spreads.setdefault(_with_mesh(rule, said.meshes), len(spreads)) for rule in said.spreads]
         known.append(WHOLE)  # rule -1
         for key, head, rule in zip(said.keys, said.heads, said.rules, strict=True):
             owners.setdefault((key, head, known[rule]), []).append(number)
@@ -147,9 +160,14 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     return sorted(found, key=lambda each: int(each.ranks[0]))
 
 
+def _with_mesh(rule: _Rule | _Listed, meshes: list[_Mesh]) -> tuple[_Mesh, _Rule | _Listed]:
+    """What tells rules of different layouts apart: the mesh itself, whatever its number."""
+    return (_NOWHERE, rule) if isinstance(rule, _Listed) else (meshes[rule.mesh], _Rule(0, rule.splits))
+
+
 def _made_of(
     atoms: list[tuple[str, _Head | None, int]],
-    rules: list[tuple[_Mesh, tuple[tuple[Split, ...], ...]]],
+    rules: list[tuple[_Mesh, _Rule | _Listed]],
     paths: dict[str, Path] | None,
     lenient: frozenset[str],
 ) -> Layout:
@@ -165,7 +183,10 @@ def _made_of(
         keys=keys,
         heads=[head for _, head, _ in atoms],
         rules=[used.get(rule, WHOLE) for _, _, rule in atoms],
-        spreads=[_Rule(meshes.setdefault(rules[rule][0], len(meshes)), rules[rule][1]) for rule in used],
+        spreads=[
+            said if isinstance(said, _Listed) else _Rule(meshes.setdefault(mesh, len(meshes)), said.splits)
+            for mesh, said in (rules[rule] for rule in used)
+        ],
         meshes=list(meshes),
         steps=_steps(mine, keys),
         lenient=sorted(lenient.intersection(keys)),
@@ -173,11 +194,9 @@ def _made_of(
     return Layout(text=_encode(text), paths=mine)
 
 
-def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout | None:
-    """The layout of these leaves; None where a leaf's pieces follow no rule."""
-    if UNKNOWN in local.spreads:
-        return None
-    rules: dict[tuple[int, tuple[tuple[Split, ...], ...]], int] = {}
+def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout:
+    """The layout of these leaves; of those whose pieces follow no rule, the boxes are listed."""
+    rules: dict[tuple[int, tuple[tuple[Split, ...], ...]] | _Listed, int] = {}
     meshes: dict[_Mesh, int] = {}
     known: dict[int, int] = {}  # the same by identity, which is looked up sooner
     numbers = [WHOLE] * len(local.spreads)
@@ -187,6 +206,10 @@ def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout | Non
             if mesh is None:
                 mesh = known[id(spread.mesh)] = meshes.setdefault(_mesh_of(spread), len(meshes))
             numbers[which] = rules.setdefault((mesh, spread.splits), len(rules))
+        elif spread == UNKNOWN:
+            boxes = [piece.box for piece in local.pieces[local.columns.keys[which]].pieces]
+            listed = _Listed(tuple(box.offsets for box in boxes), tuple(box.lengths for box in boxes))
+            numbers[which] = rules.setdefault(listed, len(rules))
     return described(
         local.columns.keys,
         local.columns.heads,
@@ -203,7 +226,7 @@ def described(
     heads: Sequence[TensorHead | None],
     rules: list[int],
     *,
-    spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]]] = (),
+    spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]] | _Listed] = (),
     meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = (),
     paths: dict[str, Path] | None = None,
     lenient: frozenset[str] = frozenset(),
@@ -216,7 +239,7 @@ def described(
         keys=keys,
         heads=[None if head is None else _head_text(head) for head in heads],
         rules=rules,
-        spreads=[_Rule(mesh, splits) for mesh, splits in spreads],
+        spreads=[said if isinstance(said, _Listed) else _Rule(*said) for said in spreads],
         meshes=[_Mesh(shape, ranks) for shape, ranks in meshes],
         steps=_steps(paths, keys),
         lenient=sorted(lenient.intersection(keys)),

@@ -16,7 +16,7 @@ from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._staging.turns import TURNS
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import Owners, expose
-from holdfast.default_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.default_planner.plan_messages import Sketch
 from holdfast.default_planner.planning import SavePlanning
 from holdfast.errors import CheckpointError
@@ -100,14 +100,14 @@ def save(
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 
-def planner_for(replica_check: ReplicaCheck) -> WholeSavePlanner:
+def planner_for(replica_check: ReplicaCheck) -> DefaultSavePlanner:
     """The planner that is used when none is given."""
     if not isinstance(replica_check, str):
-        return WholeSavePlanner(may_differ=replica_check)
+        return DefaultSavePlanner(may_differ=replica_check)
     ways: tuple[Literal["sample", "all", "off"], ...] = ("sample", "all", "off")
     for way in ways:
         if replica_check == way:
-            return WholeSavePlanner(replica_check=way)
+            return DefaultSavePlanner(replica_check=way)
     raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {replica_check!r}")
 
 
@@ -245,7 +245,7 @@ class Saving:
     def _set_up(self, state: Mapping[Any, Any]) -> None:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
-            planner.ranks, planner.is_apart, planner.kept = ranks.size, not self._use_collectives, ranks.kept
+            planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
             planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
         exposed, meta, leads = self.expose(state), writer.storage_meta(), ranks.is_coordinator
         if isinstance(planner, DefaultSavePlanner):

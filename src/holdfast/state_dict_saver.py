@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.async_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
-from holdfast.default_planner import WholeSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.participants import participants
 from holdfast.planner import SavePlanner
@@ -49,5 +49,5 @@ def _save_state_dict(
     """Save without a reset: what torch calls its engine, for those who import it."""
     ranks = participants(process_group, no_dist=no_dist, call="save_state_dict", coordinator_rank=coordinator_rank)
     with ranks:
-        planner = WholeSavePlanner() if planner is None else planner
+        planner = DefaultSavePlanner() if planner is None else planner
         return save_with(state_dict, storage_writer, planner, ranks, use_collectives=use_collectives)

@@ -162,12 +162,19 @@ LAYOUTS: list[Callable[[], State]] = [
 ]  # fmt: skip
 
 
+class OwnPlans(holdfast.DefaultSavePlanner):
+    """Makes plans as a planner of somebody else does: ranks send them whole."""
+
+    def create_local_plan(self) -> holdfast.SavePlan:
+        return super().create_local_plan()
+
+
 def save_all(directory: str) -> None:
     """Every layout three times: with no planner, again, as it then is planned before, and with a planner."""
     for layout in LAYOUTS:
         state = layout()
         for name in ("first", "again", "planner"):
-            planner = holdfast.DefaultSavePlanner() if name == "planner" else None
+            planner = OwnPlans() if name == "planner" else None
             writer = holdfast.NativeWriter(f"{directory}/{layout.__name__}/{name}", attempt=ATTEMPT)
             holdfast.save(state, storage_writer=writer, planner=planner)
 

@@ -27,7 +27,7 @@ import holdfast
 from holdfast import NativeWriter, saver
 from holdfast._coord.channel_ranks import ChannelRanks
 from holdfast._torchformat.messages import decode_message, encode_message
-from holdfast.default_planner import WholeSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.default_planner.plan_messages import Asked, Final
 from holdfast.default_planner.planning import SavePlanning
 
@@ -99,7 +99,7 @@ class Alone:
 
 def play(path: str, world: int, hosts: list[int]) -> None:
     """Save as ``world`` ranks would, one after the other in each step."""
-    planners = [WholeSavePlanner() for _ in range(world)]
+    planners = [DefaultSavePlanner() for _ in range(world)]
     writers = [NativeWriter(path, attempt=ATTEMPT) for _ in range(world)]
     plannings: list[SavePlanning] = []
     parts: list[Any] = []

@@ -28,7 +28,6 @@ from holdfast._staging.process import ProcessOutput
 from holdfast._staging.turns import TURNS
 from holdfast._state import collector
 from holdfast._values import forks
-from holdfast.default_planner import plan_memory
 from holdfast.participants import participants
 from holdfast.staging import DefaultStager
 
@@ -204,7 +203,7 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
         go = threading.Event()
 
         def hold() -> None:
-            with TURNS._lock, plan_memory._lock, collector._lock, files._lock, file._lock:  # type: ignore[union-attr]
+            with TURNS._lock, collector._lock, files._lock, file._lock:  # type: ignore[union-attr]
                 all_held.set()
                 go.wait(30)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
+from assigned_rows import Held, assign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._plan import balance
-from holdfast._plan.balance import Held, assign, replica_groups
 
 MIB = 1 << 20
 DIMENSIONS = 3
@@ -73,7 +73,6 @@ def held_of(found: list[Piece], order: npt.NDArray[np.int64] | None = None) -> H
         tensor=np.array([piece.tensor for _, piece in rows], dtype=np.int64),
         lo=np.array([piece.lo for _, piece in rows], dtype=np.int64).reshape(len(rows), DIMENSIONS),
         length=np.array([piece.length for _, piece in rows], dtype=np.int64).reshape(len(rows), DIMENSIONS),
-        nbytes=np.array([piece.nbytes for _, piece in rows], dtype=np.int64),
         itemsize=np.array([piece.itemsize for _, piece in rows], dtype=np.int64),
     )
 
@@ -170,7 +169,7 @@ def test_every_box_is_written_once_by_ranks_that_hold_it(
     found = data.draw(pieces(ranks))
     parts = parts_of(held_of(found), ranks=ranks, to_lowest_rank=to_lowest_rank, split_bytes=split_bytes)
     check_tiles(found, parts, least=split_bytes // 64)
-    order = [(part.tensor, part.held_lo, part.lo) for part in parts]
+    order = [(part.tensor, part.lo) for part in parts]
     assert order == sorted(order)
     if to_lowest_rank:
         assert sorted((part.tensor, part.lo, part.rank) for part in parts) == sorted(
@@ -222,20 +221,6 @@ def test_the_order_of_rows_does_not_matter(data: st.DataObject, ranks: int) -> N
     held = held_of(found)
     order = np.array(data.draw(st.permutations(range(len(held.rank)))), dtype=np.int64)
     assert parts_of(held_of(found, order), ranks=ranks) == parts_of(held, ranks=ranks)
-
-
-@settings(max_examples=100)
-@given(st.data(), st.integers(1, 6))
-def test_replica_groups_are_the_distinct_boxes(data: st.DataObject, ranks: int) -> None:
-    found = data.draw(pieces(ranks))
-    held = held_of(found)
-    order = np.array(data.draw(st.permutations(range(len(held.rank)))), dtype=np.int64)
-    held = held_of(found, order)
-    keys = list(zip(held.tensor.tolist(), held.lo.tolist(), held.length.tolist(), strict=True))
-    group, sizes = replica_groups(held)
-    distinct = sorted(set(map(repr, keys)), key=lambda text: next(key for key in keys if repr(key) == text))
-    assert [repr(keys[row]) for row in range(len(keys))] == [distinct[number] for number in group.tolist()]
-    assert sizes.tolist() == [sum(repr(key) == text for key in keys) for text in distinct]
 
 
 @settings(max_examples=60)

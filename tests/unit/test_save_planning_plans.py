@@ -13,7 +13,6 @@ from thread_ranks import ATTEMPT, Job, states
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter, SavePlan
-from holdfast.default_planner import WholeSavePlanner
 from holdfast.layout_plan import LayoutPlan
 from holdfast.storage import WriteResult
 
@@ -37,7 +36,7 @@ def test_a_planner_of_another_class_gets_all_plans(tmp_path: Path) -> None:
 
 def test_ranks_with_a_short_way_send_plans_where_the_coordinator_has_none(tmp_path: Path) -> None:
     job = Job(3, tmp_path)
-    makers = iter([KeepsAllPlans, WholeSavePlanner, WholeSavePlanner])
+    makers = iter([KeepsAllPlans, DefaultSavePlanner, DefaultSavePlanner])
     job.make = lambda: next(makers)()
     job.save(states())
     assert job.sent(1) == ["NoneType", "Whole", "Whole"]
@@ -67,30 +66,27 @@ class Shards(torch.Tensor):
     local: torch.Tensor
 
 
-def test_a_leaf_that_follows_no_rule_makes_all_ranks_send_plans(tmp_path: Path) -> None:
+def test_a_leaf_that_follows_no_rule_is_planned_by_its_boxes_and_remembered(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     halves = [Shards.of(4, 2 * rank, torch.arange(2.0) + 2 * rank) for rank in range(2)]
-    for _ in range(2):
+    for sent in ("Offer", "Named"):
         job.save([{"w": half, "step": 1} for half in halves])
-        assert job.sent(0) == ["Whole"] * 2
+        assert job.sent(0) == [sent] * 2
         assert job.loaded()["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_ties_that_not_all_ranks_have_are_planned_from_plans(tmp_path: Path) -> None:
+def test_ties_that_not_all_ranks_have_are_kept_where_they_hold(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     weight = torch.arange(4.0)
     job.save([{"first": weight}, {"first": weight, "second": weight}])
-    assert job.sent(2) == ["Whole"] * 2
     found = job.loaded()
     assert found["second"] is found["first"]
 
 
-def test_rows_that_are_not_what_the_layout_says_are_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_what_the_layout_says_stop_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayoutPlan, "row_digests", lambda plan: np.zeros(plan.ranks, dtype=np.uint64))
-    job = Job(2, tmp_path)
-    job.save(states(2))
-    assert job.sent(2) == ["Whole"] * 2
-    assert job.loaded()["own.1"].tolist() == [1.0, 1.0]
+    with pytest.raises(holdfast.InternalError, match="not what its layout says"):
+        Job(2, tmp_path).save(states(2))
 
 
 class LooksAtPlans(NativeWriter):

@@ -14,7 +14,6 @@ import torch
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter, saver
 from holdfast._torchformat.messages import decode_message, encode_message
-from holdfast.default_planner import WholeSavePlanner
 from holdfast.default_planner.plan_messages import said_first
 from holdfast.saver import Saving, _save
 
@@ -79,7 +78,7 @@ class ThreadRanks:
 class Job:
     """Ranks that save together, again and again."""
 
-    def __init__(self, ranks: int, path: Path, make: Callable[[], DefaultSavePlanner] = WholeSavePlanner) -> None:
+    def __init__(self, ranks: int, path: Path, make: Callable[[], DefaultSavePlanner] = DefaultSavePlanner) -> None:
         self.kept: list[dict[object, Any]] = [{} for _ in range(ranks)]
         self.path = path
         self.make = make

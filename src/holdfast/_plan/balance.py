@@ -48,35 +48,6 @@ _DEALT_SHARE = 1 / 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
-    """What all ranks hold, one row per rank and box.
-
-    ``rank``, ``tensor`` (its number in the whole job), ``nbytes`` and ``itemsize`` are [n]; ``lo`` and ``length`` are
-    [n, D], where dimensions beyond the rank of a tensor have lo 0 and length 1. A box whose ``nbytes`` are not its
-    elements times ``itemsize`` is never split.
-    """
-
-    rank: _Int64s
-    tensor: _Int64s
-    lo: _Int64s
-    length: _Int64s
-    nbytes: _Int64s
-    itemsize: _Int64s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assignment:
-    """What is to be written, by tensor and box: the box ``lo``, ``length`` (both [m, D]) by the rank of ``row``.
-
-    ``row`` is [m], an index into what is held; the box is that row's, or a part of it.
-    """
-
-    row: _Int64s
-    lo: _Int64s
-    length: _Int64s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shared:
     """Distinct boxes that several ranks hold: ``nbytes`` and ``itemsize`` are [n], ``length`` is [n, D]."""
 
@@ -120,51 +91,6 @@ class _Limits:
     step: int
 
 
-def replica_groups(held: Held) -> tuple[_Int64s, _Int64s]:
-    """For each row the number of its distinct (tensor, box), and for each of these the number of its rows.
-
-    The distinct ones are numbered by tensor, then by box.
-    """
-    order, starts = by_box(held)
-    sizes = np.diff(np.append(starts, len(order)))
-    group = np.empty(len(order), dtype=np.int64)
-    group[order] = np.repeat(np.arange(len(starts)), sizes)
-    return group, sizes
-
-
-def assign(
-    held: Held,
-    *,
-    ranks: int,
-    to_lowest_rank: bool = False,
-    hosts: _Int64s | None = None,
-    split_bytes: int = SPLIT_BYTES,
-) -> Assignment:
-    """Who writes what: every distinct box once, by ranks that hold it, the bytes of the ``ranks`` ranks balanced.
-
-    Replicated boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only
-    where ranks might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write
-    little, a quarter of that), and a box never has more of them than holders. With ``to_lowest_rank``, every box goes
-    whole to its lowest holder. ``hosts`` has the number of each rank's host: where it is given, the bytes of hosts are
-    balanced, and then those of the ranks on each.
-    """
-    if len(held.rank) and not 0 <= held.rank.min() <= held.rank.max() < ranks:
-        raise ValueError(f"rows name ranks outside of the {ranks} that there are")
-    order, starts = _without_repetition(held, *by_box(held))
-    first = order[starts]
-    counts = np.diff(np.append(starts, len(order)))
-    shared = (counts > 1) & (held.nbytes[first] > 0)
-    if to_lowest_rank or not shared.any():
-        return Assignment(row=first, lo=held.lo[first], length=held.length[first])
-    fixed, several = first[~shared], first[shared]
-    boxes = Shared(nbytes=held.nbytes[several], length=held.length[several], itemsize=held.itemsize[several])
-    sets = holder_sets(held.rank[order], starts[shared], counts[shared])
-    loads = sums(held.rank[fixed], held.nbytes[fixed], ranks)
-    parts = share_out(boxes, sets, loads, hosts=hosts, split_bytes=split_bytes)
-    parts = dataclasses.replace(parts, box=np.flatnonzero(shared)[parts.box])
-    return _assembled(held, order, starts, [_whole(np.flatnonzero(~shared), 0), parts])
-
-
 def share_out(
     boxes: Shared,
     sets: Sequence[HolderSet],
@@ -176,15 +102,19 @@ def share_out(
     """The parts of all ``boxes``, by box, each for one of the box's holders.
 
     ``sets`` tell the holders of every box; ``loads`` are the bytes that each rank writes anyway, ``hosts`` the numbers
-    of their hosts.
+    of their hosts: where they are given, the bytes of hosts are balanced, and then those of the ranks on each.
+
+    Boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only where ranks
+    might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write little, a
+    quarter of that), and a box never has more of them than holders.
     """
     parts = _joined(_balanced(boxes, sets, Levels(loads, hosts), split_bytes))
     return parts.take(np.argsort(parts.box, kind="stable"))
 
 
-def by_box(held: Held) -> tuple[_Int64s, _Int64s]:
-    """The order of rows by tensor, box, rank, and where in it each distinct (tensor, box) starts."""
-    words, rank_bits = _packed([held.tensor, *held.lo.T, *held.length.T, held.rank])
+def by_box(rank: _Int64s, lo: _Int64s, length: _Int64s) -> tuple[_Int64s, _Int64s]:
+    """The order of rows by box and rank, and where in it each distinct box starts."""
+    words, rank_bits = _packed([*lo.T, *length.T, rank])
     order = np.argsort(words[0], kind="stable") if len(words) == 1 else np.lexsort(words[::-1])
     begins = np.zeros(len(order), dtype=bool)
     begins[:1] = True
@@ -214,29 +144,6 @@ def _packed(columns: Sequence[_Int64s]) -> tuple[list[_Int64s], int]:
         words[-1] |= column - lowest
         used += width
     return words, width
-
-
-def _without_repetition(held: Held, order: _Int64s, starts: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """The same without the rows in which a rank names a box that it has named before."""
-    rank = held.rank[order]
-    kept = np.ones(len(order), dtype=bool)
-    kept[1:] = rank[1:] != rank[:-1]
-    kept[starts] = True
-    if kept.all():
-        return order, starts
-    return order[kept], (np.cumsum(kept) - 1)[starts]
-
-
-def holder_sets(rank: _Int64s, starts: _Int64s, counts: _Int64s) -> list[HolderSet]:
-    """All boxes by their sets of holders, the sets with the fewest holders first.
-
-    The holders of box ``i`` are the ``counts[i]`` ranks from ``rank[starts[i]]`` on.
-    """
-    ends = np.cumsum(counts)
-    rows = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
-    number, first = same_segments(rank[rows], ends - counts, counts)
-    holders = [rank[starts[one] : starts[one] + counts[one]] for one in first.tolist()]
-    return sets_of(holders, number)
 
 
 def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
@@ -410,15 +317,6 @@ def _joined(parts: Sequence[Parts]) -> Parts:
     """All parts in one table."""
     names = [each.name for each in dataclasses.fields(Parts)]
     return Parts(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
-
-
-def _assembled(held: Held, order: _Int64s, starts: _Int64s, parts: Sequence[Parts]) -> Assignment:
-    """The parts as boxes, by tensor and box."""
-    joined = _joined(parts)
-    joined = joined.take(np.argsort(joined.box, kind="stable"))
-    row = order[starts[joined.box] + joined.holder]
-    lo, length = cut_out(held.lo[row], held.length[row], joined)
-    return Assignment(row=row, lo=lo, length=length)
 
 
 def cut_out(lo: _Int64s, length: _Int64s, parts: Parts) -> tuple[_Int64s, _Int64s]:

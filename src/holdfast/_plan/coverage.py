@@ -1,16 +1,13 @@
 """Coverage: whether the boxes of each tensor tile its shape exactly, without a gap and without an overlap.
 
-The check is exact and takes hostile numbers. Its idea: a set of boxes is the sum of their indicator functions, and that
-sum is the same as the whole shape's exactly when the signed corners are the same, corner by corner (a box has 2^k
-corners, the sign alternates; taking mixed differences loses nothing). So no element is ever looked at:
+The check is exact and takes hostile numbers. No element is ever looked at:
 
 1. boxes out of bounds are reported, empty ones dropped;
-2. neighbours that make up one larger box are merged, which keeps the sum as it is. Rows in the order of their lower
-   corners, as stored ones are, need no sorting for it, and of a grid, however fine, one box remains: the whole;
-3. what is left is compared by its corners or, where those would be too many, pair by pair.
+2. neighbours that make up one larger box are merged. Rows in the order of their lower corners, as stored ones are, need
+   no sorting for it, and of a grid, however fine, one box remains: the whole;
+3. of what is left, no two boxes may overlap, and together they must have as many elements as the whole.
 
-A tensor that is too irregular even for pairs counts as faulty: no way to shard makes ten thousand boxes over a dozen
-dimensions of which no two merge. Never allocates more than a few times ``_MAX_CORNER_BYTES`` beyond its input's copies.
+A tensor with too many boxes for that counts as faulty: no way to shard makes ten thousand boxes of which no two merge.
 """
 
 from __future__ import annotations
@@ -27,14 +24,8 @@ import numpy.typing as npt
 _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
-_BATCH_BYTES = 1 << 23
-"""Tensors are compared together up to so many bytes of corners: enough to be vectorised, few enough for the cache."""
-
-_MAX_CORNER_BYTES = 1 << 28
-"""A tensor with more corners, which takes many dimensions split irregularly, is checked pair by pair."""
-
 _MAX_PAIRS = 1 << 26
-"""A tensor with more pairs too is refused, so that no checkpoint can make a reader compare for hours."""
+"""A tensor with more pairs is refused, so that no checkpoint can make a reader compare for hours."""
 
 _BOXES_AT_ONCE = 1 << 17
 """Tensors are checked together up to so many boxes, where boxes are sorted by tensor: enough to be vectorised."""
@@ -200,92 +191,20 @@ def _merge_neighbours(boxes: _Boxes) -> _Boxes:
 
 def _tiling_faults(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s) -> dict[int, CoverageFault]:
     """The gaps and overlaps of the tensors ``numbers``, which have elements; ``boxes`` are all of theirs, sorted."""
-    bounds = np.searchsorted(boxes.tensor, np.append(numbers, len(sizes)))
-    split = np.zeros((len(numbers), sizes.shape[1]), dtype=bool)
-    held = np.flatnonzero(np.diff(bounds))
-    if len(held):
-        split[held] = np.logical_or.reduceat(boxes.length != sizes[boxes.tensor], bounds[held], axis=0)
-    split_count = split.sum(axis=1)
-    corner_bytes = 8.0 * (split_count + 1) * (np.diff(bounds) + 1) * 2.0**split_count
-    details: dict[int, str] = {}
-    for index in np.flatnonzero(corner_bytes > _MAX_CORNER_BYTES).tolist():
-        rows = slice(bounds[index], bounds[index + 1])
-        detail = _pairs_detail(boxes.lo[rows], boxes.length[rows], sizes[numbers[index]])
+    faults = {}
+    bounds = np.searchsorted(boxes.tensor, np.append(numbers, len(sizes))).tolist()
+    for number, start, stop in zip(numbers.tolist(), bounds, bounds[1:], strict=False):
+        detail = _tiling_detail(boxes.lo[start:stop], boxes.length[start:stop], sizes[number])
         if detail is not None:
-            details[int(numbers[index])] = detail
-    corner_bytes[corner_bytes > _MAX_CORNER_BYTES] = 0
-    for batch in _batches(split_count, corner_bytes):
-        held_boxes = boxes.take(_rows_between(bounds[batch], bounds[batch + 1]))
-        details |= _corner_details(held_boxes, sizes, numbers[batch], split[batch])
-    return {
-        number: CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
-        for number, detail in details.items()
-    }
+            faults[number] = CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
+    return faults
 
 
-def _batches(split_count: _Int64s, corner_bytes: npt.NDArray[np.float64]) -> Iterator[_Int64s]:
-    """The indexes of tensors with the same number of split dimensions, together of few corners; those of 0 left out."""
-    for count in np.unique(split_count).tolist():
-        alike = np.flatnonzero((split_count == count) & (corner_bytes > 0))
-        group = (np.cumsum(corner_bytes[alike]) // _BATCH_BYTES).astype(np.int64)
-        yield from np.split(alike, np.flatnonzero(np.diff(group)) + 1) if len(alike) else ()
-
-
-def _rows_between(starts: _Int64s, stops: _Int64s) -> _Int64s:
-    """The numbers from each start up to its stop, one range after the other."""
-    counts = stops - starts
-    before = np.cumsum(counts) - counts
-    shift: _Int64s = np.repeat(starts - before, counts)
-    return shift + np.arange(len(shift))
-
-
-def _corner_details(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s, split: _Bools) -> dict[int, str]:
-    """What is wrong with each of the tensors ``numbers``, by their corners; in all, as many dimensions are split."""
-    dimensions = np.argsort(~split, axis=1, kind="stable")[:, : int(split[0].sum())]
-    columns, weight = _corners(boxes, sizes, numbers, dimensions)
-    order = _sorting_order(columns, [int(column.max()) for column in columns])
-    columns = [column[order] for column in columns]
-    begins = np.ones(len(order), dtype=bool)
-    begins[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    starts = np.flatnonzero(begins)
-    excess = np.add.reduceat(weight[order], starts)
-    wrong = starts[excess != 0]
-    # At the first wrong corner of a tensor all smaller ones cancel out: its sum is by how many boxes too much it is in.
-    owners, first = np.unique(columns[0][wrong], return_index=True)
-    surplus = excess[excess != 0][first]
-    details = {}
-    for index, row, too_many in zip(owners.tolist(), wrong[first].tolist(), surplus.tolist(), strict=True):
-        shape = sizes[numbers[index]]
-        corner = np.zeros(len(shape), dtype=np.int64)
-        corner[dimensions[index]] = [column[row] for column in columns[1:]]
-        details[int(numbers[index])] = f"{'overlap' if too_many > 0 else 'gap'} at {_shown(corner, shape)}"
-    return details
-
-
-def _corners(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s, dimensions: _Int64s) -> tuple[list[_Int64s], _Int64s]:
-    """The corners of the boxes as columns (index of the tensor, then its split ``dimensions``) and their signs.
-
-    The whole shape is among them with the opposite signs, so that in a tiling every corner has the sum 0.
-    """
-    owner = np.append(np.searchsorted(numbers, boxes.tensor), np.arange(len(numbers)))
-    weight = np.where(np.arange(len(owner)) < len(boxes.tensor), 1, -1)
-    lo = np.concatenate([boxes.lo, np.zeros_like(sizes[numbers])])
-    hi = np.concatenate([boxes.lo + boxes.length, sizes[numbers]])
-    lo = np.take_along_axis(lo, dimensions[owner], axis=1)
-    hi = np.take_along_axis(hi, dimensions[owner], axis=1)
-    columns = [owner]
-    for axis in range(dimensions.shape[1]):
-        columns = [np.tile(column, 2) for column in columns]
-        columns.append(np.append(np.tile(lo[:, axis], 1 << axis), np.tile(hi[:, axis], 1 << axis)))
-        weight = np.append(weight, -weight)
-    return columns, weight
-
-
-def _pairs_detail(lo: _Int64s, length: _Int64s, shape: _Int64s) -> str | None:
+def _tiling_detail(lo: _Int64s, length: _Int64s, shape: _Int64s) -> str | None:
     """What is wrong with the boxes of one tensor, by comparing each with each; None where they tile it."""
     count = len(lo)
     if count * (count - 1) // 2 > _MAX_PAIRS:
-        return f"{count} boxes, split over many dimensions and not mergeable, are too many to check"
+        return f"{count} boxes that do not merge are too many to check"
     hi = lo + length
     height = 1 + _PAIRS_AT_ONCE // (count + 1)
     for first in range(0, count, height):
@@ -298,6 +217,24 @@ def _pairs_detail(lo: _Int64s, length: _Int64s, shape: _Int64s) -> str | None:
         if len(pairs):
             corner = np.maximum(lo[first + pairs[0, 0]], lo[pairs[0, 1]])
             return f"overlap at {_shown(corner, shape)}"
-    held = sum(math.prod(lengths) for lengths in length.tolist())
-    volume = math.prod(shape.tolist())
-    return None if held == volume else f"gap: the boxes hold {held} of {volume} elements"
+    gap = _first_gap(lo, hi, shape.tolist())
+    return None if gap is None else f"gap at {_shown(np.array(gap, dtype=np.int64), shape)}"
+
+
+def _first_gap(lo: _Int64s, hi: _Int64s, shape: list[int]) -> list[int] | None:
+    """The first place that none of the boxes holds, which do not overlap; None where there is none."""
+    if _volume(lo, hi) == math.prod(shape):
+        return None
+    if not shape:
+        return []
+    # A gap begins where the tensor does, or where a box ends.
+    for edge in sorted({0, *hi[:, 0].tolist()} - {shape[0]}):
+        there = (lo[:, 0] <= edge) & (edge < hi[:, 0])
+        rest = _first_gap(lo[there, 1:], hi[there, 1:], shape[1:])
+        if rest is not None:
+            return [edge, *rest]
+    return None
+
+
+def _volume(lo: _Int64s, hi: _Int64s) -> int:
+    return sum(math.prod(lengths) for lengths in (hi - lo).tolist())

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._plan.balance import Held, by_box
+from holdfast._plan.balance import by_box
 from holdfast._values.lazy import cached_property
 
 _Int64s = npt.NDArray[np.int64]
@@ -57,6 +57,14 @@ class Holding:
             np.array_equal(getattr(self, name), getattr(other, name)) for name in ("lo", "length", "holder", "starts")
         )
 
+    def holders_of(self, box: int) -> _Int64s:
+        """The ranks that hold box number ``box``, ascending."""
+        return self.holder[self.starts[box] : self.starts[box + 1]]
+
+    def boxes_around(self, low: _Int64s, length: _Int64s) -> _Int64s:
+        """The numbers of the boxes in which the one from ``low`` on lies."""
+        return np.flatnonzero((self.lo <= low).all(axis=1) & (low + length <= self.lo + self.length).all(axis=1))
+
     @property
     def volume(self) -> _Int64s:
         """How many elements each box has."""
@@ -81,6 +89,12 @@ class Holding:
         return self.holder if self.is_single else self.holder[self.starts[:-1]]
 
     @property
+    def has_repetitions(self) -> bool:
+        """Whether a rank holds one box twice."""
+        box = np.repeat(np.arange(len(self.lo)), self.holders)
+        return not self.is_single and bool(((np.diff(self.holder) == 0) & (np.diff(box) == 0)).any())
+
+    @property
     def is_single(self) -> bool:
         """Whether every box has one holder."""
         return len(self.holder) == len(self.lo)
@@ -89,8 +103,7 @@ class Holding:
 def holding_of(parts: Sequence[HeldRows]) -> Holding:
     """What the ranks of all parts hold together."""
     rank, lo, length = (_joined([getattr(part, name) for part in parts]) for name in ("rank", "lo", "length"))
-    nothing = np.zeros(len(rank), dtype=np.int64)
-    order, starts = by_box(Held(rank=rank, tensor=nothing, lo=lo, length=length, nbytes=nothing, itemsize=nothing))
+    order, starts = by_box(rank, lo, length)
     if len(starts) == len(order) and bool((order[1:] > order[:-1]).all()):
         # Every box has one holder, and ranks have them in order, as most do: then boxes are rows.
         numbers = _numbers(len(order) + 1)

@@ -222,6 +222,7 @@ def _of_distributed(key: str, value: DTensor) -> Pieces:
     if coordinate is not None and _hands_out_shards(local):
         return _of_shard_holder(key, cast(_ShardHolder, local), value.shape)
     pieces: tuple[Piece, ...] = ()
+    is_by_rule = True
     meant = [_in_order_of_sharding(value, dim, of_dim) or of_dim for dim, of_dim in enumerate(splits)]
     if coordinate is not None:
         local = _settled(local)
@@ -230,7 +231,8 @@ def _of_distributed(key: str, value: DTensor) -> Pieces:
         else:
             meant, runs = _runs_per_dimension(key, value, local.shape, splits)
             pieces = tuple(_cut(local, runs)) if local.numel() else ()
-    spread = Spread(value.device_mesh, tuple(tuple(of_dim) for of_dim in meant))
+            is_by_rule = bool(pieces) or not all(runs)
+    spread = Spread(value.device_mesh, tuple(tuple(of_dim) for of_dim in meant)) if is_by_rule else None
     return Pieces(value.shape, value.dtype, value.requires_grad, pieces, True, spread)
 
 

@@ -14,13 +14,12 @@ from holdfast.default_planner.default_plans import (
 from holdfast.default_planner.empty_planner import _EmptyStateDictLoadPlanner
 from holdfast.default_planner.empty_state import chosen_keys, empty_state, require_gradients
 from holdfast.default_planner.load_planner import DefaultLoadPlanner, WholeLoadPlanner
-from holdfast.default_planner.save_planner import DefaultSavePlanner, WholeSavePlanner
+from holdfast.default_planner.save_planner import DefaultSavePlanner
 
 __all__ = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "WholeLoadPlanner",
-    "WholeSavePlanner",
     "_EmptyStateDictLoadPlanner",
     "_validate_global_plan",
     "chosen_keys",

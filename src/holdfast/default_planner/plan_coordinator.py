@@ -23,16 +23,16 @@ from holdfast.default_planner.plan_messages import (
     Named,
     Offer,
     Whole,
-    chosen_columns,
     said_first,
 )
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.global_plan import check_contents
+from holdfast.joint_plan import chosen_columns
 from holdfast.layout_plan import LayoutPlan
 from holdfast.layouts import Layout, classes_of
 from holdfast.metadata import Metadata
-from holdfast.planner import SavePlan, SavePlanner, WriteColumns, padded
+from holdfast.planner import SavePlan, SavePlanner, WriteColumns
 from holdfast.storage import StorageWriter
 
 KEPT_PLANNINGS = 4
@@ -102,8 +102,6 @@ class Coordinator:
             offers = yield from self._offers(parts)
             layouts = yield from self._described(offers)
             plan = self._laid_out(offers, layouts)
-            if plan is None:
-                return (yield from self._planned_whole([None] * len(parts)))
             outcome = Outcome(
                 token=secrets.token_bytes(_TOKEN_BYTES),
                 offers=offers,
@@ -161,8 +159,8 @@ class Coordinator:
                     known[layout.fingerprint] = layout
         return [known[fingerprint] for fingerprint in lowest]
 
-    def _laid_out(self, offers: list[Offer], layouts: list[Layout]) -> LayoutPlan | None:
-        """The plan of all; None where the rows of a rank are not what its layout says, or only rows tell of ties."""
+    def _laid_out(self, offers: list[Offer], layouts: list[Layout]) -> LayoutPlan:
+        """The plan of all."""
         assert isinstance(self._planner, DefaultSavePlanner)
         numbers = {layout.fingerprint: number for number, layout in enumerate(layouts)}
         layout_of_rank = np.array([numbers[offer.fingerprint] for offer in offers])
@@ -174,7 +172,9 @@ class Coordinator:
             hosts=host_numbers([offer.host for offer in offers]),
         )
         said = np.array([offer.rows for offer in offers], dtype=np.uint64)
-        return plan if not plan.has_odd_ties and np.array_equal(plan.row_digests(), said) else None
+        if not np.array_equal(plan.row_digests(), said):
+            raise InternalError("the rows of a rank are not what its layout says; please report it")
+        return plan
 
     def _compared(self, plan: LayoutPlan, said: list[bytes]) -> Generator[list[Asked | None], list[Any], None]:
         """RankDisagreementError where ranks hold different contents and may not; only then is asked which."""
@@ -183,18 +183,18 @@ class Coordinator:
             return
         groups = [_groups(plan, rank, differing) for rank in range(plan.ranks)]
         details = yield [Asked(what="details", groups=each) if each.count else None for each in groups]
-        plans = []
+        tables = []
         for rank, (each, found) in enumerate(zip(groups, details, strict=True)):
-            if not each.count:
-                plans.append(SavePlan([]))
-                continue
             columns = plan.rows_of(rank)
+            if not each.count:
+                tables.append(columns)
+                continue
             fingerprint = np.zeros(len(columns), dtype=np.uint64)
             fingerprint[each.rows] = found
             # In the order of the state, so that the first key that differs there is the one to be named.
             order = np.argsort([plan.numbers[columns.keys[which]] for which in columns.key.tolist()], kind="stable")
-            plans.append(SavePlan(LazyList(_reordered(columns, fingerprint, order))))
-        self._differing = check_contents(plans)
+            tables.append(_reordered(columns, fingerprint, order))
+        self._differing = check_contents(tables)
 
     def _finals(self, outcome: Outcome, parts: list[Any]) -> list[Any]:
         """What every rank is told; ``planner`` and storage are told of the whole."""
@@ -282,19 +282,14 @@ def _job(plan: LayoutPlan) -> Job:
 def _choice(outcome: Outcome, rank: int) -> Choice:
     """What ``rank`` writes, and what it needs to know to remember it."""
     plan = outcome.plan
-    rows, keys, numbers = plan.written.of(rank)
-    cut = np.flatnonzero(plan.is_cut[keys])
-    boxes = [
-        (plan.chunks[key].lo[chunk].tolist(), plan.chunks[key].length[chunk].tolist())
-        for key, chunk in zip(keys[cut].tolist(), numbers[cut].tolist(), strict=True)
-    ]
-    is_everything = len(rows) == plan.held_rows[rank] and bool((np.diff(rows) == 1).all())
+    chosen = plan.chosen(rank)
     return Choice(
-        rows=None if is_everything else _narrow(rows),
-        hint=_narrow(numbers),
-        cut=cut.astype(np.uint32),
-        lo=padded([low for low, _ in boxes], fill=0),
-        length=padded([size for _, size in boxes], fill=1),
+        chosen=dataclasses.replace(
+            chosen,
+            rows=None if chosen.rows is None else _narrow(chosen.rows),
+            hint=_narrow(chosen.hint),
+            cut=_narrow(chosen.cut),
+        ),
         heads=plan.changed_heads(rank),
         groups=_groups(plan, rank),
         job=outcome.job,
@@ -303,7 +298,8 @@ def _choice(outcome: Outcome, rank: int) -> Choice:
 
 def _columns_of(outcome: Outcome, rank: int) -> WriteColumns:
     """What ``rank`` makes of what it is told; for planners and storage that look at the plans of all."""
-    return chosen_columns(outcome.plan.rows_of(rank), _choice(outcome, rank), outcome.token)
+    plan = outcome.plan
+    return chosen_columns(plan.rows_of(rank), plan.chosen(rank), plan.changed_heads(rank), planning=outcome.token)
 
 
 def _reordered(columns: WriteColumns, fingerprint: np.ndarray, order: np.ndarray) -> WriteColumns:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdfast.joint_plan import Chosen
 from holdfast.metadata import Metadata
-from holdfast.planner import SavePlan, TensorHead, WriteColumns
+from holdfast.planner import SavePlan, TensorHead
 
 _OFFER = struct.Struct("<c16sQI?Q")
 _NAMED = struct.Struct("<c8s")
@@ -87,17 +88,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choice:
-    """What a rank writes of its rows, which are numbered by the names of their keys.
+    """What a rank writes, and ``heads``: the keys that all ranks together say something else of than this one."""
 
-    It writes ``rows`` (all of them where that is None), as chunk ``hint`` of their tensors, those at ``cut`` cut to the
-    boxes ``lo``, ``length``. ``heads`` are the keys that all ranks together say something else of than this one.
-    """
-
-    rows: np.ndarray | None
-    hint: np.ndarray
-    cut: np.ndarray
-    lo: np.ndarray
-    length: np.ndarray
+    chosen: Chosen
     heads: dict[str, TensorHead | None]
     groups: Groups
     job: Job
@@ -118,34 +111,3 @@ class Sketch:
 
     token: bytes
     rest: Metadata
-
-
-def rows_by_name(columns: WriteColumns) -> np.ndarray:
-    """The rows in the order of their keys' names, which all ranks know."""
-    place = np.empty(len(columns.keys), dtype=np.int64)
-    place[sorted(range(len(columns.keys)), key=columns.keys.__getitem__)] = np.arange(len(columns.keys))
-    return np.argsort(place[columns.key], kind="stable")
-
-
-def chosen_columns(local: WriteColumns, choice: Choice, token: bytes) -> WriteColumns:
-    """The rows that are written, of all that a rank holds, in its own order."""
-    by_name = rows_by_name(local)
-    rows = by_name if choice.rows is None else by_name[choice.rows]
-    lo, length = local.lo[rows], local.length[rows]
-    width = choice.lo.shape[1]
-    lo[choice.cut, :width], length[choice.cut, :width] = choice.lo, choice.length
-    order = np.argsort(rows, kind="stable")
-    rows = rows[order]
-    used, key = np.unique(local.key[rows], return_inverse=True)
-    names = [local.keys[number] for number in used.tolist()]
-    return WriteColumns(
-        keys=names,
-        heads=[choice.heads.get(name, local.heads[number]) for name, number in zip(names, used.tolist(), strict=True)],
-        key=key.astype(np.int64),
-        lo=lo[order],
-        length=length[order],
-        hint=choice.hint[order].astype(np.int64),
-        is_shard=local.is_shard[rows],
-        planning=token,
-        planned=order,
-    )

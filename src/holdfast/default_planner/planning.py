@@ -6,9 +6,9 @@ by one digest for each set of holders, and looked at closely only where those di
 columns of its own rows. Both sides remember that: in the next save a rank whose layout is the same sends the name of
 that planning and its digests, and nothing is planned again.
 
-A planner of another class, a leaf that follows no rule, storage that changes plans, rows that are not what the layout
-says: then all ranks send their plans whole, and the planner's create_global_plan decides. A round is one ``scatter``;
-``Asked`` is answered in the next one, anything else ends it.
+A planner that makes plans of its own, or storage that changes them: then all ranks send their plans whole, and the
+planner's create_global_plan decides. A round is one ``scatter``; ``Asked`` is answered in the next one, anything else
+ends it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from holdfast.default_planner.plan_messages import (
     Offer,
     Sketch,
     Whole,
-    chosen_columns,
-    rows_by_name,
 )
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
+from holdfast.joint_plan import chosen_columns, rows_by_name
 from holdfast.layout_plan import LayoutPlan
 from holdfast.layouts import Layout, Members, layout_of
 from holdfast.local_plan import LocalLeaves
@@ -124,7 +123,7 @@ class SavePlanning:
         columns = self._local.columns
         self._whole = self._writer.prepare_local_plan(plan)
         self._layout = layout_of(self._local, path_mapping(plan.planner_data))
-        if self._layout is None or self._whole is not plan or write_columns(plan.items) is not columns:
+        if self._whole is not plan or write_columns(plan.items) is not columns:
             return self._whole_plan()
         rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
         self._offer = Offer(self._layout.fingerprint, rows, self._name, self._looks, self._host)
@@ -213,7 +212,7 @@ class SavePlanning:
         return _Remembered(
             offer=self._offer,
             token=token,
-            columns=chosen_columns(self._local.columns, choice, token),
+            columns=chosen_columns(self._local.columns, choice.chosen, choice.heads, planning=token),
             groups=groups,
             words=self._words(groups),
             classes=[everyone] if choice.job.classes is None else decode_message(choice.job.classes),

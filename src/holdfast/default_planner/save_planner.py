@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,12 +21,11 @@ from holdfast._torchformat.objects import serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast._values.value_buffer import ValueBuffer
-from holdfast.default_planner.plan_memory import Draft, PlanMemory
 from holdfast.errors import InvalidStateError
 from holdfast.global_plan import plan_together
 from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta, Versions
-from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType, write_columns
+from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -37,9 +36,8 @@ class DefaultSavePlanner(SavePlanner):
         flatten_sharded_tensors: for torch's sake; shards that are themselves sharded are always taken apart.
         dedup_replicated_tensors: for torch's sake; has no effect and warns.
         dedup_save_to_lowest_rank: what several ranks hold is written by the lowest of them, instead of balanced.
-        enable_plan_caching: where a save has the same plans as one before, ranks send none and nothing is planned
-            again; what a subclass does to plans must depend on nothing but the state. Ranks that are given no planner
-            plan by layout, and never plan the same twice.
+        enable_plan_caching: for torch's sake; has no effect. Ranks never plan the same twice, unless a subclass makes
+            plans of its own (``create_local_plan``, ``create_global_plan``, ``finish_plan``).
         replica_check: how ranks compare what they should have in common.
         may_differ: keys, what keys begin with, or patterns of them, whose contents may differ between ranks, as those
             of buffers of modules may: the lowest rank's are saved, and the metadata tells.
@@ -75,13 +73,10 @@ class DefaultSavePlanner(SavePlanner):
         self.is_apart = False
         self.keeps_empty_dicts = True
         self.hosts: np.ndarray | None = None
-        self.kept: dict[object, Any] = {}
         self.mappings: dict[str, Path] = {}
         self.versioned: dict[str, Mapping[Any, Any]] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory_of: dict[str, Memory] = {}
-        self._own_memory = PlanMemory()
-        self._draft: Draft | None = None
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -99,18 +94,14 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf; InvalidStateError for a tensor that has nothing to store."""
-        plan = self._local_plan(self._surveyed(self.replica_check if self.ranks > 1 else "off"))
-        if not self.enable_plan_caching:
-            return plan
-        self._draft = self._memory.draft(write_columns(plan.items), plan)
-        return self._draft.to_send
+        return self._local_plan(self._surveyed(self.replica_check if self.ranks > 1 else "off"))
 
     def survey(self) -> tuple[LocalLeaves, SavePlan] | None:
         """The leaves and their plan, for ranks that compare what they hold by layout, without a look at contents.
 
-        None unless this is the planner that is used when none is given: whoever brings one may want to see plans.
+        None where a subclass makes plans of its own.
         """
-        if type(self) is not WholeSavePlanner:
+        if self._overrides("create_local_plan", "create_global_plan", "finish_plan"):
             return None
         local = self._surveyed("off")
         return local, self._local_plan(local)
@@ -133,26 +124,14 @@ class DefaultSavePlanner(SavePlanner):
         self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
         return self.plan
 
-    @property
-    def _memory(self) -> PlanMemory:
-        """The plans of saves before this one: those of all planners that plan alike, in this group of ranks."""
-        if type(self) is not DefaultSavePlanner or self.ranks == 1:
-            return self._own_memory
-        memory: PlanMemory = self.kept.setdefault(PlanMemory, self._own_memory)
-        return memory
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass, or somebody else, has put something in the place of one of these methods."""
+        return any(
+            getattr(getattr(self, name), "__func__", None) is not vars(DefaultSavePlanner)[name] for name in names
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
-        if self.enable_plan_caching:
-            hosts = None if self.hosts is None else self.hosts.tolist()
-            manner = self.flatten_state_dict, self.dedup_save_to_lowest_rank, self.is_apart, hosts
-            all_plans, metadata = self._memory.plan_once(all_plans, self._plan_together, manner=manner)
-        else:
-            all_plans, metadata = self._plan_together(all_plans)
-        self.global_plan, self.metadata = all_plans, metadata
-        return all_plans, metadata
-
-    def _plan_together(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         all_plans, metadata = plan_together(
             all_plans,
             to_lowest_rank=self.dedup_save_to_lowest_rank,
@@ -160,7 +139,9 @@ class DefaultSavePlanner(SavePlanner):
             hosts=self.hosts,
         )
         # A subclass may have put something else into the plans.
-        return all_plans, self.with_paths(metadata, [self.mappings, *(plan.planner_data for plan in all_plans)])
+        metadata = self.with_paths(metadata, [self.mappings, *(plan.planner_data for plan in all_plans)])
+        self.global_plan, self.metadata = all_plans, metadata
+        return all_plans, metadata
 
     def with_paths(self, metadata: Metadata, planner_data: Iterable[Any]) -> Metadata:
         """``metadata`` with the paths of its keys, as far as the planner's data of the ranks has them."""
@@ -182,10 +163,9 @@ class DefaultSavePlanner(SavePlanner):
         return unusual_versions(self.versioned)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """``new_plan``; where it says that nothing has changed, the plan of the save before."""
-        draft, self._draft = self._draft, None
-        self.plan = new_plan if draft is None else self._memory.finish(draft, new_plan)
-        return self.plan
+        """``new_plan``."""
+        self.plan = new_plan
+        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor or value of ``write_item``, transformed."""
@@ -194,6 +174,20 @@ class DefaultSavePlanner(SavePlanner):
             return data
         chunk = write_item.tensor_data.chunk
         return self._cut(write_item.index.fqn, data, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+
+    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
+        """The same for a row; the item is made only where a subclass may look at it."""
+        if not self._overrides("resolve_data", "lookup_object", "transform_object"):
+            which, _, length, _, is_shard = columns.rows[row]
+            leaf = self.state_dict[columns.keys[which]]
+            if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
+                return leaf.detach() if leaf.requires_grad else leaf
+        return super().resolve_row(columns, row)
+
+    def plain_memory(self) -> Mapping[str, Memory]:
+        """What was found when the leaves were looked at; nothing where a subclass may hand out something else."""
+        hooks = "resolve_row", "resolve_data", "lookup_object", "transform_object"
+        return {} if self._overrides(*hooks) else self._memory_of
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The leaf that ``index`` names, or the piece of it that this rank holds there; override it to save another."""
@@ -230,20 +224,3 @@ class DefaultSavePlanner(SavePlanner):
             return as_tensor(write_item.index.fqn, object)
         tensor: torch.Tensor = object.detach() if object.requires_grad else object
         return tensor
-
-
-@final
-class WholeSavePlanner(DefaultSavePlanner):
-    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
-
-    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
-        """The leaf itself."""
-        which, _, length, _, is_shard = columns.rows[row]
-        leaf = self.state_dict[columns.keys[which]]
-        if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
-            return leaf.detach() if leaf.requires_grad else leaf
-        return super().resolve_row(columns, row)
-
-    def plain_memory(self) -> Mapping[str, Memory]:
-        """What was found when the leaves were looked at."""
-        return self._memory_of

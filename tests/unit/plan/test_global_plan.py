@@ -310,6 +310,12 @@ def test_a_value_twice_in_one_plan_is_refused() -> None:
         plan_together([SavePlan([item, item]), SavePlan([])])
 
 
+def test_a_piece_twice_in_one_plan_of_several_is_refused() -> None:
+    twice = SavePlan([shard("w", [0], [2], [4]), shard("w", [0], [2], [4])])
+    with pytest.raises(InvalidStateError, match="piece of 'w' twice"):
+        plan_together([twice, SavePlan([shard("w", [2], [2], [4])])])
+
+
 def test_nothing_at_all_is_a_plan_too() -> None:
     plans, metadata = plan_together([plan_of({}), plan_of({})])
     assert keys_written(plans) == [[], []]
