@@ -119,7 +119,7 @@ def test_a_rank_busy_with_an_async_save_stops_soon_too(pool: Any, tmp_path: Path
     phase = {"staging": "staging the state", "writing": "writing the checkpoint"}[when]
     for message, seconds in pool.run(2, async_save_while_another_fails, str(tmp_path / "one"), when, timeout_s=60):
         assert message == f"rank 0: {phase} failed: ZeroDivisionError: odd"
-        assert seconds < 4
+        assert seconds < 8  # of ten
     assert list((tmp_path / "one").glob("*")) == []
 
 

@@ -113,8 +113,10 @@ def text_path(path: str | os.PathLike[str]) -> str:
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` as it is now, wherever the process goes; links stay, and so do dots, which may come after one."""
     name = text_path(path)
+    if not name or os.path.isabs(name):
+        return name
     with reporting("find", name):
-        return os.path.join(os.getcwd(), name) if name and not os.path.isabs(name) else name
+        return os.path.join(os.getcwd(), name)
 
 
 def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> Descriptor:
