@@ -24,8 +24,8 @@ from torture.samples import get_ready_to_fork
 
 OPERATIONS = ("save", "async_save", "load")
 WORLD = 2
-_PATIENCE = Patience(progress_s=5.0)
-_LIMIT_S = 40.0
+_PATIENCE = Patience(progress_s=10.0)
+_LIMIT_S = 60.0
 
 
 def interrupt_rank(*, folder: str, operation: str, victim: int, number: int, seed: int) -> Case:
@@ -51,13 +51,13 @@ def interrupt_rank(*, folder: str, operation: str, victim: int, number: int, see
                 stream.write("go\n")
                 stream.flush()
             said = [json.loads(stream.readline()) for stream in streams]
-            place, struck = said[victim]["point"], struck + said[victim]["has_struck"]
+            place, struck = said[victim]["point"] or place, struck + said[victim]["has_struck"]
             wrong = [each["problem"] for each in said if each["problem"]]
             if turn % 2 == 0:  # nobody was interrupted: all is well
-                wrong += [each["error"] for each in said if each["error"]]
+                wrong += [f"rank {rank} after it: {each['error']}" for rank, each in enumerate(said) if each["error"]]
             elif said[victim]["error"] not in (None, "KeyboardInterrupt"):
                 wrong.append(f"another error came: {said[victim]['error']}")
-            elif not (said[1 - victim]["error"] or "CheckpointError").endswith(("CheckpointError", "RankLostError")):
+            elif not said[1 - victim]["is_ours"]:
                 wrong.append(f"the other rank was told {said[1 - victim]['error']}")
             problems += [f"rank {victim} at {place}: {each}" for each in wrong]
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def _act(home: Path, name: str, rank: int, connection: socket.socket, number: in
         for turn, order in enumerate(stream):
             if order != "go\n":
                 return
-            told: dict[str, Any] = {"point": "", "has_struck": False, "error": None, "problem": None}
+            told: dict[str, Any] = {"point": "", "has_struck": False, "error": None, "is_ours": True, "problem": None}
             try:
                 if turn == 0:
                     counted = points_of(lambda: operation.run(place))
@@ -98,11 +98,11 @@ def _act(home: Path, name: str, rank: int, connection: socket.socket, number: in
                 else:
                     operation.run(place)
             except KeyboardInterrupt:
-                told["error"], told["has_struck"] = "KeyboardInterrupt", True
+                told["error"], told["has_struck"], told["is_ours"] = "KeyboardInterrupt", True, False
             except holdfast.CheckpointError as error:
-                told["error"] = f"{type(error).__mro__[-4].__name__}" if turn % 2 else f"{error}"
+                told["error"] = f"{type(error).__name__}: {error}"
             except BaseException as error:
-                told["error"] = "".join(traceback.format_exception(error))[-1500:]
+                told["error"], told["is_ours"] = "".join(traceback.format_exception(error))[-1500:], False
             holdfast.release()
             if turn == 2:
                 standing = Standing(place, operation)

@@ -110,8 +110,10 @@ class Interruption:
                 raise KeyboardInterrupt
             return None
         if self._before == -1:
-            self._is_call = dis.opname[code.co_code[point.offset]].startswith("CALL")
             offsets = [instruction.offset for instruction in dis.get_instructions(code)]
+            if point.offset not in offsets:
+                return None  # two on one line have one name
+            self._is_call = dis.opname[code.co_code[point.offset]].startswith("CALL")
             self._before = offsets[offsets.index(point.offset) - self._is_call]
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step

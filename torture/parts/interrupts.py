@@ -35,7 +35,7 @@ NAME = "interrupts"
 _LIMIT_S = 30.0
 _POINTS = 7_200
 _SIGNALS = 600
-_RANK_POINTS = 40
+_RANK_POINTS = 30
 _TOGETHER = 60
 # Where things are held. The rest of the package only computes: a sample will do.
 _HOLDING = (
