@@ -235,6 +235,8 @@ class Standing:
             return f"descriptors are left: {more}"
         if not gc.isenabled() or collector._holders:
             return f"the collector is held by {collector._holders}, enabled: {gc.isenabled()}"
+        if not torch.is_grad_enabled():
+            return "gradients are not recorded any more"
         if TURNS._current is not None:
             return f"a turn is left: {TURNS._current.phase}"
         if posix._underway:

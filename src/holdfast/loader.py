@@ -28,6 +28,7 @@ from holdfast._native.together import open_together
 from holdfast._native.values import decode_value
 from holdfast._state.collector import collector_paused
 from holdfast._state.exposure import Owners, expose, hand_back
+from holdfast._state.modes import grad_mode
 from holdfast._state.paths import restorable_paths, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._state.versions import add_versions, tell_versions
@@ -406,7 +407,8 @@ class _Loading:
 
     def _read(self) -> None:
         self.plan = self._planner.finish_plan(self.plan)
-        with torch.no_grad():
+        as_before = grad_mode()
+        with as_before, as_before, torch.no_grad():
             self._reader.read_data(self.plan, self._planner).wait()
             if isinstance(self._planner, DefaultLoadPlanner) and self._planner.ties:
                 if isinstance(self._reader, NativeReader):

@@ -38,6 +38,7 @@ def nothing_left() -> Iterator[None]:
     yield
     holdfast.release()
     assert gc.isenabled()
+    assert torch.is_grad_enabled()
     assert set(threading.enumerate()) <= threads
     assert open_descriptors() == descriptors
 

@@ -24,6 +24,7 @@ from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 from holdfast._plan.ranges import coalesce
+from holdfast._state.modes import cuda_stream
 from holdfast._state.raw import move
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast.errors import CorruptError, InternalError
@@ -390,6 +391,9 @@ class SegmentJob(Generic[TargetT]):
         with ExitStack() as stack:
             for stream in filter(None, streams):
                 stack.callback(stream.synchronize)
+                as_before = cuda_stream(stream.device)
+                stack.enter_context(as_before)
+                stack.enter_context(as_before)
                 stack.enter_context(torch.cuda.stream(stream))
             self._copy(slab, base)
         self._fetch.done(self._boxes)

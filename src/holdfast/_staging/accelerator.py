@@ -18,6 +18,7 @@ import torch
 
 from holdfast._io import pinning
 from holdfast._native.image import Copy
+from holdfast._state.modes import cuda_stream
 from holdfast._state.raw import ScatteredSource, Source
 from holdfast.errors import StorageError
 
@@ -163,8 +164,9 @@ class _DeviceCopies:
         return True
 
     def issue(self, target: torch.Tensor) -> None:
+        as_before = cuda_stream(self.device)
         # A thread starts on device 0; without this it would get a context there.
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        with as_before, as_before, torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             self.stream.wait_event(self.ready)
             for copy in self.copies:
                 assert isinstance(copy.source, ScatteredSource)
