@@ -31,11 +31,12 @@ def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
         dial = rendezvous.caller(partial(_find, place), rank=rank, name=0)
         channel = Channel(rank=rank, names=range(world), dial=dial)
 
-    def participants(*args: object, call: str, place: object = None, **kwargs: object) -> ChannelRanks:
-        key = f"{call} {place}"
-        return ChannelRanks(channel, key=key, encode=encode_message, decode=decode_message, patience=patience)
+    make = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message)
 
-    with participants(call="meet") as ranks:  # so that what happens later happens to ranks that know each other
+    def participants(*args: object, call: str, place: object = None, **kwargs: object) -> ChannelRanks:
+        return make(key=f"{call} {place}", patience=patience)
+
+    with make(key="meet", patience=Patience()) as ranks:  # what happens later happens to ranks that know each other
         ranks.share("meeting", lambda: None, lambda parts: None)
     for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
         setattr(importlib.import_module(name), "participants", participants)  # noqa: B010
