@@ -61,7 +61,7 @@ def test_a_pending_save_is_abandoned_cleanly_when_that_is_wanted(tmp_path: Path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "False"
     assert "abandoned" in ended.stderr
-    assert list((tmp_path / "checkpoint").iterdir()) == []
+    assert list((tmp_path / "checkpoint").glob("*")) == []
 
 
 LATE = """
@@ -113,7 +113,7 @@ def test_the_process_removes_what_it_was_writing_when_its_parent_is_killed(tmp_p
         assert parent.wait(30) == -9
         os.kill(number, signal.SIGCONT)
         assert parent.stdout.read() == ""  # it has the parent's standard output, which ends when both are gone
-    assert list((tmp_path / "checkpoint").iterdir()) == []
+    assert list((tmp_path / "checkpoint").glob("*")) == []
 
 
 def test_the_process_loads_no_torch(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_the_leader_shares_reaches_everyone() -> None:
         link.close()
     for visit in visits:
         visit.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("missing", ["memfd_create", "pipe2"])
