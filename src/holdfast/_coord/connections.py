@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from holdfast._coord.wire import HELLO, MAGIC, Assembler
 from holdfast._values.forks import forget_in_child
+from holdfast._values.threads import start_thread
 
 if TYPE_CHECKING:
     from holdfast._coord.channel import Channel
@@ -106,7 +107,7 @@ class Connections:
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         forget_in_child(self)
         self._thread = threading.Thread(target=self._run, name="holdfast-channel", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def add(self, rank: int, connection: socket.socket) -> None:
         """Use a connection to ``rank`` from now on."""

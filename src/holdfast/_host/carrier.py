@@ -27,6 +27,7 @@ from holdfast._host.exchange import Exchange
 from holdfast._plan.host_reads import CommonReads
 from holdfast._values.deadline import Clock
 from holdfast._values.forks import forget_in_child
+from holdfast._values.threads import start_thread
 from holdfast.errors import InternalError, RankLostError
 
 _HEADER = struct.Struct("<4sIQQ")
@@ -134,7 +135,7 @@ class Carrier:
             self._awaited[number] = read
             self._by_host[int(freight.job.reader[number])].owes += 1
         self._thread = threading.Thread(target=self._run, name="holdfast-carrier", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def check(self) -> None:
         """Raise what the carrier has failed with; any thread."""

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, NoReturn, TypeVar
 
 from holdfast._values.forks import forget_in_child
+from holdfast._values.threads import start_thread
 from holdfast.errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -191,7 +192,7 @@ class _Crew:
             work, name = partial(_work, self._to_do, self._done, self._failures), f"holdfast-io-{len(self._threads)}"
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
             try:
-                self._threads[-1].start()
+                start_thread(self._threads[-1])
             except RuntimeError:
                 # An interpreter that shuts down starts no threads, and a save at exit still has to work.
                 self._threads.pop()

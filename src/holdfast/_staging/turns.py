@@ -18,6 +18,7 @@ from holdfast._staging.memory import HostMemory
 from holdfast._staging.process import WriterProcess
 from holdfast._values.ending import Ending
 from holdfast._values.forks import forget_in_child
+from holdfast._values.threads import start_thread
 from holdfast.errors import BusyError
 
 logger = logging.getLogger("holdfast")
@@ -43,7 +44,7 @@ class Background:
     def get_ready(self) -> None:
         """Start the thread."""
         if not interpreter_ends():
-            threading.Thread(target=_do_first, args=(self._to_do,), name="holdfast-save", daemon=False).start()
+            start_thread(threading.Thread(target=_do_first, args=(self._to_do,), name="holdfast-save", daemon=False))
             self._is_started = True
 
     def start(self, work: Callable[[], None]) -> None:
