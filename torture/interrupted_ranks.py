@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import socket
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ OPERATIONS = ("save", "async_save", "load")
 WORLD = 2
 _PATIENCE = Patience(progress_s=10.0)
 _LIMIT_S = 60.0
+_HEAD_START_S = 0.1
 
 
 def interrupt_rank(*, folder: str, operation: str, victim: int, number: int, seed: int) -> Case:
@@ -47,9 +49,10 @@ def interrupt_rank(*, folder: str, operation: str, victim: int, number: int, see
     try:
         place = ""
         for turn in range(2 * number + 1):
-            for stream in streams:
-                stream.write("go\n")
-                stream.flush()
+            for rank in (1 - victim, victim):
+                streams[rank].write("go\n")
+                streams[rank].flush()
+                time.sleep(_HEAD_START_S)  # else it may come when all is over, and wait for nobody until its deadline
             said = [json.loads(stream.readline()) for stream in streams]
             place, struck = said[victim]["point"] or place, struck + said[victim]["has_struck"]
             wrong = [each["problem"] for each in said if each["problem"]]
