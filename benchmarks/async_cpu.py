@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 from disk import empty_folder, huge_pages, require_space, write_raw
-from holdfast.async_saver import AsyncCheckpointerType, async_save, prewarm, release
+from holdfast._async_saver import AsyncCheckpointerType, async_save, prewarm, release
 from machine import describe_machine
 from states import State, large_shapes, random_state
 

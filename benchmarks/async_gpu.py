@@ -37,7 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 import holdfast
 from disk import empty_folder, prepare_raw, require_space, write_raw
-from holdfast.async_saver import AsyncCheckpointerType, AsyncSave, async_save, prewarm, release
+from holdfast._async_saver import AsyncCheckpointerType, AsyncSave, async_save, prewarm, release
 from machine import describe_machine
 from states import (
     Shapes,

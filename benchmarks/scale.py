@@ -30,8 +30,8 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 from holdfast._native.catalog import read_catalog
-from holdfast._torchformat.messages import encode_message
-from holdfast.default_planner.plan_messages import Named
+from holdfast._save_plan.coordinator import Named
+from holdfast._torch_codec.pickles import encode_message
 from machine import describe_machine
 from scale_ranks import Crew, Play, decide_seconds, fake_group, rank_seconds, read_plan_seconds, reports_of, sizes_of
 from scale_torch import measure_torch

@@ -21,20 +21,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast._native.report import ShortReport, WrittenFile
 from holdfast._native.writer import NativeWriter
-from holdfast._plan.layout import rows_digest
-from holdfast._state.collector import collector_paused
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._plan.shares import rows_digest
+from holdfast._save_plan.coordinator import Asked, Coordinator, Final, Named, Offer, Outcome, said_first
+from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, Members, described
+from holdfast._save_plan.local import properties_of
+from holdfast._save_plan.rounds import SavePlanning
+from holdfast._save_plan.together import chosen_columns
+from holdfast._state.modes import collector_paused
+from holdfast._torch_codec.pickles import decode_message, encode_message
+from holdfast._values.box import Split
 from holdfast._values.digest import block_counts, name_words
 from holdfast._values.lazy import LazyList
-from holdfast._values.splits import Split
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from holdfast.default_planner.plan_coordinator import Coordinator, Outcome
-from holdfast.default_planner.plan_messages import Asked, Final, Named, Offer, said_first
-from holdfast.default_planner.planning import SavePlanning
-from holdfast.joint_plan import chosen_columns
-from holdfast.layout_plan import LayoutPlan
-from holdfast.layouts import WHOLE, Layout, Members, described
-from holdfast.local_plan import properties_of
 from holdfast.metadata import Metadata
 from holdfast.planner import TensorHead, WriteColumns
 

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import holdfast
 from disk import cache_dropping, drop_caches, empty_folder, read_through_cache, require_space
-from holdfast._filesystem.reader import FileSystemReader
-from holdfast.detect import reader_for
+from holdfast._checkpoint import reader_for
+from holdfast._torch_format.reader import FileSystemReader
 from machine import describe_machine
 from shards import local_parts, sharded_state, sharded_target
 from states import Shapes, State, byte_count, clear, different_keys, large_shapes, small_shapes

@@ -27,8 +27,8 @@ from holdfast._native.header import decode_header, encode_header
 from holdfast._native.index import INDEX_METADATA, check_index, decode_index, encode_index
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast._native.values import decode_value_bytes, encode_value_bytes
-from holdfast._torchformat.archive import find_tensor
-from holdfast._torchformat.unpickling import decode_metadata
+from holdfast._torch_codec.archive import find_tensor
+from holdfast._torch_codec.metadata_file import decode_metadata
 from torture import hostile_torch
 from torture.forge import COLUMNS, index_bytes, sealed
 from torture.samples import save, small_state

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast._coord import rendezvous
-from holdfast._coord.channel import Channel
-from holdfast._coord.channel_ranks import ChannelRanks
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._ranks import rendezvous
+from holdfast._ranks.channel import Channel
+from holdfast._ranks.channel_ranks import ChannelRanks
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Patience
 
 
@@ -38,7 +38,7 @@ def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
 
     with make(key="meet", patience=Patience()) as ranks:  # what happens later happens to ranks that know each other
         ranks.share("meeting", lambda: None, lambda parts: None)
-    for name in ("holdfast.saver", "holdfast.async_saver", "holdfast.loader"):
+    for name in ("holdfast._saver", "holdfast._async_saver", "holdfast._loader"):
         setattr(importlib.import_module(name), "participants", participants)  # noqa: B010
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._io import posix
 from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
-from holdfast._staging.turns import TURNS
-from holdfast._state import collector
+from holdfast._staging.one_at_a_time import TURNS
+from holdfast._state import modes as collector
+from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast.interop.conversions import convert
 from torture import saves
 

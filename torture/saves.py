@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast._io.buffers import SLAB_BYTES
-from holdfast.async_saver import AsyncCheckpointerType, async_save
+from holdfast._async_saver import AsyncCheckpointerType, async_save
+from holdfast._io.memory import SLAB_BYTES
 
 MODES = ("fresh", "fresh, may overwrite", "replacing")
 ASYNC_MODES = ("async, fresh", "async, replacing")

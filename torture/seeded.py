@@ -168,7 +168,7 @@ BY_HAND = (
     # Children.
     Bug(
         name="a child ends the saves of its parent",
-        file="_native/attempt.py",
+        file="_native/publish.py",
         text="        self._is_inherited = True\n",
         replacement="        pass\n",
         tests=_FORKS,
@@ -182,7 +182,7 @@ BY_HAND = (
     ),
     Bug(
         name="a child writes to the memory of its parent",
-        file="_values/forks.py",
+        file="_process.py",
         text="    _inherited[id(holder)] = holder",
         replacement="    pass",
         tests=_FORKS,
@@ -190,14 +190,14 @@ BY_HAND = (
     # One format in the place of the other.
     Bug(
         name="no note about two formats",
-        file="_native/formats.py",
+        file="_native/publish.py",
         text="        posix.write_new(self.note, _note(self._own, digests))\n",
         replacement="        pass\n",
         tests=_FORMATS,
     ),
     Bug(
         name="files of the other format removed before its head",
-        file="_native/formats.py",
+        file="_native/publish.py",
         text="        for head in self._heads:\n",
         replacement="        for name in self._files:\n            posix.remove(os.path.join(self._directory, name))\n"
         "        for head in self._heads:\n",
@@ -205,21 +205,21 @@ BY_HAND = (
     ),
     Bug(
         name="the other format is left where it is",
-        file="_native/formats.py",
+        file="_native/publish.py",
         text="        if not self._heads:\n",
         replacement="        if True:\n",
         tests=_FORMATS,
     ),
     Bug(
         name="the native format counts, whatever is beside it",
-        file="_native/formats.py",
+        file="_native/publish.py",
         text="        if len(found) < 2:\n",
         replacement="        if True:\n",
         tests=_FORMATS,
     ),
     Bug(
         name="savers publish without taking turns",
-        file="_native/formats.py",
+        file="_native/publish.py",
         text="        self._is_alone = self._lock.acquire()\n",
         replacement="        self._is_alone = True\n",
         tests=_FORMATS,
@@ -227,14 +227,14 @@ BY_HAND = (
     # Interrupts.
     Bug(
         name="what was opened is kept in a second step",
-        file="_io/descriptor.py",
+        file="_process.py",
         text="    return next(map(OpenDescriptor, opening))\n",
         replacement="    number = next(opening)\n    return OpenDescriptor(number)\n",
         tests=_INTERRUPTS,
     ),
     Bug(
         name="the collector's pause is ended once",
-        file="_state/collector.py",
+        file="_state/modes.py",
         text="        finally:\n            pause.end()\n",
         replacement="        finally:\n            pass\n",
         tests=_INTERRUPTS,
@@ -263,21 +263,21 @@ BY_HAND = (
     ),
     Bug(
         name="blocks read from the page cache are not verified",
-        file="_native/segments.py",
+        file="_engine/read.py",
         text="is_intact(self._boxes[place], start, view, expected):\n",
         replacement="is_intact(self._boxes[place], start, view, expected) and False:\n",
         tests=(*_DAMAGE, "tests/unit/native/test_fetch.py"),
     ),
     Bug(
         name="blocks read through a slab are not verified",
-        file="_native/segments.py",
+        file="_engine/read.py",
         text="is_intact(self._boxes[place], start, view[at : at + nbytes], expected):\n",
         replacement="is_intact(self._boxes[place], start, view[at : at + nbytes], expected) and False:\n",
         tests=(*_DAMAGE, "tests/unit/native/test_fetch.py", "tests/unit/test_checkpoint_open.py"),
     ),
     Bug(
         name="blocks moved to plain memory are not verified",
-        file="_native/segments.py",
+        file="_engine/read.py",
         text="is_intact(box, start, view[at : at + nbytes], wanted):\n",
         replacement="is_intact(box, start, view[at : at + nbytes], wanted) and False:\n",
         tests=(*_DAMAGE, "tests/unit/native/test_fetch.py"),
@@ -299,7 +299,7 @@ BY_HAND = (
     ),
     Bug(
         name="the plan of a save is not checked to tile",
-        file="global_plan.py",
+        file="_save_plan/from_plans.py",
         text="    _check_tiling(rows, heads)\n",
         replacement="",
         tests=("tests/unit/plan/test_global_plan.py",),
@@ -313,35 +313,35 @@ BY_HAND = (
     ),
     Bug(
         name="replicas are not compared",
-        file="global_plan.py",
+        file="_save_plan/from_plans.py",
         text="    looked = np.flatnonzero(said)\n",
         replacement="    looked = np.flatnonzero(said)[:0]\n",
         tests=("tests/unit/plan/test_global_plan.py",),
     ),
     Bug(
         name="keys may take any time",
-        file="_values/effort.py",
+        file="_values/deadline.py",
         text="        if self._left_s < 0:\n",
         replacement="        if False:\n",
         tests=("tests/unit/values/test_effort.py",),
     ),
     Bug(
         name="one key after the other is allowed the time of many",
-        file="_values/effort.py",
+        file="_values/deadline.py",
         text="            self.count(len(some) * KEY_S)\n",
         replacement="            self.count(_STEP * KEY_S)\n",
         tests=("tests/unit/values/test_effort.py",),
     ),
     Bug(
         name="containers may be in any number of places",
-        file="_state/containers.py",
+        file="_state/nested.py",
         text="        if total > MAX_REPEATED_ENTRIES and total > MAX_REPETITION * self._entries:\n",
         replacement="        if False:\n",
         tests=("tests/unit/state/test_containers.py",),
     ),
     Bug(
         name="what may differ is written by several ranks",
-        file="joint_plan.py",
+        file="_save_plan/together.py",
         text="            if not to_lowest_rank and self.keys[number] not in self.lenient and ",
         replacement="            if not to_lowest_rank and ",
         tests=("tests/unit/plan/test_global_plan.py",),
@@ -355,14 +355,14 @@ BY_HAND = (
     ),
     Bug(
         name="autograd is not told of what is loaded",
-        file="_state/raw.py",
+        file="_state/tensor_bytes.py",
         text="        torch.autograd.graph.increment_version(tensor)\n",
         replacement="",
         tests=("tests/unit/test_save_load_autograd.py",),
     ),
     Bug(
         name="modules are not told with which versions was saved",
-        file="loader.py",
+        file="_loader.py",
         text="        loading.tell_versions(report)\n",
         replacement="",
         tests=("tests/unit/test_save_load_versions.py",),
@@ -377,14 +377,14 @@ BY_HAND = (
     # The state of optimizers that have none yet.
     Bug(
         name="state of a sharded parameter made whole",
-        file="default_planner/empty_containers.py",
+        file="default_planner/empty_targets.py",
         text="parameter.device if name in others else parameter for",
         replacement="parameter.device for",
         tests=("tests/distributed/test_fresh_optimizers.py::test_each_rank_reads_its_shard_alone",),
     ),
     Bug(
         name="what cannot be placed passed over",
-        file="default_planner/empty_containers.py",
+        file="default_planner/empty_targets.py",
         text="            refused.append(",
         replacement="            str(",
         tests=("tests/unit/test_empty_containers.py",),
@@ -405,7 +405,7 @@ CHECKED = {
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
     "_native/publish.py": (*_PUBLISH, "tests/faults/test_storage_failures.py"),
-    "global_plan.py": ("tests/unit/plan/test_global_plan.py", "tests/unit/plan/test_local_plan.py"),
+    "_save_plan/from_plans.py": ("tests/unit/plan/test_global_plan.py", "tests/unit/plan/test_local_plan.py"),
 }
 """The files whose checks are turned off one after the other, and the tests that have to notice."""
 

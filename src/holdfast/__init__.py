@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from holdfast._native.reader import NativeReader
-from holdfast._native.writer import NativeWriter
-from holdfast._version import __version__
-from holdfast.async_saver import (
+from holdfast._async_saver import (
     AsyncCheckpointerType,
     AsyncSave,
     AsyncSaveResponse,
@@ -19,7 +16,12 @@ from holdfast.async_saver import (
     prewarm,
     release,
 )
-from holdfast.checkpoint import Checkpoint, StoredTensor, open
+from holdfast._checkpoint import Checkpoint, StoredTensor, open
+from holdfast._loader import LoadReport, load
+from holdfast._native.reader import NativeReader
+from holdfast._native.writer import NativeWriter
+from holdfast._saver import save
+from holdfast._version import __version__
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
     AlreadyPublishedError,
@@ -40,7 +42,6 @@ from holdfast.errors import (
     UnsupportedVersionError,
 )
 from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
-from holdfast.loader import LoadReport, load
 from holdfast.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -62,7 +63,6 @@ from holdfast.planner import (
     WriteItem,
     WriteItemType,
 )
-from holdfast.saver import save
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from holdfast.state_dict_loader import load_state_dict
 from holdfast.state_dict_saver import save_state_dict

@@ -1,5 +1,5 @@
 """torch's format at URLs, under the name that torch.distributed.checkpoint has for the module."""
 
-from holdfast._filesystem.remote import FsspecReader, FsspecWriter
+from holdfast._torch_format.remote import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from holdfast._filesystem.base import FileSystem, FileSystemBase
-from holdfast._filesystem.items import _item_size, _split_by_size_and_type
-from holdfast._filesystem.loaders import _OverlappingCpuLoader, _SerialCpuLoader, _TensorLoader
-from holdfast._filesystem.reader import FileSystemReader
-from holdfast._filesystem.stream_packer import _StorageWriterTransforms
-from holdfast._filesystem.writer import FileSystemWriter, SerializationFormat, _FileSystemWriter, _generate_uuid
-from holdfast._torchformat.pickling import CURRENT_DCP_VERSION
-from holdfast._torchformat.places import DATA_SUFFIX as DEFAULT_SUFFIX
-from holdfast._torchformat.places import METADATA_NAME as _metadata_fn
-from holdfast._torchformat.places import StorageInfo as _StorageInfo
-from holdfast._torchformat.places import StoragePrefix as _StoragePrefix
+from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
+from holdfast._torch_codec.metadata_file import DATA_SUFFIX as DEFAULT_SUFFIX
+from holdfast._torch_codec.metadata_file import METADATA_NAME as _metadata_fn
+from holdfast._torch_codec.metadata_file import StorageInfo as _StorageInfo
+from holdfast._torch_codec.metadata_file import StoragePrefix as _StoragePrefix
+from holdfast._torch_format.file_systems import FileSystem, FileSystemBase
+from holdfast._torch_format.items import _item_size, _split_by_size_and_type
+from holdfast._torch_format.reader import FileSystemReader
+from holdfast._torch_format.streams import (
+    _OverlappingCpuLoader,
+    _SerialCpuLoader,
+    _StorageWriterTransforms,
+    _TensorLoader,
+)
+from holdfast._torch_format.writer import FileSystemWriter, SerializationFormat, _FileSystemWriter, _generate_uuid
 
 __all__ = [
     "CURRENT_DCP_VERSION",

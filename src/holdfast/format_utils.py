@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from holdfast._state.paths import flatten
+from holdfast._state.nested import flatten
 from holdfast._state.pieces import is_sharded, pieces_of
 from holdfast._state.tensors import empty_tensor
-from holdfast._torchformat.objects import serialize_object
+from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box
-from holdfast._values.value_buffer import ValueBuffer
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CheckpointError, Difference, InternalError, MismatchError
 from holdfast.interop.conversions import convert
@@ -37,7 +36,7 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from holdfast.storage import StorageReader
+from holdfast.storage import StorageReader, ValueBuffer
 from holdfast.utils import _DistWrapper
 
 __all__ = [

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from holdfast._plan.coverage import check_coverage
-from holdfast._plan.overlap import Overlap, overlap
-from holdfast._state.paths import flatten, set_element
+from holdfast._plan.reads import Overlap, overlap
+from holdfast._save_plan.local import LocalLeaves
+from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
-from holdfast._values.dtypes import DTYPES
-from holdfast._values.limits import MAX_DIMENSIONS
+from holdfast._values.dtypes import DTYPES, MAX_DIMENSIONS
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
-from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

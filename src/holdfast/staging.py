@@ -15,13 +15,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from holdfast._native.image import Copy
-from holdfast._staging.accelerator import CUDA
+from holdfast._native.file_layout import Copy
+from holdfast._process import forget_in_child
 from holdfast._staging.copies import Mode, Staging
-from holdfast._staging.memory import HostMemory, Region
-from holdfast._state.paths import tuple_like
-from holdfast._state.raw import source_of
-from holdfast._values.forks import forget_in_child
+from holdfast._staging.memory import CUDA, HostMemory, Region
+from holdfast._state.nested import tuple_like
+from holdfast._state.tensor_bytes import source_of
 from holdfast.metadata import STATE_DICT_TYPE
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from holdfast._loader import load, load_with, load_without_target, reader_at
+from holdfast._ranks.rendezvous import participants
 from holdfast.default_planner import WholeLoadPlanner
-from holdfast.loader import load, load_with, load_without_target, reader_at
-from holdfast.participants import participants
 from holdfast.planner import LoadPlanner
 from holdfast.storage import StorageReader
 

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from holdfast.async_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from holdfast._async_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from holdfast._ranks.rendezvous import participants
+from holdfast._saver import save, save_with
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
-from holdfast.participants import participants
 from holdfast.planner import SavePlanner
-from holdfast.saver import save, save_with
 from holdfast.storage import StorageWriter
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from holdfast._coord.failures import Failure, combine, describe, pack, unpack
+from holdfast._ranks.ranks import Failure, combine, describe, pack, unpack
 from holdfast._state.pieces import is_sharded, piece_at, pieces_of
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.errors import RankDisagreementError
 from holdfast.metadata import STATE_DICT_TYPE, MetadataIndex
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "holdfast"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 RUNS_CODE_FROM_FILES = ("pickle", "torch.distributed.checkpoint", "torch.save", "torch.load", "torch.serialization")
-MAY_RUN_CODE = ("_torchformat", "interop")
+MAY_RUN_CODE = ("_torch_codec", "_torch_classes", "interop")
 ARE_TORCHS_OWN = ("state_dict", "optimizer")  # names of torch's that stand for torch's, and nothing else
 FILE_SYSTEM_VERBS = (
     "open read write pread pwrite preadv pwritev rename replace link symlink unlink remove mkdir makedirs rmdir"
@@ -46,7 +46,7 @@ def uses(source: str, forbidden: tuple[str, ...]) -> set[str]:
 
 
 def top_part(path: Path) -> str:
-    """``_native`` for holdfast/_native/writer.py, ``saver`` for holdfast/saver.py."""
+    """``_native`` for holdfast/_native/writer.py, ``saver`` for holdfast/_saver.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -68,10 +68,7 @@ def test_only_torchs_codec_may_run_code_from_files(path: Path) -> None:
         assert uses(source, RUNS_CODE_FROM_FILES) == set()
 
 
-# All use forks.py; threads.py is for all who start one.
-PURE = [
-    path for path in MODULES if top_part(path) in ("_values", "_plan") and path.name not in ("forks.py", "threads.py")
-]
+PURE = [path for path in MODULES if top_part(path) in ("_values", "_plan")]
 
 
 @pytest.mark.parametrize("path", PURE, ids=relative)

@@ -107,7 +107,7 @@ def test_nothing_else_is_public_but_modules() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["checkpoint", "default_planner", "errors", "loader", "metadata", "planner", "saver", "stateful", "storage"],
+    ["_checkpoint", "default_planner", "errors", "_loader", "metadata", "planner", "_saver", "stateful", "storage"],
 )
 def test_the_names_of_each_module_are_sorted_and_there(module: str) -> None:
     imported = importlib.import_module(f"holdfast.{module}")

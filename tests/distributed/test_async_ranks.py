@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
-from holdfast._native.image_files import ImageFiles
-from holdfast._staging.turns import TURNS
-from holdfast.async_saver import AsyncCheckpointerType, async_save, prewarm, release
+from holdfast._async_saver import AsyncCheckpointerType, async_save, prewarm, release
+from holdfast._engine.write import ImageFiles
+from holdfast._staging.one_at_a_time import TURNS
 from holdfast.errors import BusyError, StorageError
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast._coord import rendezvous
-from holdfast._coord.channel_ranks import ChannelRanks
-from holdfast._coord.rendezvous import connect
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._ranks import rendezvous
+from holdfast._ranks.channel_ranks import ChannelRanks
+from holdfast._ranks.rendezvous import connect
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Patience
 from holdfast.errors import CheckpointError, RankLostError, StorageError
 

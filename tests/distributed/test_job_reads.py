@@ -27,11 +27,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import holdfast
 from holdfast import CheckpointError
-from holdfast._host import carrier, meeting, network
 from holdfast._io.direct import InputFile
-from holdfast._native import shared_fetch
-from holdfast._plan import job_reads
-from holdfast.participants import participants
+from holdfast._native import fetch as shared_fetch
+from holdfast._plan import shared_reads as job_reads
+from holdfast._ranks import carrier, meeting
+from holdfast._ranks import meeting as network
+from holdfast._ranks.rendezvous import participants
 
 if TYPE_CHECKING:
     from pool import Pool
@@ -238,7 +239,7 @@ def load_where_connecting_breaks(path: str, places: list[str]) -> list[int]:
         with (
             nothing_is_left(),
             hosts_of(1),
-            mock.patch("holdfast._native.together._CONNECT_S", 1.0),
+            mock.patch("holdfast._native.opening._CONNECT_S", 1.0),
             mock.patch.object(*where_to_patch[where], refuse) if is_here else contextlib.nullcontext(),
         ):
             read.append(holdfast.load(target, path, share="job").bytes_read)

@@ -18,9 +18,9 @@ from torch.futures import Future
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, SavePlan, WriteItem, WriteResult
-from holdfast.default_planner.plan_messages import Named
-from holdfast.default_planner.plan_messages import said_first as said_first_part
-from holdfast.default_planner.planning import SavePlanning
+from holdfast._save_plan.coordinator import Named
+from holdfast._save_plan.coordinator import said_first as said_first_part
+from holdfast._save_plan.rounds import SavePlanning
 
 if TYPE_CHECKING:
     from pool import Pool

@@ -24,12 +24,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
-from holdfast import NativeWriter, saver
-from holdfast._coord.channel_ranks import ChannelRanks
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast import NativeWriter
+from holdfast import _saver as saver
+from holdfast._ranks.channel_ranks import ChannelRanks
+from holdfast._save_plan.coordinator import Asked, Final
+from holdfast._save_plan.rounds import SavePlanning
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.default_planner import DefaultSavePlanner
-from holdfast.default_planner.plan_messages import Asked, Final
-from holdfast.default_planner.planning import SavePlanning
 
 if TYPE_CHECKING:
     from pool import Pool

@@ -25,10 +25,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import holdfast
 from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
-from holdfast._host import meeting
+from holdfast._engine import read as segments
 from holdfast._io import sharing
 from holdfast._io.direct import InputFile
-from holdfast._native import segments
+from holdfast._ranks import meeting
 
 if TYPE_CHECKING:
     from pool import Pool

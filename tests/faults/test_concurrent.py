@@ -209,7 +209,7 @@ def test_a_published_checkpoint_is_refused_before_anything_is_written(
 def two_files(path: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of two data files, each with one tensor."""
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast._native.work._MOST_HEADER_BYTES", 1)
+        patch.setattr("holdfast._native.file_layout._MOST_HEADER_BYTES", 1)
         patch.setattr("holdfast._native.packer.DataFile.takes", lambda file, chunk: not file.entries)
         holdfast.save({"a": torch.full((3000,), version), "b": torch.full((3000,), version)}, path)
 

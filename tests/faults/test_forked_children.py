@@ -19,16 +19,17 @@ import torch
 
 import holdfast
 from holdfast import AsyncCheckpointerType
-from holdfast._io import locks, mapping, posix
-from holdfast._io.descriptor import Descriptor
+from holdfast import _process as forks
+from holdfast._engine.write import ImageFiles
+from holdfast._io import locks, posix
+from holdfast._io import memory as mapping
 from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import run_ahead, run_bounded
-from holdfast._native.image_files import ImageFiles
+from holdfast._process import Descriptor
+from holdfast._ranks.rendezvous import participants
+from holdfast._staging.one_at_a_time import TURNS
 from holdfast._staging.process import ProcessOutput
-from holdfast._staging.turns import TURNS
-from holdfast._state import collector
-from holdfast._values import forks
-from holdfast.participants import participants
+from holdfast._state import modes as collector
 from holdfast.staging import DefaultStager
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -106,7 +107,7 @@ NORMAL_EXIT = """
 import os, sys, threading
 import torch
 import holdfast
-from holdfast._native.image_files import ImageFiles
+from holdfast._engine.write import ImageFiles
 from holdfast._staging.process import ProcessOutput
 
 torch.set_num_threads(1)

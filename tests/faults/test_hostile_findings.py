@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
-from holdfast._filesystem.base import local_path
 from holdfast._state.tensors import empty_quantized, empty_tensor
-from holdfast._torchformat.objects import deserialize_object
+from holdfast._torch_codec.pickles import deserialize_object
+from holdfast._torch_format.file_systems import local_path
 from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -58,7 +58,7 @@ def test_all_files_are_looked_at_before_there_is_room_for_them(
     file.unlink() if kind != "cut" else os.truncate(file, 100)
     if kind == "directory":
         file.mkdir()
-    monkeypatch.setattr("holdfast.loader.empty_state", lambda *args: pytest.fail("there is room already"))
+    monkeypatch.setattr("holdfast._loader.empty_state", lambda *args: pytest.fail("there is room already"))
     with pytest.raises(holdfast.CorruptError) as caught:
         holdfast.load(path)
     assert caught.value.path == str(file)

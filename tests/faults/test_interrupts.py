@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast._native.packer import Packer
 from holdfast._native.sweep import sweep
-from holdfast._staging.turns import TURNS
+from holdfast._staging.one_at_a_time import TURNS
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
@@ -82,8 +82,8 @@ def test_a_save_leaves_no_file_and_no_lock(tmp_path: Path, way: str) -> None:
         else:
             holdfast.async_save(STATE, tmp_path).result()
 
-    files = ("_io/", "_native/publish.py", "_native/writer.py", "_native/attempt.py", "_native/packer.py", "saver.py")
-    assert interrupt_everywhere(save, *files, "async_saver.py", "_staging/", "_state/collector.py") > 200
+    files = ("_io/", "_native/publish.py", "_native/writer.py", "_native/publish.py", "_native/packer.py", "_saver.py")
+    assert interrupt_everywhere(save, *files, "_async_saver.py", "_staging/", "_state/modes.py") > 200
     TURNS.settle()
     assert len(names(tmp_path)) == 3
     assert not sweep(tmp_path).leftovers
@@ -92,7 +92,7 @@ def test_a_save_leaves_no_file_and_no_lock(tmp_path: Path, way: str) -> None:
 
 
 def test_prewarming_leaves_no_turn(tmp_path: Path) -> None:
-    assert interrupt_everywhere(lambda: holdfast.prewarm(STATE), "async_saver.py", "_staging/", "_values/") > 20
+    assert interrupt_everywhere(lambda: holdfast.prewarm(STATE), "_async_saver.py", "_staging/", "_values/") > 20
     holdfast.save(STATE, tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_a_writer_process_is_not_left_running(tmp_path: Path) -> None:
         holdfast.async_save(STATE, tmp_path, async_checkpointer_type=PROCESS).result()
         holdfast.release()
 
-    assert interrupt_everywhere(save, "_staging/process.py", "_staging/turns.py") > 20
+    assert interrupt_everywhere(save, "_staging/process.py", "_staging/one_at_a_time.py") > 20
     TURNS.settle()
     save()
 
@@ -120,7 +120,7 @@ def test_loads_leave_no_descriptor(tmp_path: Path, operation: str) -> None:
             with holdfast.open(tmp_path) as checkpoint:
                 checkpoint["weight"][...]
 
-    assert interrupt_everywhere(load, "_io/", "loader.py", "checkpoint.py", "_native/reader.py") > 80
+    assert interrupt_everywhere(load, "_io/", "_loader.py", "_checkpoint.py", "_native/reader.py") > 80
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -137,7 +137,7 @@ def test_an_interrupt_while_threads_are_started(tmp_path: Path, operation: str, 
     call = {"load": lambda: holdfast.load(tmp_path), "async_save": lambda: holdfast.async_save(STATE, tmp_path)}
     with (
         within_time(),
-        mock.patch("holdfast._native.segments._SMALL_BYTES", 0),
+        mock.patch("holdfast._engine.read._SMALL_BYTES", 0),
         mock.patch.object(threading.Thread, "start", interrupted),
         pytest.raises(KeyboardInterrupt),
     ):
@@ -174,7 +174,7 @@ def test_a_save_whose_caller_was_interrupted_before_all_was_copied_is_given_up(t
         assert is_reached.wait(30)
         raise KeyboardInterrupt
 
-    with mock.patch.object(Packer, "_fill", slow_fill), mock.patch("holdfast.async_saver._catch_up", interrupted):
+    with mock.patch.object(Packer, "_fill", slow_fill), mock.patch("holdfast._async_saver._catch_up", interrupted):
         with pytest.raises(KeyboardInterrupt):
             holdfast.async_save(STATE, tmp_path, max_host_bytes=1)
         goes_on.set()

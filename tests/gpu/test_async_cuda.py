@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._staging import accelerator
-from holdfast._staging.turns import TURNS
-from holdfast.async_saver import AsyncCheckpointerType, async_save, guard, prewarm, release
+from holdfast._async_saver import AsyncCheckpointerType, async_save, guard, prewarm, release
+from holdfast._staging import memory as accelerator
+from holdfast._staging.one_at_a_time import TURNS
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 pytestmark = pytest.mark.gpu

@@ -26,16 +26,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast._plan.layout import boxes_on_mesh, rows_digest
-from holdfast._plan.shares import host_numbers
+from holdfast._plan.shares import boxes_on_mesh, host_numbers, rows_digest
+from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, classes_of, described, layout_of
+from holdfast._save_plan.from_plans import plan_together
+from holdfast._save_plan.local import LocalLeaves, properties_of
+from holdfast._values.box import Split
 from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyList
-from holdfast._values.splits import Split
 from holdfast.errors import InvalidStateError, RankDisagreementError
-from holdfast.global_plan import plan_together
-from holdfast.layout_plan import LayoutPlan
-from holdfast.layouts import WHOLE, Layout, classes_of, described, layout_of
-from holdfast.local_plan import LocalLeaves, properties_of
 from holdfast.metadata import Metadata, TensorStorageMetadata, chunk_columns
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, write_columns
 

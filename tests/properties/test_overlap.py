@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._plan.overlap import overlap
+from holdfast._plan.reads import overlap
 from holdfast._values.box import Box
 
 

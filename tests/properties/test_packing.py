@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._plan.packing import pack_order
+from holdfast._native.file_layout import pack_order
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.sampled_from([1, 4, 16]))

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._plan.ranges import byte_spans, coalesce, touched_blocks
+from holdfast._plan.reads import byte_spans, coalesce, touched_blocks
 from holdfast._values.box import Box
 
 

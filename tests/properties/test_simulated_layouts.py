@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._save_plan.from_plans import plan_together
 from holdfast._values.box import Box
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InvalidStateError
-from holdfast.global_plan import plan_together
 from holdfast.metadata import ChunkColumns, Metadata, TensorProperties, TensorStorageMetadata, chunk_columns
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, padded, write_columns
 from holdfast.planner_helpers import ReadRows

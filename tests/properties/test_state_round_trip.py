@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast._state.paths import flatten, unflatten
+from holdfast._state.nested import flatten, unflatten
 from holdfast.errors import InvalidStateError
 
 DTYPES = [

@@ -10,8 +10,8 @@ import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
 from holdfast._plan.holdings import HeldRows, holding_of
-from holdfast.joint_plan import JointPlan
-from holdfast.local_plan import properties_of
+from holdfast._save_plan.local import properties_of
+from holdfast._save_plan.together import JointPlan
 from holdfast.planner import TensorHead
 
 Int64s = npt.NDArray[np.int64]

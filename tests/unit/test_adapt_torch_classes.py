@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import storage as torch_storage
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import holdfast
-from holdfast._adapt import as_load_planner, as_reader, as_save_planner, as_writer, is_torchs
-from holdfast._torchformat import translate
-from holdfast.interop import torch_storage as interop_storage
+from holdfast._torch_classes import translate
+from holdfast._torch_classes.adapt import as_load_planner, as_reader, as_save_planner, as_writer, is_torchs
+from holdfast.interop import replacing as interop_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

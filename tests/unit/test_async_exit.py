@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._staging.turns import TURNS
-from holdfast.async_saver import AsyncCheckpointerType, async_save, release
+from holdfast._async_saver import AsyncCheckpointerType, async_save, release
+from holdfast._staging.one_at_a_time import TURNS
 
 SCRIPT = """
 import sys, threading, time
 import torch
 import holdfast
-from holdfast.async_saver import AsyncCheckpointerType, async_save
-from holdfast._native.image_files import ImageFiles
+from holdfast._async_saver import AsyncCheckpointerType, async_save
+from holdfast._engine.write import ImageFiles
 
 def write_late(files, *arguments, write=ImageFiles.write):
     while threading.main_thread().is_alive():  # that is: until the interpreter ends
@@ -88,7 +88,7 @@ def test_a_save_that_is_called_when_the_interpreter_ends_is_made(tmp_path: Path,
 KILLED = """
 import os, signal, sys
 import torch
-from holdfast.async_saver import AsyncCheckpointerType, async_save
+from holdfast._async_saver import AsyncCheckpointerType, async_save
 from holdfast._staging.process import WriterProcess
 
 def order_then_die(process, order, send=WriterProcess.order):

@@ -17,10 +17,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._native.image_files import ImageFiles
-from holdfast._staging.process import ProcessOutput, WriterProcess
-from holdfast._staging.turns import TURNS
-from holdfast.async_saver import (
+from holdfast._async_saver import (
     AsyncCheckpointerType,
     AsyncSave,
     AsyncSaveResponse,
@@ -29,6 +26,9 @@ from holdfast.async_saver import (
     prewarm,
     release,
 )
+from holdfast._engine.write import ImageFiles
+from holdfast._staging.one_at_a_time import TURNS
+from holdfast._staging.process import ProcessOutput, WriterProcess
 from holdfast.errors import BusyError, InvalidStateError, StorageError
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS

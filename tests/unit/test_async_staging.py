@@ -15,12 +15,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._native.image import Copy
-from holdfast._staging.accelerator import CUDA
-from holdfast._staging.memory import Region
-from holdfast._staging.turns import TURNS
-from holdfast._state.raw import MemorySource, Source
-from holdfast.async_saver import async_save, guard, prewarm, release
+from holdfast._async_saver import async_save, guard, prewarm, release
+from holdfast._native.file_layout import Copy
+from holdfast._staging.memory import CUDA, Region
+from holdfast._staging.one_at_a_time import TURNS
+from holdfast._state.tensor_bytes import MemorySource, Source
 
 TIMEOUT_S = 30.0
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import load as torch_load
 from torch.futures import Future as TorchFuture
 
 import holdfast
-from holdfast._staging.turns import TURNS
-from holdfast.async_saver import AsyncCheckpointerType, async_save, release
+from holdfast._async_saver import AsyncCheckpointerType, async_save, release
+from holdfast._staging.one_at_a_time import TURNS
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 
 TIMEOUT_S = 30.0

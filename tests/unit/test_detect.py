@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast import Metadata, NativeReader
-from holdfast._filesystem.reader import FileSystemReader
-from holdfast._state.paths import restorable_paths, unflatten
-from holdfast.detect import is_torch_format, reader_for
+from holdfast._checkpoint import is_torch_format, reader_for
+from holdfast._state.nested import restorable_paths, unflatten
+from holdfast._torch_format.reader import FileSystemReader
 from holdfast.errors import NotFoundError
 from holdfast.metadata import BytesStorageMetadata
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from holdfast._values.event import Event
+from holdfast._process import Event
 
 
 def test_it_happens_once_and_for_all() -> None:

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import holdfast
 from holdfast import MismatchError
-from holdfast._filesystem.base import FileSystemBase
-from holdfast._filesystem.reader import FileSystemReader
-from holdfast._filesystem.writer import FileSystemWriter
+from holdfast._checkpoint import reader_for
+from holdfast._engine.read import MOST_SEGMENT_BYTES
 from holdfast._io.direct import InputFile
-from holdfast._native.segments import MOST_SEGMENT_BYTES
-from holdfast.detect import reader_for
+from holdfast._torch_format.file_systems import FileSystemBase
+from holdfast._torch_format.reader import FileSystemReader
+from holdfast._torch_format.writer import FileSystemWriter
 from holdfast.errors import (
     CorruptError,
     NotFoundError,

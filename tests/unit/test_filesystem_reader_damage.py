@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast._filesystem.reader import FileSystemReader
+from holdfast._torch_format.reader import FileSystemReader
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError
 
 

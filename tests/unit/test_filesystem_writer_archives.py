@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
 import holdfast
-from holdfast._torchformat.archive_writing import DATA_ALIGNMENT, tensor_archive
+from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, tensor_archive
 from holdfast.filesystem import FileSystemWriter
 
 SIZES = [1, 100, (16 << 20) - 1000, 5, (33 << 20) + 7, 4096, 16 << 20, *range(50)]

@@ -12,11 +12,11 @@ import torch
 
 import holdfast
 from holdfast import AsyncCheckpointerType, FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
-from holdfast._filesystem.verify import verify_torch_checkpoint
 from holdfast._io import posix
 from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
-from holdfast._staging.handle import AsyncSave
+from holdfast._staging.one_at_a_time import AsyncSave
+from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast.interop import convert
 
 STATE = {"weight": torch.arange(5000.0), "step": 3}

@@ -13,7 +13,7 @@ from thread_ranks import ATTEMPT, Job, states
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter, SavePlan
-from holdfast.layout_plan import LayoutPlan
+from holdfast._save_plan.from_layouts import LayoutPlan
 from holdfast.storage import WriteResult
 
 

@@ -14,9 +14,10 @@ from thread_ranks import ATTEMPT, Job, states
 
 import holdfast
 from holdfast import Metadata
-from holdfast._native import merge, work
+from holdfast._native import file_layout as work
+from holdfast._native import merge
 from holdfast._native.report import ShortReport, WriteReport, report_of
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.planner import write_columns
 
 

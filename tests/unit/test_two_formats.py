@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast._filesystem import publish as torch_publish
 from holdfast._io import locks, posix
-from holdfast._native import formats
+from holdfast._native import publish as formats
 from holdfast._native import publish as native_publish
-from holdfast._native.formats import format_at
+from holdfast._native.publish import format_at
 from holdfast._native.sweep import sweep
+from holdfast._torch_format import file_systems as torch_publish
 from holdfast.cli import app
 from holdfast.interop import use_in_torch
 from holdfast.interop.conversions import convert
@@ -419,7 +419,7 @@ def test_a_saver_in_torchs_format_whose_names_another_one_took_meanwhile_uses_ot
 ) -> None:
     real = torch_publish.file_prefixes
     monkeypatch.setattr(
-        "holdfast._filesystem.writer.file_prefixes", lambda *args, **kwargs: [real(*args, **kwargs), save_first()][0]
+        "holdfast._torch_format.writer.file_prefixes", lambda *args, **kwargs: [real(*args, **kwargs), save_first()][0]
     )
     saved = []
 

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import holdfast
-from holdfast.interop import torch_storage, use_in_torch
+from holdfast.interop import replacing as torch_storage
+from holdfast.interop import use_in_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

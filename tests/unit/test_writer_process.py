@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast import AsyncCheckpointerType
-from holdfast._staging.turns import TURNS
+from holdfast._staging.one_at_a_time import TURNS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process needs memory without a name")
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast import DefaultSavePlanner, Metadata, NativeWriter, saver
-from holdfast._torchformat.messages import decode_message, encode_message
-from holdfast.default_planner.plan_messages import said_first
-from holdfast.saver import Saving, _save
+from holdfast import DefaultSavePlanner, Metadata, NativeWriter
+from holdfast import _saver as saver
+from holdfast._save_plan.coordinator import said_first
+from holdfast._saver import Saving, _save
+from holdfast._torch_codec.pickles import decode_message, encode_message
 
 ATTEMPT = "attempt"
 

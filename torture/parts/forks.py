@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import holdfast
 from holdfast._native.sweep import sweep
-from holdfast._staging.turns import TURNS
+from holdfast._staging.one_at_a_time import TURNS
 from torture import saves
 from torture.crew import Case, Child
 from torture.part import Options, PartResult

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from holdfast._staging.turns import TURNS
-from holdfast.async_saver import release
+from holdfast._async_saver import release
+from holdfast._staging.one_at_a_time import TURNS
 from torture import libraries, saves, torch_dcp
 from torture.crew import Case, Child
 from torture.part import Options, PartResult

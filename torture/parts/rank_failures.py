@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import holdfast
+from holdfast._async_saver import async_save
 from holdfast._staging.copies import HostCopier
 from holdfast._values.deadline import Patience
-from holdfast.async_saver import async_save
 from torture.crew import Case, Child, End
 from torture.meeting import meet
 from torture.part import Options, PartResult

@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 
 from holdfast._io import locks, posix
-from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor, opened
+from holdfast._process import CLOSED, Descriptor, OpenDescriptor, opened
 from holdfast.errors import CorruptError, StorageError
 
 _MOST_LEVELS = 64

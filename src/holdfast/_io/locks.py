@@ -15,9 +15,9 @@ import os
 import time
 from collections.abc import Iterator
 
+from holdfast import _process as forks
 from holdfast._io import posix
-from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor
-from holdfast._values import forks
+from holdfast._process import CLOSED, Descriptor, OpenDescriptor
 from holdfast.errors import StorageError
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})

@@ -19,8 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, NoReturn, TypeVar
 
-from holdfast._values.forks import forget_in_child
-from holdfast._values.threads import start_thread
+from holdfast._process import forget_in_child, start_thread
 from holdfast.errors import CheckpointError
 
 Result = TypeVar("Result")

@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
-from holdfast._io.descriptor import Descriptor, OpenDescriptor, opened
-from holdfast._values.forks import reset_in_child
+from holdfast._process import Descriptor, OpenDescriptor, opened, reset_in_child
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
 
 P = ParamSpec("P")

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from holdfast._io import mapping
-from holdfast._io.buffers import Slab
-from holdfast._io.descriptor import CLOSED, Descriptor, OpenDescriptor
-from holdfast._values.forks import forget_in_child
+from holdfast._io import memory as mapping
+from holdfast._io.memory import Slab
+from holdfast._process import CLOSED, Descriptor, OpenDescriptor, forget_in_child
 
 MOST_HANDED_OVER = 250  # descriptors that the kernel lets pass in one message
 

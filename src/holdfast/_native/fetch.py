@@ -1,23 +1,47 @@
-"""Boxes of stored chunks into their targets: which bytes of which files that takes, and what they must be.
+"""Boxes of stored chunks into their targets: which bytes of which files that takes, read alone or together with other
+ranks.
 
 Wanted boxes become segments: the 1 MiB blocks they touch, which are verified, or exactly their bytes when verification
 is off.
+
+Each rank says which blocks it wants and computes from all wishes who reads what. What nobody else wants is read as
+ever. A common read goes right into a slot of the memory that the ranks share, is verified there by the one who read it,
+and all who want some of it take it from there.
+
+Between hosts it is the same once more: what enough of them want is read by one of them, and the carriers of the others
+put it into their slots, verified again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from holdfast._io.direct import InputFile
-from holdfast._io.files import LocalFiles
+from holdfast._engine.read import READERS, SegmentFetch, SegmentJob, Segments, uses_cuda
+from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
+from holdfast._io.memory import SLAB_BYTES, pinned
+from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.catalog import Catalog
-from holdfast._native.segments import SegmentFetch, Segments
-from holdfast._plan.ranges import byte_spans, cut_at_blocks, touched_blocks
-from holdfast._state.raw import Target
+from holdfast._plan.reads import byte_spans, cut_at_blocks, touched_blocks
+from holdfast._plan.shared_reads import (
+    Blocks,
+    CommonReads,
+    common_numbers,
+    locate,
+    own_loads,
+    read_numbers,
+    share_between_hosts,
+    share_out,
+    share_out_beside,
+)
+from holdfast._ranks.carrier import Freight, Job
+from holdfast._ranks.exchange import Exchange
+from holdfast._state.tensor_bytes import Target
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
 from holdfast._values.dtypes import DTYPES
@@ -141,3 +165,283 @@ def _spans(catalog: Catalog, wanted: Wanted, number: int, *, verify: bool) -> tu
         blocks = touched_blocks(starts, stops, BLOCK_BYTES)
         return blocks * BLOCK_BYTES, (blocks + 1) * BLOCK_BYTES
     return cut_at_blocks(starts, stops, BLOCK_BYTES)
+
+
+# What a rank reads and passes on at a time: three huge pages, five blocks or six. Less costs more in messages than it
+# gains in the caches.
+_SLOT_BYTES = 6 << 20
+
+# What is in the page cache costs few ranks less to copy each from there than to pass on.
+_FEW_RANKS = 4
+
+# Pinned slabs are large, and the slots are pinned too.
+_MOST_CUDA_WORKERS = 6
+
+
+def slot_bytes() -> int:
+    """How many bytes of shared memory a common read is to take: for a GPU the number of copies matters more."""
+    return SLAB_BYTES if uses_cuda() else _SLOT_BYTES
+
+
+class SharedFetch(Fetch):
+    """A batch of reads of which the ranks of a host do common ones once; every one of them runs one, all together."""
+
+    def __init__(self, *args: Any, exchange: Exchange, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._exchange = exchange
+        self._verify: bool = options["verify"]
+        self._of_job: tuple[CommonReads, np.ndarray] | None = None
+
+    def _transfer(self) -> None:
+        block = self._blocks_of_segments()
+        reads = self._agree(block)
+        if len(reads) == 0:
+            super()._transfer()
+            return
+        alone, slices = self._part(block, reads)
+        workers = READERS
+        with ExitStack() as stack:
+            if uses_cuda():
+                workers = min(default_workers(self._exchange.size), _MOST_CUDA_WORKERS)
+                stack.enter_context(pinned(self._exchange.slots))
+            common = _Common(reads, slices)
+            self._exchange.begin(reads, names=[file.name for file in self._catalog.manifest.files])
+            job = self._exchange.job
+            carrier = None if job is None else job.carrier
+            if carrier is not None:
+                stack.callback(carrier.stop)  # before the slots are given back
+                carrier.start(reads, self._freight(common))
+            # With room for all slots, so that the feeding thread is never kept from taking what is there.
+            run_bounded(self._jobs(common), workers=workers, ahead=self._exchange.slots_each, at_once=True)
+            self._transfer_first(alone)
+            if carrier is not None:
+                carrier.finish(self._exchange.rest)
+
+    def _workers(self) -> int:
+        """As many, beside those of the other ranks."""
+        return default_workers(self._exchange.size, least=3)
+
+    def _blocks_of_segments(self) -> np.ndarray:
+        """The number of the block in which each segment lies."""
+        row = self._wanted.row[self.segments.box]
+        block: np.ndarray = self._catalog.index.first_block()[row] + self.segments.start // BLOCK_BYTES
+        return block
+
+    def _agree(self, block: np.ndarray) -> CommonReads:
+        """The common reads of this host, the same on each of its ranks."""
+        index, exchange = self._catalog.index, self._exchange
+        mine = np.zeros(len(index.digests), dtype=bool)
+        mine[block[self._is_to_share()]] = True
+        wanted = exchange.gather_wishes(mine)
+        places = partial(
+            locate,
+            first_block=index.first_block(),
+            file=index.file,
+            offset=index.offset,
+            nbytes=index.bytes,
+            block_bytes=BLOCK_BYTES,
+        )
+        loads = partial(own_loads, first_block=index.first_block(), nbytes=index.bytes, block_bytes=BLOCK_BYTES)
+        most, most_readers = exchange.slot_bytes, exchange.most_readers
+        if exchange.job is None:
+            blocks = places(common_numbers(wanted))
+            takers = wanted[:, blocks.number]
+            return share_out(blocks, takers, loads(wanted), most=most, alignment=ALIGNMENT, most_readers=most_readers)
+        host, by_host = exchange.job.host, self._gather_hosts(exchange.job, wanted)
+        job = share_between_hosts(by_host, places, most=exchange.job.slot_bytes, alignment=ALIGNMENT)
+        is_own = read_numbers(job, host, wanted.shape[1]) < 0
+        reads, numbers = share_out_beside(
+            job,
+            host,
+            wanted,
+            loads(wanted & is_own),
+            places,
+            most=most,
+            alignment=ALIGNMENT,
+            most_readers=most_readers,
+        )
+        self._of_job = job, numbers
+        return reads
+
+    def _gather_hosts(self, job: Job, wanted: np.ndarray) -> np.ndarray:
+        """Which blocks each host wants and has not in its page cache, given what each rank of this one ``wanted``."""
+        count = wanted.shape[1]
+        if job.carrier is not None:
+            own = np.packbits(wanted.any(axis=0) & self._is_cold(wanted)).tobytes()
+            self._exchange.tell_hosts(job.carrier.gather_wishes(own), count)
+        return self._exchange.gather_hosts(count)
+
+    def _is_cold(self, wanted: np.ndarray) -> np.ndarray:
+        """Which blocks are not in this host's page cache; those of few ranks have said only such."""
+        cold = np.ones(wanted.shape[1], dtype=bool)
+        if self._exchange.size > _FEW_RANKS:
+            index = self._catalog.index
+            file = np.repeat(index.file, np.diff(index.first_block()))
+            for number in sorted(set(file[wanted.any(axis=0)].tolist())):
+                if self._files.is_cached(number):
+                    cold[file == number] = False
+        return cold
+
+    def _freight(self, common: _Common) -> Freight:
+        assert self._of_job is not None
+        job, number = self._of_job
+
+        def place(read: int) -> tuple[int, int]:
+            _, start, stop = common.extent(read)
+            return start % ALIGNMENT, start % ALIGNMENT + stop - start
+
+        def check(read: int, view: memoryview, rank: int) -> None:
+            if self._verify:
+                self._verify_blocks(common.reads.blocks, common.span(read), view, common.extent(read)[1], sender=rank)
+
+        return Freight(job=job, number=number, place=place, check=check)
+
+    def _is_to_share(self) -> np.ndarray:
+        """Which segments this rank would rather have from others, if they want them too."""
+        files = self.segments.file
+        if self._exchange.size > _FEW_RANKS or len(files) == 0:
+            return np.ones(len(files), dtype=bool)
+        # In file order, so that each is looked at once.
+        first = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+        is_cold = [not self._files.is_cached(number) for number in files[first].tolist()]
+        return np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
+
+    def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[int, list[slice]]:
+        """Put the segments that are read alone first; how many they are, and which segments each common read brings."""
+        place = np.full(len(self._catalog.index.digests), -1, dtype=np.int64)
+        place[reads.blocks.number] = np.arange(len(reads.blocks.number))
+        place = place[block]
+        is_common = (place >= 0) & self._is_to_share()
+        order = np.argsort(is_common, kind="stable")
+        count = len(order) - int(is_common.sum())
+        self.segments = _reordered(self.segments, order, count)
+        bounds = count + np.searchsorted(place[order[count:]], reads.bounds)
+        slices = [slice(first, stop) for first, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+        return count, slices
+
+    def _jobs(self, common: _Common) -> Iterator[Callable[[], None]]:
+        """What there is for other threads to do, as it becomes possible: first what the disk can do meanwhile.
+
+        This thread verifies and copies; for a GPU, which copies by itself, that is left to others too.
+        """
+        exchange = self._exchange
+        while True:
+            exchange.collect()
+            if exchange.has_failed:
+                return
+            if (to_fill := exchange.next_to_fill()) is not None:
+                yield self._watched(partial(self._fill, *to_fill, common))
+            elif (work := self._next_work(common)) is not None:
+                if uses_cuda():
+                    yield self._watched(work)
+                else:
+                    work()
+            elif exchange.is_done:
+                return
+            else:
+                exchange.wait()
+
+    def _next_work(self, common: _Common) -> Callable[[], None] | None:
+        """What there is to do with a slot: pass on what this rank has read, or take what another one has."""
+        if (own := self._exchange.next_read()) is not None:
+            return partial(self._pass_on, *own, self._opened(own[0], common), common)
+        if (filled := self._exchange.next_filled()) is not None:
+            return partial(self._take, *filled, self._opened(filled[0], common), common)
+        return None
+
+    def _opened(self, read: int, common: _Common) -> SegmentJob[Target] | None:
+        """What this rank wants of a read, its targets open."""
+        span = common.slices[read]
+        if span.start == span.stop:
+            return None
+        job = SegmentJob(self, span)
+        job.open_unless_plain()
+        return job
+
+    def _pass_on(self, read: int, slot: int, job: SegmentJob[Target] | None, common: _Common) -> None:
+        """Verify what this rank has read, let others have it, and take it while it is hot."""
+        if self._verify:
+            start = common.extent(read)[1]
+            view = self._exchange.slot(slot).view
+            self._verify_blocks(common.reads.blocks, common.span(read), view, start - start % ALIGNMENT)
+        self._exchange.tell_filled(read, slot)
+        self._take(read, slot, job, common)
+
+    def _take(self, read: int, slot: int, job: SegmentJob[Target] | None, common: _Common) -> None:
+        if job is not None:
+            start = common.extent(read)[1]
+            job.deliver(self._exchange.slot(slot), start - start % ALIGNMENT)
+            self._exchange.tell_taken(read, slot)
+
+    def _fill(self, read: int, slot: int, common: _Common) -> None:
+        """Read what several ranks want."""
+        self.read(*common.extent(read), self._exchange.slot(slot))
+        self._exchange.tell_read(read, slot)
+
+    def _watched(self, job: Callable[[], None]) -> Callable[[], None]:
+        """``job``, whose failure ends the wait of the feeding thread for what then never comes."""
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException:
+                self._exchange.tell_failed()
+                raise
+
+        return run
+
+    def _verify_blocks(
+        self, blocks: Blocks, span: slice, view: memoryview, base: int, *, sender: int | None = None
+    ) -> None:
+        columns = (blocks.chunk, blocks.offset, blocks.nbytes)
+        expected = self._catalog.index.digests[blocks.number[span]].tolist()
+        for row, offset, nbytes, wanted in zip(*(column[span].tolist() for column in columns), expected, strict=True):
+            if not self.is_intact(0, 0, view[offset - base : offset - base + nbytes], wanted):
+                damage = self._damaged_chunk(row, offset, nbytes)
+                raise damage if sender is None else _damaged_on_the_way(damage, sender)
+
+
+class _Common:
+    """The common reads, and which of this rank's segments each brings."""
+
+    def __init__(self, reads: CommonReads, slices: list[slice]) -> None:
+        self.reads = reads
+        self.slices = slices
+        blocks, first, last = reads.blocks, reads.bounds[:-1], reads.bounds[1:] - 1
+        columns = blocks.file[last], blocks.offset[first], blocks.offset[last] + blocks.nbytes[last]
+        self._extents = list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def span(self, read: int) -> slice:
+        """The blocks of a read."""
+        return slice(int(self.reads.bounds[read]), int(self.reads.bounds[read + 1]))
+
+    def extent(self, read: int) -> tuple[int, int, int]:
+        """File number, first byte and end of a read."""
+        extent: tuple[int, int, int] = self._extents[read]
+        return extent
+
+
+def _damaged_on_the_way(damage: CorruptError, sender: int) -> CorruptError:
+    start, stop = damage.span or (0, 0)
+    return CorruptError(
+        f"bytes {start} to {stop} of {damage.path!r}, which hold part of {damage.key!r}, were read intact by rank "
+        f"{sender} or others of its host, and did not arrive so; look at the network and memory of both hosts, and "
+        "load again",
+        path=damage.path,
+        key=damage.key,
+        span=damage.span,
+    )
+
+
+def _reordered(segments: Segments, order: np.ndarray, count: int) -> Segments:
+    """The segments in another order; those from ``count`` on are verified by whoever reads them."""
+    digest = segments.digest[order]
+    digest[count:] = -1
+    return Segments(
+        box=segments.box[order],
+        start=segments.start[order],
+        nbytes=segments.nbytes[order],
+        file=segments.file[order],
+        offset=segments.offset[order],
+        digest=digest,
+    )

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._values.box import Box
-from holdfast._values.dtypes import DTYPES, Dtype
-from holdfast._values.limits import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_HEADER_BYTES
+from holdfast._values.dtypes import DTYPES, MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_HEADER_BYTES, Dtype
 from holdfast.errors import CorruptError, InternalError, InvalidStateError
 
 HEADER_ALIGNMENT = 4096

@@ -20,8 +20,7 @@ from holdfast._native.header import HEADER_ALIGNMENT, HeaderEntry, decode_header
 from holdfast._native.manifest import BYTE_KINDS, FileEntry, TensorEntry
 from holdfast._plan.coverage import check_coverage
 from holdfast._values.digest import block_counts, digest, to_hex
-from holdfast._values.dtypes import DTYPES
-from holdfast._values.limits import MAX_DIMENSIONS, MAX_FILE_BYTES
+from holdfast._values.dtypes import DTYPES, MAX_DIMENSIONS, MAX_FILE_BYTES
 from holdfast.errors import CorruptError, InternalError
 
 _Int64s = npt.NDArray[np.int64]

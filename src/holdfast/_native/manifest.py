@@ -16,11 +16,11 @@ from typing import TypeAlias
 import msgspec
 
 from holdfast._native.header import HEADER_ALIGNMENT, LENGTH_BYTES
-from holdfast._native.paths import PathElement, check_paths
+from holdfast._native.paths import StoredElement, check_paths
 from holdfast._native.values import decode_value
 from holdfast._values.digest import digest, to_hex
-from holdfast._values.dtypes import DTYPES
-from holdfast._values.limits import (
+from holdfast._values.dtypes import (
+    DTYPES,
     MAX_DIMENSIONS,
     MAX_FILE_BYTES,
     MAX_FILES,
@@ -104,7 +104,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key: str
     dtype: str
     shape: tuple[int, ...]
-    path: tuple[PathElement, ...] | None = None
+    path: tuple[StoredElement, ...] | None = None
     alias_of: str | None = None
     requires_grad: bool = False
     kind: str | None = None
@@ -117,7 +117,7 @@ class ValueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key: str
     value: object
     position: int
-    path: tuple[PathElement, ...] | None = None
+    path: tuple[StoredElement, ...] | None = None
 
 
 class WriterEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

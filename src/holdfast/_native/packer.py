@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._io.buffers import SLAB_BYTES, Slab, SlabRing
+from holdfast._engine.write import PageJob, filled_slab, following, write_pages
 from holdfast._io.direct import ALIGNMENT, OutputFile
+from holdfast._io.memory import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.header import HeaderEntry, encode_header
-from holdfast._native.pages import PageJob, filled_slab, following, write_pages
 from holdfast._native.report import WrittenFile
-from holdfast._state.raw import DistantSource, Source
+from holdfast._state.tensor_bytes import DistantSource, Source
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast.errors import InternalError, StorageError
 

@@ -1,24 +1,28 @@
-"""Stored paths: whether those of all leaves together make one tree that can be built in bounded memory.
+"""Typed paths of the state in the manifest: their form there, and whether all together make one tree of bounded size.
 
 A path leads from the state to a leaf: a str is a str key of a dict, {"key": <typed JSON>} another key of a dict,
 {"list": i} and {"tuple": i} are positions. The check takes time in proportion to the paths, whatever they are. Never
 builds the lists themselves.
+
+A str is a str dict key; ``{"key": value}`` another dict key as typed JSON; ``{"list": i}`` and ``{"tuple": i}`` are
+positions. A leaf at the top of the state under its own key has no path in the manifest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
-from holdfast._native.values import decode_value
-from holdfast._values.effort import Effort, TooMuchEffort
-from holdfast._values.limits import MAX_PATH_DEPTH
-from holdfast.errors import CorruptError
+from holdfast._native.values import decode_value, encode_value
+from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey
+from holdfast._values.deadline import Effort, TooMuchEffort
+from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
+from holdfast.errors import CorruptError, InvalidStateError
 
-PathElement: TypeAlias = str | dict[str, object]
+StoredElement: TypeAlias = str | dict[str, object]
 
 MAX_EMPTY_POSITIONS = 1 << 20
 """Positions that no path leads to, of all lists and tuples: planners may leave some out, and each costs a pointer."""
@@ -74,7 +78,7 @@ class _Fault(Exception):
     """Why a path is refused; never leaves this module."""
 
 
-def check_paths(leaves: Iterable[tuple[str, Sequence[PathElement] | None]]) -> PathFault | None:
+def check_paths(leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) -> PathFault | None:
     """The first thing that is wrong with the paths of ``leaves`` (key and path each), or None.
 
     Without a path a leaf is in the state under its key. No leaf is at or below another one, each container is either a
@@ -98,7 +102,7 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[PathElement] | None]]) -> P
     return None
 
 
-def _add_leaf(tree: _Tree, path: Sequence[PathElement]) -> None:
+def _add_leaf(tree: _Tree, path: Sequence[StoredElement]) -> None:
     if not 0 < len(path) <= MAX_PATH_DEPTH:
         raise _Fault(f"has a path of {len(path)} elements, and 1 to {MAX_PATH_DEPTH} are allowed")
     place = 0
@@ -146,3 +150,47 @@ def _parse(element: object, place: int, tree: _Tree) -> tuple[str, int, bytes]:
     except (CorruptError, TypeError, ValueError):
         raise _Fault("has a path with a key that is damaged") from None
     return "dict", ~place, written
+
+
+def check_key(key: str) -> None:
+    """InvalidStateError when no manifest can hold ``key``."""
+    if key.isascii() and len(key) <= MAX_KEY_BYTES:
+        return
+    try:
+        is_short = len(key.encode()) <= MAX_KEY_BYTES
+    except UnicodeEncodeError:
+        raise InvalidStateError(f"the key {key[:200]!r} has lone surrogates; rename it", key=key) from None
+    if not is_short:
+        raise InvalidStateError(f"the key {key[:200]!r}... has more than {MAX_KEY_BYTES} bytes; shorten it", key=key)
+
+
+def encode_path(key: str, path: Path | None) -> tuple[StoredElement, ...] | None:
+    """The manifest's form of ``path``; None when the state has the leaf at the top under ``key``."""
+    if path is None or (len(path) == 1 and type(path[0]) is str and path[0] == key):
+        return None
+    return tuple(_encode_element(key, element) for element in path)
+
+
+def _encode_element(key: str, element: PathElement) -> StoredElement:
+    if isinstance(element, TypedKey):
+        return {"key": encode_value(element.value, key=key)}
+    if isinstance(element, str):
+        return str(element)
+    return {"tuple" if isinstance(element, TupleIndex) else "list": int(element)}
+
+
+def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
+    """The path of ``key``, from what the manifest says and has been checked to mean."""
+    if path is None:
+        return (key,)
+    return tuple(_decode_element(key, element) for element in path)
+
+
+def _decode_element(key: str, element: StoredElement) -> PathElement:
+    if isinstance(element, str):
+        return element
+    ((tag, body),) = element.items()
+    if tag == "key":
+        return TypedKey(decode_value(body, key=key))
+    position = cast(int, body)
+    return TupleIndex(position) if tag == "tuple" else position

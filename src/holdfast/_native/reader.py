@@ -12,27 +12,25 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from holdfast._adapt import final_load_plan, is_torchs
-from holdfast._host.exchange import Exchange
 from holdfast._io import posix
-from holdfast._io.files import LocalFiles
+from holdfast._io.direct import LocalFiles
 from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
-from holdfast._native.fetch import Fetch, Wanted
+from holdfast._native.fetch import Fetch, SharedFetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
-from holdfast._native.shared_fetch import SharedFetch
 from holdfast._native.values import decode_value, decode_value_bytes
-from holdfast._state.raw import Target
+from holdfast._ranks.exchange import Exchange
+from holdfast._state.tensor_bytes import Target
 from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
-from holdfast._torchformat.objects import serialize_object
-from holdfast._torchformat.translate import speak_torch
+from holdfast._torch_classes.adapt import final_load_plan, is_torchs
+from holdfast._torch_classes.translate import speak_torch
+from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box
 from holdfast._values.lazy import cached_property
-from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
 from holdfast.planner_helpers import raise_for_dtypes
-from holdfast.storage import StorageReader
+from holdfast.storage import StorageReader, ValueBuffer
 
 _NOWHERE = None, 0
 

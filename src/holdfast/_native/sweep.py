@@ -31,13 +31,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast._io import locks, posix
-from holdfast._io.descriptor import Descriptor
 from holdfast._io.directory import Directory, walk
-from holdfast._native.formats import MANIFEST_NAME, format_at, formats_at
 from holdfast._native.manifest import decode_manifest
-from holdfast._torchformat.places import NOTE_PREFIX, is_of_a_save
-from holdfast._values.ending import Ending
-from holdfast._values.limits import MAX_MANIFEST_BYTES
+from holdfast._native.publish import MANIFEST_NAME, format_at, formats_at
+from holdfast._process import Descriptor, Ending
+from holdfast._torch_codec.metadata_file import NOTE_PREFIX, is_of_a_save
+from holdfast._values.dtypes import MAX_MANIFEST_BYTES
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
 
 __all__ = ["Leftover", "SweepReport", "sweep"]

@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast._state.containers import check_containers
-from holdfast._values.dtypes import DTYPES
-from holdfast._values.effort import Effort, TooMuchEffort
-from holdfast._values.limits import MAX_VALUE_DEPTH
+from holdfast._state.nested import check_containers
+from holdfast._values.deadline import Effort, TooMuchEffort
+from holdfast._values.dtypes import DTYPES, MAX_VALUE_DEPTH
 from holdfast.errors import CorruptError, InvalidStateError, UnsupportedVersionError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"

@@ -22,15 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._io import posix
-from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.memory import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
-from holdfast._native.formats import MANIFEST_NAME
 from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
 from holdfast._native.index import file_digest
 from holdfast._native.manifest import FileEntry, Manifest
-from holdfast._plan.ranges import coalesce
+from holdfast._native.publish import MANIFEST_NAME
+from holdfast._plan.reads import coalesce
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
 from holdfast._values.dtypes import DTYPES

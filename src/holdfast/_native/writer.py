@@ -13,23 +13,21 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from holdfast._adapt import final_save_plan
+from holdfast._engine.read import uses_cuda
+from holdfast._engine.write import FileImage, WrittenImage
 from holdfast._io import posix
-from holdfast._native.attempt import Files, Held, WriterNumber
-from holdfast._native.image import Image
-from holdfast._native.image_files import FileImage, WrittenImage
+from holdfast._native.catalog import check_user_metadata, with_planner_data
+from holdfast._native.file_layout import Image, StagedFiles, WriterWork
 from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Chunk, Packer, Placed, slabs_for
-from holdfast._native.planner_data import check_user_metadata, with_planner_data
-from holdfast._native.publish import check_unpublished, may_be_published, publish
+from holdfast._native.paths import check_key, encode_path
+from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, may_be_published, publish
 from holdfast._native.report import ShortReport, WriteReport, WrittenFile, report_of
-from holdfast._native.segments import uses_cuda
-from holdfast._native.tree import check_key, encode_path
 from holdfast._native.values import encode_value
-from holdfast._native.work import StagedFiles, WriterWork
-from holdfast._state.paths import TypedKey, path_mapping
-from holdfast._torchformat.translate import metadata_from_torch, save_plan_from_torch
+from holdfast._state.nested import TypedKey, path_mapping
+from holdfast._torch_classes.adapt import final_save_plan
+from holdfast._torch_classes.translate import metadata_from_torch, save_plan_from_torch
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
 from holdfast.errors import InternalError, StorageError

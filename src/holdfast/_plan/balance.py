@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._plan.layout import scrambled
-from holdfast._plan.shares import Levels, fair_shares, sums
+from holdfast._plan.shares import Levels, fair_shares, scrambled, sums
 
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]

@@ -17,19 +17,15 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from holdfast._io.buffers import SLAB_BYTES
-from holdfast._native.image import Copy
-from holdfast._native.image_files import ImageFiles
+from holdfast._engine.write import ImageFiles
+from holdfast._io.memory import SLAB_BYTES
+from holdfast._native.file_layout import Copy, StagedFiles
 from holdfast._native.report import full_report_of
-from holdfast._native.work import StagedFiles
 from holdfast._native.writer import ImageOutput, NativeWriter
-from holdfast._staging.accelerator import CUDA, Accelerator
-from holdfast._staging.copies import Mode, Staging
-from holdfast._staging.handle import AsyncSave
-from holdfast._staging.memory import Region
-from holdfast._staging.proof import Changes, Fingerprints
-from holdfast._staging.turns import TURNS, interpreter_ends
-from holdfast._state.raw import source_of
+from holdfast._staging.copies import Changes, Fingerprints, Mode, Staging
+from holdfast._staging.memory import CUDA, Accelerator, Region
+from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
+from holdfast._state.tensor_bytes import source_of
 from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteColumns, WriteItem, write_columns

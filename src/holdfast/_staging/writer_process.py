@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 
-from holdfast._io.mapping import attach
-from holdfast._native.image_files import ImageFiles
-from holdfast._staging.writer_protocol import Abandon, Done, Failed, Moved, Write, decode_order, receive, send
+from holdfast._engine.write import ImageFiles
+from holdfast._io.memory import attach
+from holdfast._staging.process import Abandon, Done, Failed, Moved, Write, decode_order, receive, send
 from holdfast.errors import StorageError
 
 _TELL_EVERY_S = 0.2

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
-from holdfast._values.box import Box, whole
-from holdfast._values.splits import Run, Split, length_of, runs_of
+from holdfast._values.box import Box, Run, Split, length_of, runs_of, whole
 from holdfast.errors import InvalidStateError
 
 if TYPE_CHECKING:

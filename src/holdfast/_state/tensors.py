@@ -1,16 +1,26 @@
-"""What can be stored of a torch tensor, and under which name its dtype goes."""
+"""What can be stored of a torch tensor, tensors that are stored as several, and what tells their contents apart.
+
+The class itself is code and never stored. What is stored are the inner tensors, under the key and the name of the
+attribute, and the context, so that loading into a target with another context is an error and never a wrong result.
+
+Equal contents have equal fingerprints. Different contents have different ones if everything was looked at, and nearly
+always if only a sample was: a replica that went its own way differs nearly everywhere. 0 stands for "not looked at".
+"""
 
 from __future__ import annotations
 
 import errno
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from holdfast._state.pieces import is_sharded
+from holdfast._values.digest import digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, InvalidStateError, StorageError
 
@@ -214,3 +224,108 @@ def words_of_quantized(tensor: torch.Tensor) -> torch.Tensor:
     words = torch.empty(0, dtype=word_dtype(tensor.dtype.itemsize), device="cpu")
     storage = tensor.untyped_storage()
     return words.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+CONTEXT_KEY = "__context__"
+
+# So many elements share a byte, row by row in a way of torch's own: only the storage has bytes to keep.
+PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedTensor:
+    """The context of a tensor subclass, as a leaf of the state; ``tensor`` is the subclass instance."""
+
+    tensor: torch.Tensor
+    context: Any
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a subclass that is stored as its inner tensors."""
+    if is_sharded(tensor):
+        return False
+    return tensor.dtype in PACKED or (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        and hasattr(tensor, "__tensor_flatten__")
+        and not tensor.is_nested
+        and type(tensor).__name__ != "FakeTensor"
+    )
+
+
+def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    """The inner tensors of ``tensor`` by attribute name, and its context."""
+    if tensor.dtype in PACKED:
+        packed = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        *rows, columns = tensor.shape or (1,)
+        if len(packed) != math.prod(rows) * -(-columns // PACKED[tensor.dtype]):
+            raise InvalidStateError(f"{key!r} is a view of a packed quantised tensor; store the whole of it", key=key)
+        quantizer = quantizer_of(tensor)
+        return {"packed": packed}, (tensor.dtype, tensor.shape, tuple(map(_hashable, (quantizer or {}).items())))
+    flatten: Any = tensor.__tensor_flatten__  # type: ignore[attr-defined]
+    names, context = flatten()
+    parts = {name: getattr(tensor, name) for name in names}
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            raise InvalidStateError(
+                f"{key!r}: {type(tensor).__name__}.__tensor_flatten__ names {name!r}, which is not a tensor", key=key
+            )
+    return parts, context
+
+
+def _hashable(entry: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = entry
+    return name, tuple(value) if isinstance(value, list) else value
+
+
+_SAMPLES_PER_DIMENSION = 4
+_SLICE_BYTES = 16 << 20
+_MAX_DEPTH = 64
+
+
+def fingerprint_of_tensor(tensor: torch.Tensor, *, everything: bool) -> int:
+    """A fingerprint of a few elements spread over the tensor, or of all of them."""
+    if tensor.numel() == 0:
+        return 0
+    if tensor.is_quantized:
+        tensor = words_of_quantized(tensor)
+    if not everything:
+        return _digest_of(tensor[tuple(_spread(size) for size in tensor.shape)])
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    step = max(1, _SLICE_BYTES // max(1, rows[0].numel() * rows.element_size()))
+    parts = [_digest_of(rows[start : start + step]) for start in range(0, len(rows), step)]
+    return digest(np.array(parts, dtype="<u8").tobytes()) or 1
+
+
+def _spread(size: int) -> slice:
+    return slice(None, None, max(1, size // _SAMPLES_PER_DIMENSION))
+
+
+def _digest_of(tensor: torch.Tensor) -> int:
+    words = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(word_dtype(tensor.element_size()))
+    return digest(words.reshape(-1).view(torch.uint8).numpy().data) or 1
+
+
+def fingerprint_of_value(value: object) -> int:
+    """A fingerprint of a plain value; 0 for one whose text does not tell what it is."""
+    text = _text(value.context if isinstance(value, ComposedTensor) else value, 0)
+    return 0 if text is None else digest(text.encode("utf-8", "surrogatepass")) or 1
+
+
+def _text(value: object, depth: int) -> str | None:
+    """The value as text that is the same for equal values in every process; None where there is no such text."""
+    if depth > _MAX_DEPTH:
+        return None
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device)
+    ):
+        return repr(value)
+    if isinstance(value, dict):
+        entries = [_text(part, depth + 1) for pair in value.items() for part in pair]
+    elif isinstance(value, (list, tuple)):
+        entries = [_text(part, depth + 1) for part in value]
+    elif isinstance(value, (set, frozenset)):
+        found = [_text(part, depth + 1) for part in value]
+        entries = sorted(found, key=str)
+    else:
+        return None
+    return None if None in entries else f"{type(value).__name__}({','.join(map(str, entries))})"

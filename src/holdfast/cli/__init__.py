@@ -16,15 +16,13 @@ import typer.core
 from rich.text import Text
 
 from holdfast._version import __version__
-from holdfast.cli.convert import EXAMPLES as CONVERT_EXAMPLES
-from holdfast.cli.convert import convert_command
+from holdfast.cli.commands import CONVERT_EXAMPLES as CONVERT_EXAMPLES
+from holdfast.cli.commands import SWEEP_EXAMPLES as SWEEP_EXAMPLES
+from holdfast.cli.commands import VERIFY_EXAMPLES as VERIFY_EXAMPLES
+from holdfast.cli.commands import convert_command, sweep_command, verify_command
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import show_command
-from holdfast.cli.sweep import EXAMPLES as SWEEP_EXAMPLES
-from holdfast.cli.sweep import sweep_command
 from holdfast.cli.terminal import error_console, one_line
-from holdfast.cli.verify import EXAMPLES as VERIFY_EXAMPLES
-from holdfast.cli.verify import verify_command
 from holdfast.errors import CheckpointError
 
 __all__ = ["app", "main"]

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast._filesystem.reader import FileSystemReader
-from holdfast._filesystem.remote import RemoteFileSystem
+from holdfast._checkpoint import reader_for
 from holdfast._io import posix
-from holdfast._native.catalog import Catalog, read_catalog
-from holdfast._native.formats import MANIFEST_NAME
+from holdfast._native.catalog import Catalog, read_catalog, split_planner_data
 from holdfast._native.manifest import TensorEntry, ValueEntry
-from holdfast._native.planner_data import split_planner_data
-from holdfast._native.tree import decode_path
+from holdfast._native.paths import decode_path
+from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.values import decode_value, encode_value
-from holdfast._state.paths import Path, restorable_paths
-from holdfast._torchformat.places import StorageInfo, find_place
+from holdfast._state.nested import Path, restorable_paths
+from holdfast._torch_codec.metadata_file import StorageInfo, find_place
+from holdfast._torch_format.reader import FileSystemReader
+from holdfast._torch_format.remote import RemoteFileSystem
 from holdfast._values.dtypes import DTYPES
-from holdfast.detect import reader_for
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling
 

@@ -12,7 +12,7 @@ from holdfast.default_planner.default_plans import (
     dedup_tensors,
 )
 from holdfast.default_planner.empty_planner import _EmptyStateDictLoadPlanner
-from holdfast.default_planner.empty_state import chosen_keys, empty_state, require_gradients
+from holdfast.default_planner.empty_targets import chosen_keys, empty_state, require_gradients
 from holdfast.default_planner.load_planner import DefaultLoadPlanner, WholeLoadPlanner
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from holdfast._save_plan.from_plans import as_planned, without_replicas
+from holdfast._save_plan.local import LocalLeaves
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.load_planner import DefaultLoadPlanner
-from holdfast.global_plan import as_planned, without_replicas
-from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import LoadPlan, SavePlan
 from holdfast.planner_helpers import tiling_faults

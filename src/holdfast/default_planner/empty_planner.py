@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from holdfast._state.paths import stored_paths, unflatten
-from holdfast.default_planner.empty_state import chosen_keys, empty_state
+from holdfast._state.nested import stored_paths, unflatten
+from holdfast.default_planner.empty_targets import chosen_keys, empty_state
 from holdfast.default_planner.load_planner import DefaultLoadPlanner
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata

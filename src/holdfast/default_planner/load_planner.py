@@ -14,21 +14,27 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from holdfast._state.exposure import Owners
-from holdfast._state.paths import Path, flatten, path_key, set_element
+from holdfast._state.nested import Path, flatten, path_key, set_element
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
-from holdfast._state.subclasses import CONTEXT_KEY, ComposedTensor
-from holdfast._state.tensors import check_fillable, empty_tensor, plain_address, quantizer_of
+from holdfast._state.stateful_values import Owners
+from holdfast._state.tensors import (
+    CONTEXT_KEY,
+    ComposedTensor,
+    check_fillable,
+    empty_tensor,
+    plain_address,
+    quantizer_of,
+)
 from holdfast._state.ties import Place, Tie, ties_of
-from holdfast._torchformat.objects import deserialize_object
+from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
-from holdfast._values.value_buffer import ValueBuffer
-from holdfast.default_planner.empty_containers import fill_empty_containers, is_empty_container
+from holdfast.default_planner.empty_targets import fill_empty_containers, is_empty_container
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
 from holdfast.planner_helpers import ReadRows
+from holdfast.storage import ValueBuffer
 
 SameBytes = Callable[[str, str], bool | None]
 

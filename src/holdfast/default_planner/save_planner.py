@@ -12,20 +12,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from holdfast._state.paths import Path, empty_dicts, flatten, path_mapping
+from holdfast._save_plan.from_plans import plan_together
+from holdfast._save_plan.local import LocalLeaves
+from holdfast._state.nested import Path, empty_dicts, flatten, path_mapping, unusual_versions
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
-from holdfast._state.subclasses import ComposedTensor
-from holdfast._state.tensors import as_tensor
-from holdfast._state.versions import unusual_versions
-from holdfast._torchformat.objects import serialize_object
+from holdfast._state.tensors import ComposedTensor, as_tensor
+from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
-from holdfast._values.value_buffer import ValueBuffer
 from holdfast.errors import InvalidStateError
-from holdfast.global_plan import plan_together
-from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta, Versions
 from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType
+from holdfast.storage import ValueBuffer
 
 
 class DefaultSavePlanner(SavePlanner):

@@ -20,26 +20,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from holdfast._filesystem.remote import is_remote
-from holdfast._filesystem.verify import verify_torch_checkpoint
-from holdfast._filesystem.writer import _FileSystemWriter
+from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
+from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import posix
-from holdfast._io.pages import MappedFile
+from holdfast._io.memory import MappedFile
 from holdfast._native.writer import NativeWriter
-from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.paths import empty_dicts, restorable_paths, unflatten
-from holdfast._state.raw import Buffer, DistantSource, Source, source_of
-from holdfast._state.versions import add_versions
-from holdfast._torchformat.objects import deserialize_object, serialize_object
+from holdfast._saver import save
+from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, unflatten
+from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
+from holdfast._torch_codec.pickles import deserialize_object, serialize_object
+from holdfast._torch_format.remote import is_remote
+from holdfast._torch_format.verify import verify_torch_checkpoint
+from holdfast._torch_format.writer import _FileSystemWriter
 from holdfast._values.box import flat_range_boxes
 from holdfast._values.lazy import LazyList
-from holdfast.checkpoint import Checkpoint, StoredTensor
-from holdfast.checkpoint import open as open_checkpoint
 from holdfast.default_planner import DefaultSavePlanner
-from holdfast.detect import is_torch_format
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
-from holdfast.interop.progress import OnProgress, Progress
-from holdfast.interop.pt_files import read_pt, write_pt
+from holdfast.interop.pt_files import OnProgress, Progress, read_pt, write_pt
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -49,7 +46,6 @@ from holdfast.metadata import (
     Versions,
 )
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded, write_columns
-from holdfast.saver import save
 from holdfast.storage import StorageWriter
 
 _Path = str | os.PathLike[str]

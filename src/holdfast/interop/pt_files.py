@@ -13,27 +13,71 @@ import os
 import pickle
 import secrets
 import sys
+import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast._io import posix
-from holdfast._io.buffers import SLAB_BYTES, SlabRing
-from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.raw import Source, source_of
+from holdfast._io.memory import SLAB_BYTES, SlabRing
+from holdfast._state.tensor_bytes import LazyTensor, Source, source_of
 from holdfast._state.tensors import empty_quantized
-from holdfast._torchformat.archive_writing import (
+from holdfast._torch_codec.archive_writing import (
     DATA_ALIGNMENT,
     PADDING_FIELD,
     first_records,
     rebuilding_call,
     storage_reference,
 )
-from holdfast._torchformat.weighing import weigh
+from holdfast._torch_codec.pickles import weigh
 from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError
+
+OnProgress = Callable[[int, int], None]
+
+_MOST_GROWTH = 16
+_ALWAYS_BYTES = 64 << 20
+
+
+class Progress:
+    """Counts bytes for whoever wants to know, from any thread; no more than ``max_bytes``, or what is in proportion."""
+
+    def __init__(self, told: OnProgress | None, source: str | os.PathLike[str], max_bytes: int | None) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._source = os.fspath(source)
+        self._source_bytes = _bytes_at(self._source)
+        self._most = max(_ALWAYS_BYTES, _MOST_GROWTH * self._source_bytes) if max_bytes is None else max_bytes
+        self.done = 0
+        self.total = 0
+
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Take the bytes of all tensors that will be written, by key; InvalidStateError when they are too many."""
+        self.total = sum(sizes.values())
+        if self.total > self._most:
+            key = max(sizes, key=sizes.__getitem__)
+            raise InvalidStateError(
+                f"{self._source!r} has {self._source_bytes} bytes and would become {self.total}, {sizes[key]} of them "
+                f"for {key[:200]!r}, more than {self._most}; pass max_bytes={self.total} if you want that",
+                key=key,
+            )
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self.done += nbytes
+            if self._told is not None:
+                self._told(self.done, max(self.total, self.done))
+
+
+def _bytes_at(path: str) -> int:
+    """The bytes of a file, or of the files in a directory and below."""
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
+
 
 _Path = str | os.PathLike[str]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._state.paths import Path, TupleIndex, TypedKey
+from holdfast._state.nested import Path, TupleIndex, TypedKey
 from holdfast.cli.leaves import Leaf, StoredLeaf, ValueLeaf
-from holdfast.cli.tree import tree_lines
+from holdfast.cli.show import tree_lines
 
 
 def value_at(*path: str | int) -> ValueLeaf:

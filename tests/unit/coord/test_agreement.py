@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from holdfast._coord.agreement import agreed, different_calls
+from holdfast._ranks.ranks import agreed, different_calls
 from holdfast.errors import RankDisagreementError
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from holdfast._coord import rendezvous
-from holdfast._coord.channel import Channel
-from holdfast._coord.channel_ranks import ChannelRanks
-from holdfast._coord.ranks import Ranks
-from holdfast._coord.wire import HELLO, MAGIC, Kind, Message
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._ranks import rendezvous
+from holdfast._ranks.channel import Channel
+from holdfast._ranks.channel_ranks import ChannelRanks
+from holdfast._ranks.connections import HELLO, MAGIC, Kind, Message
+from holdfast._ranks.ranks import Ranks
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Patience
 from holdfast.errors import (
     CheckpointError,

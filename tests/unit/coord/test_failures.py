@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast._coord.failures import Failure, combine, describe, pack, unpack
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._ranks.ranks import Failure, combine, describe, pack, unpack
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.errors import (
     CheckpointError,
     CorruptError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._coord.lobby import INTERRUPTED, Ended, Join, Lobby, losers
-from holdfast._coord.wire import Kind, Message
+from holdfast._ranks.connections import Kind, Message
+from holdfast._ranks.lobby import INTERRUPTED, Ended, Join, Lobby, losers
 from holdfast._values.deadline import Deadline
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast._torchformat.messages import decode_message, encode_message
+from holdfast._torch_codec.pickles import decode_message, encode_message
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._coord.ranks import Ranks, SoloRanks
+from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast.errors import CheckpointError, StorageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._coord.watch import Watch
+from holdfast._ranks.lobby import Watch
 from holdfast._values.deadline import Patience, Sign
 
 

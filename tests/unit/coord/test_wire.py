@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast._coord.wire import Assembler, Kind, Message, cut
+from holdfast._ranks.connections import Assembler, Kind, Message, cut
 
 
 def message(serial: int = 1, size: int = 10) -> Message:

@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast._host import carrier as module
-from holdfast._host.carrier import Carrier, Freight
-from holdfast._host.exchange import Exchange, layout_for
-from holdfast._host.meeting import Greeting, Link, Visit, seats
-from holdfast._host.network import Reception
-from holdfast._plan.host_reads import Blocks, CommonReads
+from holdfast._plan.shared_reads import Blocks, CommonReads
+from holdfast._ranks import carrier as module
+from holdfast._ranks.carrier import Carrier, Freight
+from holdfast._ranks.exchange import Exchange, layout_for
+from holdfast._ranks.meeting import Greeting, Link, Reception, Visit, seats
 from holdfast.errors import CorruptError, InternalError, RankLostError
 
 SLOT = 2 << 20
@@ -283,7 +282,7 @@ def test_hosts_are_told_of_each_other_when_there_are_enough() -> None:
 
 
 def test_very_many_hosts_are_split_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast._host.meeting.MOST_HOSTS", 8)
+    monkeypatch.setattr("holdfast._ranks.meeting.MOST_HOSTS", 8)
     found = seats(greetings([str(host) for host in range(9)]), between_hosts=True)
     assert [seat and (seat.hosts, seat.host) for seat in found] == [
         *(((0, 1, 2, 3), host) for host in range(4)),

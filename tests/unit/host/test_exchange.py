@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from holdfast._host import exchange as module
-from holdfast._host.exchange import Exchange, layout_for, most_readers
-from holdfast._host.meeting import Link, Visit, seats
-from holdfast._plan.host_reads import Blocks, CommonReads
+from holdfast._plan.shared_reads import Blocks, CommonReads
+from holdfast._ranks import exchange as module
+from holdfast._ranks.exchange import Exchange, layout_for, most_readers
+from holdfast._ranks.meeting import Link, Visit, seats
 from holdfast.errors import CorruptError, InternalError, RankLostError
 
 SLOT = 8192

@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from holdfast._host import meeting
-from holdfast._host.meeting import Greeting, Layout, Link, Seat, Visit, seats
 from holdfast._io import sharing
 from holdfast._io.sharing import SharedMemory
+from holdfast._ranks import meeting
+from holdfast._ranks.meeting import Greeting, Layout, Link, Seat, Visit, seats
 
 LAYOUT = Layout(sections=(3, 5000, 2), slots=4, slot_bytes=8192)
 

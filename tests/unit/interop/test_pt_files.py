@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._state.lazy_tensor import LazyTensor
-from holdfast._state.raw import Buffer, source_of
+from holdfast._state.tensor_bytes import Buffer, LazyTensor, source_of
 from holdfast._state.tensors import TORCH_DTYPES
-from holdfast._torchformat.archive_writing import DATA_ALIGNMENT
+from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT
 from holdfast.errors import (
     AlreadyPublishedError,
     CheckpointError,

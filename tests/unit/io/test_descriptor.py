@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._io.descriptor import CLOSED, Descriptor, opened
+from holdfast._process import CLOSED, Descriptor, opened
 
 
 def is_open(number: int) -> bool:

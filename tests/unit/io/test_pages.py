@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast._io import pages
-from holdfast._io.pages import MappedFile
+from holdfast._io import memory as pages
+from holdfast._io.memory import MappedFile
 
 SIZE = 64 * mmap.PAGESIZE
 

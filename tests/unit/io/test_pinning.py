@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._io.buffers import SlabRing
-from holdfast._io.pinning import pinned
+from holdfast._io.memory import SlabRing, pinned
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, code: int) -> list[tuple[Any, ...]]:

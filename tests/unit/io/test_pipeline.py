@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from holdfast._io.buffers import Slab, SlabRing
+from holdfast._io.memory import Slab, SlabRing
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 
 PATIENCE_S = 30

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._io import posix
-from holdfast._io.buffers import SLAB_BYTES, SlabRing
 from holdfast._io.direct import ALIGNMENT, InputFile, OutputFile
+from holdfast._io.memory import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import run_bounded
 
 

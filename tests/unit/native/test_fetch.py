@@ -13,7 +13,7 @@ import holdfast
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.fetch import Fetch, Wanted
-from holdfast._state.raw import Target
+from holdfast._state.tensor_bytes import Target
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES
 

@@ -19,7 +19,7 @@ import holdfast
 from holdfast._native.header import HEADER_ALIGNMENT, decode_header, parse_chunk_name
 from holdfast._native.index import decode_index
 from holdfast._native.manifest import decode_manifest
-from holdfast._values.limits import MAX_VALUE_INLINE_BYTES
+from holdfast._values.dtypes import MAX_VALUE_INLINE_BYTES
 
 STRANGE_KEYS = [
     "plain",
@@ -186,7 +186,7 @@ def test_a_state_without_tensors_needs_no_data_file(tmp_path: Path) -> None:
 
 
 def test_many_long_names_make_several_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast._native.work._MOST_HEADER_BYTES", 4096)
+    monkeypatch.setattr("holdfast._native.file_layout._MOST_HEADER_BYTES", 4096)
     state = {f"{'layer' * 30}.{number}": torch.full((number * 7 % 50, 3), float(number)) for number in range(100)}
     path = save({**state, "large": torch.rand(2 << 20), "text": "y" * 100_000}, tmp_path / "checkpoint")
     files = data_files(path)
@@ -207,7 +207,7 @@ def test_many_long_names_make_several_data_files(tmp_path: Path, monkeypatch: py
 
 
 def test_every_file_of_several_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast._native.work._MOST_HEADER_BYTES", 4096)
+    monkeypatch.setattr("holdfast._native.file_layout._MOST_HEADER_BYTES", 4096)
     state = {f"{'layer' * 30}.{number}": torch.full((3,), float(number)) for number in range(50)}
     path = save(state, tmp_path / "checkpoint")
     files = data_files(path)

@@ -22,8 +22,7 @@ from holdfast._native.header import (
     stored_shape,
 )
 from holdfast._values.box import Box, whole
-from holdfast._values.dtypes import DTYPES
-from holdfast._values.limits import MAX_FILE_BYTES, MAX_HEADER_BYTES
+from holdfast._values.dtypes import DTYPES, MAX_FILE_BYTES, MAX_HEADER_BYTES
 from holdfast.errors import CorruptError, InternalError, InvalidStateError
 
 KEYS = [

@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast._native import image as image_module
-from holdfast._native import image_files, packer
+from holdfast._engine import write as image_files
+from holdfast._engine.write import ImageFiles
+from holdfast._native import file_layout as image_module
+from holdfast._native import packer
+from holdfast._native.file_layout import Image
 from holdfast._native.header import header_entry_bytes
-from holdfast._native.image import Image
-from holdfast._native.image_files import ImageFiles
 from holdfast._native.packer import Chunk, DataFile, Packer
 from holdfast._staging import copies
 from holdfast._staging.copies import HostCopier
 from holdfast._staging.memory import Region
-from holdfast._state.raw import MemorySource
+from holdfast._state.tensor_bytes import MemorySource
 from holdfast.errors import StorageError
 
 SIZES = [8192, 4096, 12288, 1 << 20, 0, 5000, 4095, 1, 3_000_001, 17, 0, 4096]

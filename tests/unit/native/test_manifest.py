@@ -24,7 +24,7 @@ from holdfast._native.manifest import (
     encode_manifest,
 )
 from holdfast._native.values import encode_value
-from holdfast._values.limits import MAX_KEY_BYTES, MAX_MANIFEST_BYTES
+from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_MANIFEST_BYTES
 from holdfast.errors import CorruptError, InvalidStateError, UnsupportedVersionError
 
 PATH = "checkpoint/manifest.json"

@@ -16,7 +16,7 @@ from holdfast._native.header import decode_header, header_entry_bytes
 from holdfast._native.index import file_digest
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
 from holdfast._native.report import WrittenFile
-from holdfast._state.raw import Buffer
+from holdfast._state.tensor_bytes import Buffer
 from holdfast._values.digest import digest, to_hex
 
 SMALL_BLOCK = 10_000

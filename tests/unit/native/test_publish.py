@@ -13,8 +13,7 @@ import torch
 
 import holdfast
 from holdfast._io import locks, posix
-from holdfast._native.formats import MANIFEST_NAME
-from holdfast._native.publish import check_unpublished, publish, read_manifest
+from holdfast._native.publish import MANIFEST_NAME, check_unpublished, publish, read_manifest
 
 
 def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overwrite: bool = True) -> None:

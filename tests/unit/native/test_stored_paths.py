@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._native.paths import MAX_EMPTY_POSITIONS, PathElement, check_paths
-from holdfast._values.limits import MAX_PATH_DEPTH
+from holdfast._native.paths import MAX_EMPTY_POSITIONS, check_paths
+from holdfast._native.paths import StoredElement as PathElement
+from holdfast._values.dtypes import MAX_PATH_DEPTH
 
 NAN = {"float": "nan"}
 

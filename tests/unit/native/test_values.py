@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from holdfast._native.values import decode_value, decode_value_bytes, encode_value, encode_value_bytes
-from holdfast._values.dtypes import DTYPES
-from holdfast._values.limits import MAX_VALUE_DEPTH
+from holdfast._values.dtypes import DTYPES, MAX_VALUE_DEPTH
 from holdfast.errors import CheckpointError, CorruptError, InvalidStateError, UnsupportedVersionError
 
 

@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast._io.direct import InputFile
-from holdfast._native import work
+from holdfast._native import file_layout as work
 from holdfast._native.catalog import read_catalog
 from holdfast._native.header import HeaderEntry, encode_header
 from holdfast._native.index import ChunkIndex, encode_index, file_digest

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from holdfast._plan.ranges import byte_spans, coalesce, cut_at_blocks, touched_blocks
+from holdfast._plan.reads import byte_spans, coalesce, cut_at_blocks, touched_blocks
 from holdfast._values.box import Box, whole
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast._save_plan.from_plans import as_planned, plan_together
+from holdfast._save_plan.local import LocalLeaves
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import InvalidStateError, RankDisagreementError
-from holdfast.global_plan import as_planned, plan_together
-from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from holdfast.metadata import TensorProperties as Properties
 from holdfast.planner import (

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._plan import job_reads
-from holdfast._plan.host_reads import Blocks, CommonReads, locate, own_loads
-from holdfast._plan.job_reads import read_numbers, share_between_hosts, share_out_beside
+from holdfast._plan import shared_reads as job_reads
+from holdfast._plan.shared_reads import (
+    Blocks,
+    CommonReads,
+    locate,
+    own_loads,
+    read_numbers,
+    share_between_hosts,
+    share_out_beside,
+)
 
 BLOCK = 64
 PAGE = 16

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast._save_plan.local import LocalLeaves
 from holdfast.errors import InvalidStateError
-from holdfast.local_plan import LocalLeaves
 from holdfast.metadata import ChunkStorageMetadata
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast._plan.overlap import overlap
+from holdfast._plan.reads import overlap
 
 
 def column(*rows: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

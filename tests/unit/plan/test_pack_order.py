@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast._plan.packing import pack_order
+from holdfast._native.file_layout import pack_order
 
 
 def test_page_multiples_go_first_and_order_is_kept() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._state.containers import check_containers
+from holdfast._state.nested import check_containers
 from holdfast.errors import InvalidStateError
 
 MAKERS: dict[str, Callable[[Any], Any]] = {

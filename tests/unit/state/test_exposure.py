@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from holdfast._state.exposure import expose, hand_back
+from holdfast._state.stateful_values import expose, hand_back
 from holdfast.errors import InvalidStateError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast._state import fingerprint as module
-from holdfast._state.fingerprint import fingerprint_of_tensor, fingerprint_of_value
+from holdfast._state import tensors as module
+from holdfast._state.tensors import fingerprint_of_tensor, fingerprint_of_value
 from holdfast._values.digest import digest
 
 BOTH = pytest.mark.parametrize("everything", [False, True])
@@ -132,7 +132,7 @@ def test_equal_values_have_equal_fingerprints() -> None:
 def test_sets_have_the_same_fingerprint_in_every_process() -> None:
     """The order of a set of strings depends on the hash seed of the process."""
     code = (
-        "from holdfast._state.fingerprint import fingerprint_of_value\n"
+        "from holdfast._state.tensors import fingerprint_of_value\n"
         "print(fingerprint_of_value({chr(c) * 3 for c in range(97, 123)}))"
     )
     found = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast._state.paths import TupleIndex, TypedKey, flatten, is_one_value, path_key, set_element, unflatten
+from holdfast._state.nested import TupleIndex, TypedKey, flatten, is_one_value, path_key, set_element, unflatten
 from holdfast.errors import InvalidStateError
 
 ONE = torch.ones(1)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from holdfast._io.buffers import Slab, SlabRing
-from holdfast._state.raw import MemorySource, ScatteredSource, Target, source_of
+from holdfast._io.memory import Slab, SlabRing
+from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Target, source_of
 from holdfast._values.box import Box
 from holdfast.errors import InvalidStateError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from holdfast._state.subclasses import inner_parts, is_composed
+from holdfast._state.tensors import inner_parts, is_composed
 from holdfast.errors import InvalidStateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors")

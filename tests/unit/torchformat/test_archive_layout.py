@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._torchformat.archive import Elements, find_tensor, records
+from holdfast._torch_codec.archive import Elements, find_tensor, records
 from holdfast.errors import CorruptError
 
 

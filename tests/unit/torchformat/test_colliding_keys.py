@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._torchformat.objects import deserialize_object, serialize_object
-from holdfast._torchformat.opcodes import unpickle
-from holdfast._torchformat.weighing import weigh
+from holdfast._torch_codec.pickles import deserialize_object, serialize_object, unpickle, weigh
 from holdfast.errors import CorruptError
 from holdfast.interop.pt_files import read_pt
 

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast import MetadataIndex
-from holdfast._torchformat.places import StorageInfo
-from holdfast._torchformat.unpickling import decode_metadata, merge_metadata
+from holdfast._torch_codec.metadata_file import StorageInfo, decode_metadata, merge_metadata
 from holdfast.errors import CheckpointError, CorruptError, UnsafeError
 from holdfast.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._torchformat.opcodes import check_opcodes, unpickle
+from holdfast._torch_codec.pickles import check_opcodes, unpickle
 from holdfast.errors import CorruptError
 
 

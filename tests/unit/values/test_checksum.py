@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from holdfast._values.checksum import combine_checksums
+from holdfast._values.digest import combine_checksums
 
 
 @pytest.mark.parametrize("cuts", [[], [0], [1], [500, 500], [1, 2, 3, 999], [0, 1000], [64, 128, 256, 512]])

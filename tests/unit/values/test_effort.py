@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast._values.effort import FLOOR_S, KEY_S, Effort, TooMuchEffort
+from holdfast._values.deadline import FLOOR_S, KEY_S, Effort, TooMuchEffort
 
 
 class Clock:

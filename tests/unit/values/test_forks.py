@@ -1,6 +1,6 @@
 import os
 
-from holdfast._values import forks
+from holdfast import _process as forks
 
 
 class Holder:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast._values import limits
+from holdfast._values import dtypes as limits
 
 
 def test_sums_of_offsets_and_sizes_stay_in_64_bits() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast._values.value_buffer import ValueBuffer
+from holdfast.storage import ValueBuffer
 
 DATA = b"one\ntwo\n"
 

@@ -1,0 +1,231 @@
+"""open: a checkpoint of either format as a lazy, read-only mapping from keys to tensors that read only what is asked of
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from types import EllipsisType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast._native.publish import format_at
+from holdfast._native.reader import NativeReader
+from holdfast._state.tensors import empty_quantized, empty_tensor
+from holdfast._torch_format.reader import FileSystemReader
+from holdfast._torch_format.remote import FsspecReader, is_remote
+from holdfast._values.box import Box, whole
+from holdfast._values.lazy import LazyList
+from holdfast.default_planner import DefaultLoadPlanner
+from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
+from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.planner import LoadPlan
+from holdfast.planner_helpers import ReadRows, check_tiling
+
+__all__ = ["Checkpoint", "StoredTensor", "open"]
+
+
+def is_torch_format(path: str | os.PathLike[str]) -> bool:
+    """Whether the checkpoint at ``path`` is in torch's own format; at a URL always.
+
+    CorruptError where another program left one of each, and nothing tells which one is meant.
+    """
+    return is_remote(path) or format_at(path) == "torch"
+
+
+def reader_for(
+    path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
+) -> NativeReader | FileSystemReader:
+    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads.
+
+    ``verify`` lets torch's files be checked as far as that costs no time; see ``FileSystemReader``.
+    """
+    if is_torch_format(path):
+        reader = FsspecReader if is_remote(path) else FileSystemReader
+        return reader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
+    return NativeReader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
+
+
+Index = int | slice | EllipsisType
+
+
+class StoredTensor:
+    """A tensor on disk: ``shape``, ``dtype`` and ``nbytes`` cost nothing, an index reads just that part."""
+
+    def __init__(self, checkpoint: Checkpoint, key: str, stored: TensorStorageMetadata) -> None:
+        self._checkpoint = checkpoint
+        self.key = key
+        self.shape = stored.size
+        self.dtype = stored.properties.dtype
+        self.alias_of = stored.alias_of
+        self.chunks = len(stored.chunks)
+        self._stored = stored
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
+        """The part that ``index`` selects, as a new CPU tensor; ``[...]`` reads it all."""
+        box, view = _selection(index if isinstance(index, tuple) else (index,), self.shape, self.key)
+        return self._checkpoint._read(self.key, self._stored, box)[view]
+
+    def read_into(self, target: torch.Tensor, box: Box) -> None:
+        """Fill ``target``, a tensor of this dtype and of the box's lengths, with the elements of ``box``."""
+        self._checkpoint._read_into(self.key, self._stored, box, target)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.key!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+class Checkpoint(Mapping[str, Any]):
+    """A published checkpoint: keys to ``StoredTensor``, or to the value itself where it is no tensor.
+
+    It stays the checkpoint that was opened, as long as its files are there; once a saver has replaced it, reads may
+    raise a StorageError (ESTALE). Close it, or use it in a ``with`` block.
+    """
+
+    def __init__(self, reader: NativeReader | FileSystemReader) -> None:
+        self._reader = reader
+        self._bytes_read: int | None = None
+        self.metadata: Metadata = reader.read_metadata()
+        if not isinstance(reader, NativeReader):
+            check_tiling(self.metadata)  # native storage has done it on its index
+        reader.set_up_storage_reader(self.metadata, True)
+
+    @property
+    def user_metadata(self) -> dict[str, Any]:
+        """What the saver kept beside the state."""
+        return self.metadata.user_metadata
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of data that have been read so far."""
+        return self._reader.bytes_read if self._bytes_read is None else self._bytes_read
+
+    def __getitem__(self, key: str) -> Any:
+        stored = self.metadata.state_dict_metadata[key]
+        if isinstance(stored, TensorStorageMetadata):
+            return StoredTensor(self, key, stored)
+        rows = ReadRows()
+        rows.add_value(key)
+        return self._fetch({key: None}, rows)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metadata.state_dict_metadata)
+
+    def __len__(self) -> int:
+        return len(self.metadata.state_dict_metadata)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.metadata.state_dict_metadata
+
+    def _read(self, key: str, stored: TensorStorageMetadata, box: Box) -> torch.Tensor:
+        if stored.quantizer is None:
+            tensor = empty_tensor(box.lengths, stored.properties.dtype)
+        else:
+            tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
+        if tensor.is_quantized and box != whole(stored.size):
+            raise InvalidStateError(
+                f"{key!r} is quantised and cannot be read in parts; read it whole, by [...]", key=key
+            )
+        self._read_into(key, stored, box, tensor)
+        return tensor
+
+    def _read_into(self, key: str, stored: TensorStorageMetadata, box: Box, tensor: torch.Tensor) -> None:
+        rows = ReadRows()
+        rows.add_tensor(key, stored, box)
+        self._fetch({key: tensor}, rows)
+
+    def _fetch(self, target: dict[str, Any], rows: ReadRows) -> dict[str, Any]:
+        """``target``, filled with what ``rows`` want."""
+        if self._bytes_read is not None:
+            raise ValueError("the checkpoint is closed; open it again to read from it")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=self._reader.allow_pickle)
+        planner.set_up_planner(target, self.metadata)
+        try:
+            self._reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
+        except CorruptError as error:
+            if not self._reader.was_replaced():
+                raise
+            path = os.fspath(self._reader.path)
+            raise StorageError(
+                f"the checkpoint at {path!r} was replaced by another one since it was opened, and its files are gone; "
+                "open it again",
+                errno=errno.ESTALE,
+                path=path,
+            ) from error
+        return target
+
+    def close(self) -> None:
+        """Close the files; what was read stays, and nothing more can be."""
+        self._bytes_read = self.bytes_read
+        self._reader.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({os.fspath(self._reader.path)!r}, {len(self)} keys)"
+
+
+def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> Checkpoint:
+    """The checkpoint at ``path``, native or torch's own; only what describes it is read now, tensors when indexed.
+
+    With ``verify`` every 1 MiB block that a read touches is read whole and checked; without it just the bytes wanted.
+    In torch's format just the bytes wanted are read, and checked where they are all of a chunk.
+    """
+    while True:
+        reader = reader_for(path, verify=verify, allow_pickle=allow_pickle)
+        try:
+            return Checkpoint(reader)
+        except NotFoundError:
+            # A saver may have replaced it by one of the other format meanwhile.
+            if type(reader_for(path)) is type(reader):
+                raise
+
+
+def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[Box, tuple[int | slice, ...]]:
+    """The box to read for ``index``, and what to take of it (steps, and dimensions that an int drops)."""
+    if any(part is Ellipsis for part in index):
+        place = next(number for number, part in enumerate(index) if part is Ellipsis)
+        missing = len(shape) - len(index) + 1
+        index = (*index[:place], *([slice(None)] * missing), *index[place + 1 :])
+    if len(index) > len(shape) or any(part is Ellipsis for part in index):
+        raise IndexError(f"{key!r} has {len(shape)} dimensions, and {len(index)} were indexed")
+    offsets: list[int] = []
+    lengths: list[int] = []
+    view: list[int | slice] = []
+    for size, part in zip(shape, (*index, *([slice(None)] * (len(shape) - len(index)))), strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 1:
+                raise IndexError(f"{key!r}: a step must be positive, as in torch")
+            offsets.append(start)
+            lengths.append(max(0, stop - start))
+            view.append(slice(None, None, step))
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
+            position = int(part) + size if part < 0 else int(part)
+            if not 0 <= position < size:
+                raise IndexError(f"{key!r}: index {part} is out of range for a dimension of {size}")
+            offsets.append(position)
+            lengths.append(1)
+            view.append(0)
+        else:
+            raise IndexError(f"{key!r} can be indexed by ints, slices and ..., not by a {type(part).__name__}")
+    return Box(tuple(offsets), tuple(lengths)), tuple(view)

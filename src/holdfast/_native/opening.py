@@ -1,0 +1,228 @@
+"""Opening a checkpoint on many ranks: manifest and index are read once per host and handed over as bytes.
+
+Every rank decodes and checks them for itself. Where a host's ranks cannot share memory, each of them reads for itself.
+Where hosts are to pass blocks on to each other, they are connected here; where that fails, each host reads for itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast._engine.read import uses_cuda
+from holdfast._io.sharing import SharedMemory
+from holdfast._native.catalog import CatalogBytes
+from holdfast._native.fetch import slot_bytes
+from holdfast._native.reader import NativeReader
+from holdfast._ranks.carrier import Carrier, Job
+from holdfast._ranks.exchange import Exchange, layout_for
+from holdfast._ranks.meeting import Contact, Link, Reception, Seat, Visit, seats
+from holdfast._ranks.ranks import Ranks
+from holdfast.errors import CorruptError
+from holdfast.metadata import Metadata
+
+_MANIFEST, _INDEX = 0, 1
+_CONNECT_S = 10.0
+
+
+def open_together(
+    reader: NativeReader, ranks: Ranks, *, between_hosts: bool = False
+) -> tuple[Metadata, Exchange | None]:
+    """The metadata of the checkpoint, the same on every rank, and the exchange with the others of this host, if any.
+
+    With ``between_hosts`` it is one with other hosts too, where there are enough of them and all can be connected. The
+    exchange is the caller's to close.
+    """
+    with closing(Visit()) as visit:
+        seat: Seat | None = ranks.scatter(
+            "meeting the ranks of the host", visit.greet, partial(seats, between_hosts=between_hosts)
+        )
+        opening = _Opening(reader, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
+        try:
+            opening.invitation = ranks.scatter("reading the metadata", opening.read, _invited)
+            opening.welcome = ranks.scatter("opening the checkpoint", opening.open, _linked)
+            is_job = between_hosts and ranks.scatter("connecting the hosts", opening.connect, _connected)
+            return opening.result(ranks, is_job=is_job)
+        except BaseException:
+            opening.leave()
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What a rank says after reading: whom it has invited to share that, and where its host is to be connected to."""
+
+    invited: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
+    contact: Contact | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Invitation:
+    """What a rank is told then: whether it is invited, and where all hosts that it shares with are, or nothing."""
+
+    is_invited: bool
+    contacts: tuple[Contact, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """What a rank says after opening: which save, whether it shares memory, with whom it should, with what hosts."""
+
+    attempt: str
+    is_linked: bool
+    members: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Welcome:
+    """What a rank is told then: whether all of its host share, and whether all hosts that it shares with go on to."""
+
+    is_linked: bool
+    goes_on: bool
+
+
+class _Opening:
+    """One rank's part in it, step by step."""
+
+    def __init__(self, reader: NativeReader, visit: Visit, seat: Seat | None, *, limit_s: float) -> None:
+        self._reader = reader
+        self._visit = visit
+        self._seat = seat
+        self._limit_s = limit_s
+        self._data: CatalogBytes | None = None
+        self._link: Link | None = None
+        self._reception: Reception | None = None
+        self._metadata: Metadata | None = None
+        self.invitation = _Invitation(is_invited=False, contacts=())
+        self.welcome = _Welcome(is_linked=False, goes_on=False)
+
+    def read(self) -> _Read:
+        """Read manifest and index, unless that is left to the leader, and invite the others to share them."""
+        seat = self._seat
+        if seat is not None and not seat.leads:
+            return _Read()
+        self._data = data = self._reader.read_catalog_bytes()
+        if seat is None:
+            return _Read()
+        sizes = (len(data.manifest), len(data.index))
+        # The index has a byte or more for every block, and a wish is one bit.
+        layout = layout_for(sizes, len(data.index) // 8 + 1, len(seat.members), slot_bytes(), len(seat.hosts))
+
+        def fill(memory: SharedMemory) -> None:
+            for number, part in ((_MANIFEST, data.manifest), (_INDEX, data.index)):
+                start, stop = layout.section(number)
+                memory.view[start:stop] = part
+            if uses_cuda():  # everyone pins the slots, and what is pinned stays in the pages that it is in
+                memory.make_huge(layout.slot(0)[0], layout.slot(layout.slots)[0])
+
+        self._link = self._visit.invite(seat, layout, fill)
+        if self._link is None:
+            return _Read()
+        if seat.hosts:
+            with suppress(OSError):
+                self._reception = Reception(seat.host, len(seat.hosts), layout.slot_bytes)
+        contact = None if self._reception is None else self._reception.contact
+        return _Read(invited=seat.members, hosts=seat.hosts, contact=contact)
+
+    def open(self) -> _Opened:
+        """Decode and check what was read here or elsewhere; the leader connects to the hosts before its own."""
+        seat, invitation = self._seat, self.invitation
+        if invitation.is_invited and seat is not None and not seat.leads:
+            self._link = self._visit.join(seat)
+            if self._link is not None:
+                manifest, index = (bytes(self._link.section(number)) for number in (_MANIFEST, _INDEX))
+                self._data = CatalogBytes(manifest=manifest, index=index)
+        self._reader.offer_catalog(self._data or self._reader.read_catalog_bytes())
+        self._data = None
+        self._metadata = self._reader.read_metadata()
+        goes_on = self._reception is None or self._reception.call(invitation.contacts, self._limit_s)
+        return _Opened(
+            attempt=self._reader.catalog.manifest.attempt,
+            is_linked=self._link is not None,
+            members=seat.members if seat is not None and invitation.is_invited else (),
+            hosts=seat.hosts if seat is not None and goes_on and invitation.contacts else (),
+        )
+
+    def connect(self) -> tuple[bool, tuple[int, ...]]:
+        """Whether this rank's host is connected to all others that it should be; the leader takes in those after it."""
+        hosts = () if self._seat is None or not self.welcome.goes_on else self._seat.hosts
+        if not hosts or self._reception is None:
+            return bool(hosts), hosts
+        return self._reception.answer(self._limit_s), hosts
+
+    def result(self, ranks: Ranks, *, is_job: bool) -> tuple[Metadata, Exchange | None]:
+        """The metadata and the exchange, if all of this host share and there is somebody to share with."""
+        assert self._metadata is not None
+        link, seat = self._link, self._seat
+        if link is None or seat is None or not self.welcome.is_linked or (len(seat.members) == 1 and not is_job):
+            self.leave()
+            return self._metadata, None
+        names, deadline_s = tuple(ranks.names[member] for member in seat.members), ranks.deadline_s
+        if not is_job:
+            self._close_reception()
+            return self._metadata, Exchange(link, names=names, check=ranks.check, deadline_s=deadline_s)
+        carrier = None
+        if self._reception is not None:
+            carrier = Carrier(
+                Exchange(link, names=names, check=ranks.check, deadline_s=deadline_s, carries=True),
+                self._reception.take_sockets(),
+                names=tuple(ranks.names[leader] for leader in seat.hosts),
+                host=seat.host,
+                check=ranks.check,
+                deadline_s=deadline_s,
+            )
+            self._close_reception()
+        least = min(contact.slot_bytes for contact in self.invitation.contacts)
+        job = Job(host=seat.host, slot_bytes=least, carrier=carrier)
+
+        def check() -> None:
+            ranks.check()
+            if carrier is not None:
+                carrier.check()
+
+        return self._metadata, Exchange(link, names=names, check=check, deadline_s=deadline_s, job=job)
+
+    def leave(self) -> None:
+        """Share nothing after all."""
+        self._close_reception()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _close_reception(self) -> None:
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
+
+
+def _invited(read: list[_Read]) -> list[_Invitation]:
+    """For each rank, whether it is invited, and where the hosts are that it shares with."""
+    contacts: dict[int, tuple[Contact, ...]] = {}
+    for each in read:
+        found = [read[leader].contact for leader in each.hosts]
+        of_all = tuple(contact for contact in found if contact is not None)
+        for member in each.invited:
+            contacts[member] = of_all if len(of_all) == len(found) else ()
+    return [_Invitation(is_invited=rank in contacts, contacts=contacts.get(rank, ())) for rank in range(len(read))]
+
+
+def _linked(opened: list[_Opened]) -> list[_Welcome]:
+    """For each rank, whether all of its host share; CorruptError unless all ranks have opened the same save."""
+    if len({each.attempt for each in opened}) > 1:
+        raise CorruptError("the checkpoint was replaced by another one while it was opened")
+    is_linked = [bool(each.members) and all(opened[member].is_linked for member in each.members) for each in opened]
+    return [
+        _Welcome(
+            is_linked=linked,
+            goes_on=bool(each.hosts) and all(is_linked[leader] and opened[leader].hosts for leader in each.hosts),
+        )
+        for linked, each in zip(is_linked, opened, strict=True)
+    ]
+
+
+def _connected(told: list[tuple[bool, tuple[int, ...]]]) -> list[bool]:
+    """For each rank, whether all hosts that it shares with are connected."""
+    return [bool(hosts) and all(told[leader][0] for leader in hosts) for _, hosts in told]

@@ -1,0 +1,401 @@
+"""Messages over plain TCP, cut into pieces, and what the kernel says of who is still there.
+
+Invariant: a message is handed out only when all its pieces are there. Payloads are opaque; nothing here knows how they
+are made. Pieces of different messages may come in between, so that a long one holds up no sign of life.
+
+One thread for each channel does all of it, for as long as the channel lives: it sends, receives, takes in ranks that
+connect, and lets the operations look at the time. A connection that ends is a process that ended. A host that answers
+nothing is one that died: the kernel says so of an idle connection by keep-alive, and counts for us what it has sent in
+vain on others. A process that is merely busy or stopped keeps its connections, because its kernel answers for it.
+
+Invariant: whoever posts never waits, and the thread waits for nothing but sockets and time. Nothing here survives a
+fork: a child that kept a socket would hide that its parent has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import queue
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast._process import forget_in_child, start_thread
+
+if TYPE_CHECKING:
+    from holdfast._ranks.channel import Channel
+
+PIECE = 4 << 20
+
+HELLO = struct.Struct("<8s32sI")
+"""What a rank says when it connects: ``MAGIC``, the token of the channel, its number; it is answered with ``MAGIC``."""
+MAGIC = b"holdfst2"
+
+_LENGTH = struct.Struct("<I")
+
+
+class Kind(enum.Enum):
+    """What a message is about."""
+
+    JOIN = "join"
+    BEAT = "beat"
+    PART = "part"
+    WHOLE = "whole"
+    FAILURE = "failure"
+    VERDICT = "verdict"
+    RECEIPT = "receipt"
+    LEFT = "left"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One message between the coordinator and rank ``guest``, about that rank's own ``call``.
+
+    ``serial`` tells it from all others of its sender.
+    """
+
+    guest: int
+    call: int
+    serial: int
+    kind: Kind
+    step: int = 0
+    phase: str = ""
+    payload: bytes = b""
+
+
+class _Piece(msgspec.Struct, frozen=True, array_like=True):
+    message: Message
+    number: int
+    count: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Piece)
+
+
+def cut(message: Message, piece: int = PIECE) -> Iterator[bytes]:
+    """The pieces of ``message`` in their frames, each of at most ``piece`` bytes and a small header."""
+    payload = message.payload
+    count = max(1, -(-len(payload) // piece))
+    for number in range(count):
+        part = payload if count == 1 else payload[number * piece : (number + 1) * piece]
+        data = _encoder.encode(_Piece(msgspec.structs.replace(message, payload=part), number, count))
+        yield _LENGTH.pack(len(data)) + data
+
+
+class Assembler:
+    """Makes messages of the bytes that one connection brings."""
+
+    __slots__ = ("_received", "_unfinished")
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._unfinished: dict[int, dict[int, bytes]] = {}
+
+    def add(self, data: bytes) -> Iterator[Message]:
+        """The messages that ``data`` completes."""
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            with memoryview(self._received) as view:
+                piece = _decoder.decode(view[_LENGTH.size : end])
+            del self._received[:end]
+            message = self._complete(piece)
+            if message is not None:
+                yield message
+
+    def _complete(self, piece: _Piece) -> Message | None:
+        message = piece.message
+        if piece.count == 1:
+            return message
+        parts = self._unfinished.setdefault(message.serial, {})
+        parts[piece.number] = message.payload
+        if len(parts) < piece.count:
+            return None
+        del self._unfinished[message.serial]
+        payload = b"".join(parts[number] for number in range(piece.count))
+        return msgspec.structs.replace(message, payload=payload)
+
+
+Bell = queue.SimpleQueue[None]
+"""Rung for a thread that waits. It is written in C: unlike a condition, an interrupt at any moment leaves it usable."""
+
+_TICK_S = 0.1
+_LOOK_S = 1.0
+_HELLO_S = 10.0
+_BURST = 8  # pieces to one rank, then it is the turn of the others
+_CHUNK = 1 << 20
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_IN_VAIN = 6  # times that data was sent again without an answer, or probes: about 13 s
+
+
+class _Peer:
+    __slots__ = ("assembler", "is_waiting", "outbox", "rank", "sending", "socket")
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.outbox: deque[Iterator[bytes] | Bell] = deque()
+        self.sending = memoryview(b"")
+        self.assembler = Assembler()
+        self.is_waiting = False  # for the kernel to take more
+
+    def next_piece(self) -> memoryview | None:
+        """The piece to send now, if any; bells on the way are rung."""
+        while self.outbox:
+            entry = self.outbox[0]
+            if not isinstance(entry, queue.SimpleQueue):
+                piece = next(entry, None)
+                if piece is not None:
+                    return memoryview(piece)
+            else:
+                entry.put(None)
+            self.outbox.popleft()
+        return None
+
+    def ring_all(self) -> None:
+        """Keep nobody waiting for what will not be sent."""
+        for entry in list(self.outbox):
+            if isinstance(entry, queue.SimpleQueue):
+                entry.put(None)
+        self.outbox.clear()
+
+
+class Connections:
+    """The connections of one rank: the coordinator's to all others, or that of another rank to the coordinator.
+
+    Args:
+        receiver: gets the messages, and is told who comes and goes; it is not kept alive by this.
+        listener: where other ranks connect, on the coordinator; it is closed with the rest.
+        token: what they have to know, 32 bytes.
+        size: how many ranks there are.
+    """
+
+    def __init__(
+        self, receiver: Channel, *, listener: socket.socket | None = None, token: bytes = b"", size: int = 0
+    ) -> None:
+        self._receiver = weakref.ref(receiver)
+        self._token = token
+        self._size = size
+        self._peers: dict[int, _Peer] = {}
+        self._callers: dict[socket.socket, float] = {}
+        self._new: deque[_Peer] = deque()
+        self._wanting: deque[_Peer] = deque()
+        self._is_closing = False
+        self._look_at = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._waker, woken = socket.socketpair()
+        self._own = [self._waker, woken, *([listener] if listener is not None else [])]
+        for each in self._own:
+            each.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, lambda events: woken.recv(_CHUNK))
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+        forget_in_child(self)
+        self._thread = threading.Thread(target=self._run, name="holdfast-channel", daemon=True)
+        start_thread(self._thread)
+
+    def add(self, rank: int, connection: socket.socket) -> None:
+        """Use a connection to ``rank`` from now on."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # not TCP, in tests
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        peer = self._peers[rank] = _Peer(rank, connection)
+        self._new.append(peer)
+        self._wake()
+
+    def has(self, rank: int) -> bool:
+        """Whether there is a connection to ``rank``, as far as is known."""
+        return rank in self._peers
+
+    def post(self, rank: int, entry: Iterator[bytes] | Bell, *, is_urgent: bool = False) -> None:
+        """Have pieces sent to ``rank``, or a bell rung once everything before it is on its way; nobody there is fine.
+
+        What is urgent comes before long messages; for the thread of the channel alone.
+        """
+        peer = self._peers.get(rank)
+        if peer is None:
+            if isinstance(entry, queue.SimpleQueue):
+                entry.put(None)
+            return
+        if is_urgent:
+            peer.outbox.appendleft(entry)
+        else:
+            peer.outbox.append(entry)
+        self._wanting.append(peer)
+        self._wake()
+
+    def close(self) -> None:
+        """End the thread, and with it all connections."""
+        self._is_closing = True
+        self._wake()
+
+    def forget_parent(self) -> None:
+        """Close the child's copies; the selector's registrations are the parent's and stay."""
+        self._is_closing = True
+        for each in [*self._own, *self._callers, *(peer.socket for peer in list(self._peers.values()))]:
+            each.close()
+        self._selector.close()
+
+    def _wake(self) -> None:
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(OSError):  # full of wakes already, or closed
+                self._waker.send(b"\0")
+
+    def _run(self) -> None:
+        is_busy = True
+        try:
+            while not self._is_closing:
+                for key, events in self._selector.select(_TICK_S if is_busy else None):
+                    key.data(events)
+                receiver = self._receiver()
+                is_busy = receiver is not None and receiver.tick()
+                del receiver
+                while self._wanting:
+                    peer = self._wanting.popleft()
+                    self._register_new()
+                    self._send(peer)
+                self._register_new()
+                if is_busy:
+                    self._look()
+        finally:
+            self._is_closing = True
+            for peer in list(self._peers.values()):
+                self._lose(peer)
+            for each in (*self._own, *self._callers):
+                each.close()
+            self._selector.close()
+
+    def _register_new(self) -> None:
+        while self._new:
+            peer = self._new.popleft()
+            self._selector.register(peer.socket, selectors.EVENT_READ, partial(self._move, peer))
+
+    def _move(self, peer: _Peer, events: int) -> None:
+        if events & selectors.EVENT_READ:
+            self._receive(peer)
+        if events & selectors.EVENT_WRITE:
+            self._send(peer)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(_CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        receiver = self._receiver()
+        if receiver is not None:
+            for message in peer.assembler.add(data):
+                receiver.deliver(message)
+        if not data:
+            self._lose(peer)
+
+    def _send(self, peer: _Peer) -> None:
+        if self._peers.get(peer.rank) is not peer:
+            return
+        is_waiting = True
+        try:
+            for _ in range(_BURST):
+                if not peer.sending:
+                    piece = peer.next_piece()
+                    if piece is None:
+                        is_waiting = False
+                        break
+                    peer.sending = piece
+                peer.sending = peer.sending[peer.socket.send(peer.sending) :]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._lose(peer)
+            return
+        if is_waiting != peer.is_waiting:
+            peer.is_waiting = is_waiting
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_waiting else 0)
+            self._selector.modify(peer.socket, events, partial(self._move, peer))
+
+    def _lose(self, peer: _Peer) -> None:
+        """Forget a connection that ended."""
+        self._close(peer.socket)
+        if self._peers.get(peer.rank) is peer:
+            del self._peers[peer.rank]
+            receiver = self._receiver()
+            if receiver is not None:
+                receiver.disconnected(peer.rank)
+        peer.ring_all()
+
+    def _close(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _look(self) -> None:
+        """Lose whoever's host has answered nothing for long."""
+        now = time.monotonic()
+        if now < self._look_at or not hasattr(socket, "TCP_INFO"):
+            return
+        self._look_at = now + _LOOK_S
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                _, _, retransmits, probes = peer.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+                if max(retransmits, probes) >= _IN_VAIN:
+                    self._lose(peer)
+
+    def _accept(self, listener: socket.socket, events: int) -> None:
+        now = time.monotonic()
+        for caller in [caller for caller, since in self._callers.items() if now - since > _HELLO_S]:
+            del self._callers[caller]
+            self._close(caller)
+        with contextlib.suppress(OSError):
+            caller, _ = listener.accept()
+            caller.setblocking(False)
+            self._callers[caller] = now
+            said = bytearray()
+            listen: Callable[[int], None] = partial(self._greet, caller, said)
+            self._selector.register(caller, selectors.EVENT_READ, listen)
+
+    def _greet(self, caller: socket.socket, said: bytearray, events: int) -> None:
+        """Take in a caller that says the right thing."""
+        try:
+            heard = caller.recv(HELLO.size - len(said))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            heard = b""
+        said += heard
+        if heard and len(said) < HELLO.size:
+            return
+        del self._callers[caller]
+        rank = -1
+        if heard:
+            magic, token, number = HELLO.unpack(said)
+            rank = number if magic == MAGIC and hmac.compare_digest(token, self._token) else -1
+        if not 0 <= rank < self._size:
+            self._close(caller)
+            return
+        self._selector.unregister(caller)
+        before = self._peers.get(rank)
+        if before is not None:
+            self._lose(before)
+        with contextlib.suppress(OSError):  # gone again: it is noticed like any end
+            caller.send(MAGIC)
+        self.add(rank, caller)
+        receiver = self._receiver()
+        if receiver is not None:
+            receiver.connected(rank)

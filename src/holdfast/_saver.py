@@ -1,0 +1,259 @@
+"""save: the state of every rank, durable under one name, or an error and nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, MutableSequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from holdfast._native.writer import NativeWriter
+from holdfast._plan.shares import UNKNOWN_HOST
+from holdfast._ranks.ranks import Ranks, SoloRanks
+from holdfast._ranks.rendezvous import DEADLINE_S, host_name, mesh_rank, participants
+from holdfast._save_plan.coordinator import Sketch
+from holdfast._save_plan.rounds import SavePlanning
+from holdfast._staging.one_at_a_time import TURNS
+from holdfast._state.modes import collector_paused
+from holdfast._state.stateful_values import Owners, expose
+from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
+from holdfast._torch_format.remote import FsspecWriter, is_remote
+from holdfast.default_planner import DefaultSavePlanner
+from holdfast.errors import CheckpointError
+from holdfast.metadata import Metadata
+from holdfast.planner import SavePlan, SavePlanner
+from holdfast.storage import StorageWriter, WriteResult
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["save"]
+
+logger = logging.getLogger("holdfast")
+
+Part = TypeVar("Part")
+
+ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
+"""How ranks compare what they have in common, or the keys of which they need not have the same."""
+
+
+@collector_paused
+def save(
+    state_dict: Mapping[Any, Any],
+    checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    overwrite: bool = True,
+    allow_pickle: bool = False,
+    user_metadata: Mapping[str, Any] | None = None,
+    replica_check: ReplicaCheck = "sample",
+    deadline_s: float = DEADLINE_S,
+) -> Metadata:
+    """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
+
+    In a job of several ranks all of them call it, each with its own part: DTensors and ShardedTensors know which part
+    that is, plain tensors and values that several ranks have are taken to be the same on all of them.
+
+    Args:
+        state_dict: nested dicts, lists and tuples of tensors, numpy arrays and plain values. Stateful objects (modules,
+            optimizers) stand for their state_dict. Nothing is copied but what is written.
+        checkpoint_id: the directory of the checkpoint, made when it does not exist; or a URL, which is written in
+            torch's format by the file system that fsspec has for it. A storage here is torch's old form.
+        storage_writer: where to write instead of native files at ``checkpoint_id``; ours or torch's.
+        planner: what to write instead of the whole state; ours or torch's.
+        process_group: the ranks that take part, instead of all.
+        no_dist: this process saves alone, whatever others do.
+        use_collectives: False lets every rank plan and publish its own part, for storage that keeps metadata per rank;
+            only as many ranks can load it, each its own part.
+        overwrite: replace a checkpoint of that name, atomically; False makes that AlreadyPublishedError.
+        allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
+        user_metadata: plain values to keep in the manifest beside the state.
+        replica_check: how ranks compare what they should have in common: a sample of each tensor, all of it, or not.
+            Keys, or patterns of them, may differ, and all else is compared by a sample. Buffers of modules always may:
+            the lowest rank's are saved, and ``differing`` of the metadata tells.
+        deadline_s: seconds without progress after which a rank that others wait for is given up.
+
+    Returns:
+        The metadata of the checkpoint.
+
+    Raises:
+        InvalidStateError: the state has something that cannot be stored; it names the key, and nothing was written.
+        AlreadyPublishedError: see ``overwrite``.
+        RankLostError: a rank died, or made no progress for ``deadline_s`` seconds.
+        RankDisagreementError: ranks gave different paths, or different things under one key.
+        StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
+            where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
+    """
+    ranks = participants(process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=deadline_s)
+    with ranks:
+        checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
+        writer = writer_for(
+            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+        )
+        if planner is None:
+            planner = planner_for(replica_check)
+        return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
+
+
+def planner_for(replica_check: ReplicaCheck) -> DefaultSavePlanner:
+    """The planner that is used when none is given."""
+    if not isinstance(replica_check, str):
+        return DefaultSavePlanner(may_differ=replica_check)
+    ways: tuple[Literal["sample", "all", "off"], ...] = ("sample", "all", "off")
+    for way in ways:
+        if replica_check == way:
+            return DefaultSavePlanner(replica_check=way)
+    raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {replica_check!r}")
+
+
+def writer_for(
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    *,
+    overwrite: bool,
+    allow_pickle: bool,
+    user_metadata: Mapping[str, Any] | None,
+) -> StorageWriter:
+    """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
+    if storage_writer is not None:
+        if not overwrite or allow_pickle or user_metadata is not None:
+            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
+        if checkpoint_id is not None:
+            storage_writer.reset(checkpoint_id)
+        return storage_writer
+    if checkpoint_id is None:
+        raise ValueError("save needs a checkpoint_id or a storage_writer")
+    if not is_remote(checkpoint_id):
+        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+    if user_metadata is not None:
+        raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")
+    return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
+
+
+def save_with(
+    state: Mapping[Any, Any],
+    writer: StorageWriter,
+    planner: SavePlanner,
+    ranks: Ranks,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
+    ours = as_writer(writer)
+    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written, lambda: ours.file_at_work)
+    ours.watch(ranks.check)
+    if use_collectives:
+        return _save(state, Saving(ours, planner, ranks))
+    metadata: list[Metadata] = []
+
+    def save_alone() -> None:
+        alone = SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
+        metadata.append(_save(state, Saving(ours, planner, alone, use_collectives=False)))
+
+    ranks.share("saving apart from each other", save_alone, lambda done: None)
+    return metadata[0]
+
+
+def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
+    writer, planner = saving.writer, saving.planner
+    try:
+        plan = saving.plan(state, before=TURNS.settle)
+        metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.conclude()
+    return metadata
+
+
+class Saving:
+    """One save in the two steps that all ranks take together; what goes wrong in one is raised on every rank.
+
+    Planner and storage may be torch's.
+    """
+
+    def __init__(
+        self, writer: StorageWriter, planner: SavePlanner, ranks: Ranks, *, use_collectives: bool = True
+    ) -> None:
+        self.writer = as_writer(writer)
+        self.planner = as_save_planner(planner)
+        self.ranks = ranks
+        self._use_collectives = use_collectives
+        host = host_name() if ranks.size > 1 else UNKNOWN_HOST
+        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host)
+        self._owners = Owners()
+        self._prepared = 0
+        self._prepared_lock = threading.Lock()
+        self._process = os.getpid()
+
+    def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
+        """What this rank is to write of ``state``; the planner has yet to finish it.
+
+        ``before`` is called first: what it raises is raised on every rank.
+        """
+
+        def set_up() -> None:
+            before()
+            self._set_up(state)
+            self._check_process()
+
+        return self._planning.run(set_up)
+
+    def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """``state`` with the state of the objects in it; what is a buffer is remembered, whoever copies it."""
+        return expose(state, self._owners)
+
+    def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
+        """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank."""
+        self._prepared = 0
+        return self.ranks.alone(phase, prepare)
+
+    def advance(self, nbytes: int) -> None:
+        """Show the others that ``nbytes`` more are prepared; raise what another has failed with. Any thread."""
+        with self._prepared_lock:
+            self._prepared += nbytes
+        self.ranks.progress(self._prepared)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what another rank has failed with, if one has; any thread."""
+        self._check_process()
+        self.ranks.check()
+
+    def _check_process(self) -> None:
+        """Raise in a child that a state_dict() or planner forked and that comes back from it: one saves, not two."""
+        if os.getpid() != self._process:
+            raise CheckpointError(
+                "this process was forked in the middle of a save, which is its parent's; end it there"
+            )
+
+    def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
+        """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
+        self._check_process()
+        told = self.ranks.share("writing the checkpoint", write, self._publish)
+        metadata = self.ranks.alone("describing the checkpoint", lambda: self._planning.metadata(told))
+        if metadata.differing and self.ranks.is_coordinator:
+            names = ", ".join(list(metadata.differing)[:3])
+            logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
+        return metadata
+
+    def _set_up(self, state: Mapping[Any, Any]) -> None:
+        writer, planner, ranks = self.writer, self.planner, self.ranks
+        if isinstance(planner, DefaultSavePlanner):
+            planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
+            planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
+        exposed, meta, leads = self.expose(state), writer.storage_meta(), ranks.is_coordinator
+        if isinstance(planner, DefaultSavePlanner):
+            planner.buffers = frozenset(self._owners.buffers)
+        set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
+        set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
+
+    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
+        planning = self._planning
+        self.writer.finish(planning.planned, planning.bound(results))
+        return planning.sketched()

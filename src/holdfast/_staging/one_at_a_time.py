@@ -1,0 +1,407 @@
+"""One save at a time in this process, what goes from one to the next, and what the caller of one holds.
+
+Invariant: who has the turn owns the memory; it passes on only when the save is over, so that no save ever writes what
+another has staged. Waiting for it cannot deadlock, because a save in the background needs only other saves in the
+background of the same number.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from holdfast._process import Ending, Event, forget_in_child, start_thread
+from holdfast._staging.memory import HostMemory
+from holdfast._staging.process import WriterProcess
+from holdfast.errors import BusyError, CheckpointError
+from holdfast.metadata import Metadata
+
+logger = logging.getLogger("holdfast")
+
+Phase = Literal["planned", "staging", "staged", "writing", "published", "failed"]
+OnProgress = Callable[["AsyncSave"], None]
+
+_PARENTS = "this save is made by the process that this one was forked from; ask for it there"
+
+
+@dataclass(eq=False)
+class AsyncSaveResponse:
+    """Two futures of an asynchronous save: the state has been copied, and the checkpoint has been published."""
+
+    staging_completion: Future[None]
+    upload_completion: Future[Any]
+
+
+class AsyncSave(Future[Metadata], AsyncSaveResponse):
+    """A save in the background: a future of the checkpoint's metadata, done when that is published and durable.
+
+    ``phase`` is the last one reached: "planned" (all ranks know what they write), "staging", "staged" (the snapshot is
+    complete, everything may be changed), "writing", and "published" or "failed". ``bytes_done`` counts what is on disk
+    of this rank's ``bytes_total``. ``unchanged`` lists chosen tensors that are just as they were at the save before,
+    known once the checkpoint is written.
+
+    An error that nobody asks for with ``result`` or ``exception`` is raised by the next save.
+    """
+
+    def __init__(self) -> None:
+        Future.__init__(self)
+        self.staging_completion: Future[None] = Future()
+        self.upload_completion: Future[Any] = self
+        self.phase: Phase = "planned"
+        self.bytes_total = 0
+        self.unchanged: tuple[str, ...] = ()
+        self._count: Callable[[], int] = lambda: 0
+        self._fence: Callable[[], None] = lambda: None
+        self._progress: OnProgress | None = None
+        self._told = threading.Lock()
+        self._is_observed = False
+        self.is_given_up = False
+        self._threads: list[int] = []
+        self._metadata: Metadata | None = None
+        self._error: BaseException | None = None
+        self._staging_error: BaseException | None = None
+        # A future waits with a condition, which does not bear interrupts.
+        self.is_staged, self.is_past, self.is_over = Event(), Event(), Event()
+        # A future that runs cannot be cancelled: what others have begun to write with us is not ours to take back.
+        self.set_running_or_notify_cancel()
+        self.staging_completion.set_running_or_notify_cancel()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Be over, with what is known, or an error: nothing will ever be heard of the rest."""
+        self._told, self._progress, self._threads = threading.Lock(), None, []
+        self._fence, self._is_observed = (lambda: None), True
+        error = CheckpointError(_PARENTS)
+        self._error = self._error if self.is_over.is_set() else error
+        self._staging_error = self._staging_error if self.is_staged.is_set() else error
+        self.is_staged, self.is_past, self.is_over = events = Event(), Event(), Event()
+        for event in events:
+            event.set()
+        futures: tuple[Future[Any], ...] = (self, self.staging_completion)
+        for future in futures:  # whose locks may be held by the threads that end them
+            if future._state == "FINISHED":
+                future._condition = threading.Condition()
+                continue
+            self.phase = "failed"
+            Future.__init__(future)
+            future.set_exception(error)
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of this rank that the system has taken."""
+        return self.bytes_total if self.phase == "published" else min(self.bytes_total, self._count())
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the snapshot is complete and every tensor may be changed, by the host or by any stream.
+
+        Raises what went wrong if it could not be completed, and TimeoutError after ``timeout`` seconds.
+        """
+        if not self.is_staged.wait(timeout):
+            raise concurrent.futures.TimeoutError
+        if self._staging_error is not None:
+            raise self._staging_error
+
+    def fence(self) -> None:
+        """Let whatever the current streams are given from here on run after the copies; blocks as little as it can.
+
+        Memory of the host has been copied when this returns. It never raises: a failed snapshot needs no protection.
+        """
+        self._fence()
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """The metadata of the published checkpoint, or the error that the save ended with."""
+        error = self.exception(timeout)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # otherwise it, its traceback and this frame hold each other
+        assert self._metadata is not None
+        return self._metadata
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that the save ended with; None when the checkpoint is published."""
+        if not self.is_over.wait(timeout):
+            raise concurrent.futures.TimeoutError
+        self._is_observed = True
+        return self._error
+
+    def done(self) -> bool:
+        """Whether the save is over."""
+        return self.is_over.is_set()
+
+    # What follows is for the save itself.
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Know the thread, for the length of the block, as one that the save cannot do without."""
+        thread = threading.get_ident()
+        self._threads.append(thread)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # in a child that was forked in between
+                self._threads.remove(thread)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the save waits for the calling thread, which cannot wait for it in turn."""
+        return threading.get_ident() in self._threads
+
+    def show(self, progress: OnProgress | None) -> None:
+        """Have ``progress`` called when something has changed."""
+        self._progress = progress
+
+    def expect(self, nbytes: int, count: Callable[[], int]) -> None:
+        """Have ``nbytes`` to write, of which ``count`` tells how many are."""
+        self.bytes_total, self._count = nbytes, count
+
+    def enter(self, phase: Phase) -> None:
+        """Reach ``phase``."""
+        self.phase = phase
+        if phase == "staged" and not self.is_staged.is_set():
+            self.is_staged.set()
+            self.staging_completion.set_result(None)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have the progress shown; an error of the callback is logged and ends the showing."""
+        if self._progress is None:
+            return
+        with self._told:
+            try:
+                with self.working():
+                    self._progress(self)
+            except Exception:
+                logger.exception("the progress callback of a save failed and is not called again")
+                self._progress = None
+
+    def guard_with(self, fence: Callable[[], None]) -> None:
+        """Use ``fence`` to keep what is still being copied from being changed."""
+        self._fence = fence
+
+    def succeed(self, metadata: Metadata) -> None:
+        """End with a published checkpoint."""
+        self.enter("published")
+        self._metadata = metadata
+        self.is_over.set()
+        self.set_result(metadata)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self.phase = "failed"
+        logger.error("a save in the background failed: %s", error)
+        if not self.is_staged.is_set():
+            self._staging_error = error
+            self.is_staged.set()
+            self.staging_completion.set_exception(error)
+        self.tell()
+        self._error = error
+        self.is_over.set()
+        self.set_exception(error)
+
+    def take_unobserved(self) -> BaseException | None:
+        """The error that nobody has asked for, if there is one: from now on somebody has."""
+        if self._is_observed or self.is_given_up:
+            return None
+        self._is_observed = True
+        return self._error
+
+
+class TerminalProgress:
+    """Shows phase, bytes and speed on standard error; it is called with the handle whenever something has changed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Without a thread of its own: the save's threads call often enough.
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task(name, total=None)
+
+    def __call__(self, handle: AsyncSave) -> None:
+        """Show where ``handle`` is."""
+        if not self._progress.live.is_started and not handle.done():
+            self._progress.start()
+        self._progress.update(
+            self._task,
+            description=f"{self._name}: {handle.phase}",
+            completed=handle.bytes_done,
+            total=handle.bytes_total or None,
+        )
+        self._progress.refresh()
+        if handle.phase in ("published", "failed"):
+            self._progress.stop()
+
+
+def interpreter_ends() -> bool:
+    """Whether nobody would wait for a new thread any more, and from Python 3.12 on none, nor a process, is started."""
+    return not threading.main_thread().is_alive()
+
+
+class Background:
+    """A thread that waits for its work, which the interpreter does not end before; made ahead, because starting one
+    takes as long as it takes another thread to give the interpreter back.
+
+    It ends without work once it is called off. Whoever makes it sees to that before it is started.
+    """
+
+    def __init__(self) -> None:
+        self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._given: list[None] = []
+        self._is_started = False
+
+    def get_ready(self) -> None:
+        """Start the thread."""
+        if not interpreter_ends():
+            start_thread(threading.Thread(target=_do_first, args=(self._to_do,), name="holdfast-save", daemon=False))
+            self._is_started = True
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done."""
+        # Given and noted in one step of the interpreter: no interrupt comes between.
+        self._given.extend(map(self._to_do.put, (work,)))
+        if not self._is_started:
+            _do_first(self._to_do)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it has been given its work: then all that this needs is its own."""
+        return bool(self._given)
+
+    def call_off(self) -> None:
+        """Have nothing done, unless it has its work already."""
+        self._to_do.put(None)
+
+
+def _do_first(to_do: SimpleQueue[Callable[[], None] | None]) -> None:
+    work = to_do.get()
+    if work is not None:
+        work()
+
+
+class Turns:
+    """Who saves now, and what they use."""
+
+    def __init__(self) -> None:
+        self.forget_parent()
+        forget_in_child(self)
+
+    def forget_parent(self) -> None:
+        """Have nobody's turn, and nothing to use."""
+        self._lock = threading.Lock()
+        self._current: AsyncSave | None = None
+        self._last: AsyncSave | None = None
+        self.memory = HostMemory()
+        self.process: WriterProcess | None = None
+
+    def take(self, handle: AsyncSave, *, wait: bool) -> None:
+        """Make it the turn of ``handle``, once the save before it is over; BusyError at once if it is not to wait.
+
+        Whatever comes of it, an interrupt too, ``pass_on`` undoes it.
+        """
+        while True:
+            with self._lock:
+                current = self._current
+                if current is None:
+                    self._current = handle
+                    return
+            if not wait:
+                raise BusyError(
+                    f"the save before this one is still {current.phase}; wait for its result, save less often, "
+                    'or pass when_busy="wait"'
+                )
+            _wait_for(current)
+
+    def pass_on(self, handle: AsyncSave, *, is_begun: bool = True) -> None:
+        """End the turn of ``handle``, which is done right after if the save was ``is_begun``; also again."""
+        with self._lock:
+            if self._current is handle:
+                self._current = None
+                self._last = handle if is_begun else self._last
+        handle.is_past.set()
+
+    def passing(self, handle: AsyncSave) -> Ending:
+        """The end of a turn of ``handle`` that is no save."""
+        return Ending(partial(self.pass_on, handle, is_begun=False))
+
+    def settle(self) -> None:
+        """Return when no save is under way in the background; raises the error of one that nobody has asked for.
+
+        A save within another one, in its ``state_dict()`` or its progress, does not wait for that.
+        """
+        while (current := self._current) is not None:
+            if current.is_within:
+                return
+            _wait_for(current)
+        self.raise_unobserved()
+
+    def raise_unobserved(self) -> None:
+        """Raise the error of the last save, if nobody has asked for it."""
+        last = self._last
+        if last is None or last.is_within:
+            return
+        last.is_over.wait()  # its turn is over, so this is a matter of moments
+        error = last.take_unobserved()
+        if error is not None:
+            logger.error("nobody has asked what became of the last save, which failed; its error is raised now")
+            raise error
+
+    def fence(self) -> None:
+        """Let the caller's streams wait for what the save under way has yet to copy."""
+        current = self._current
+        if current is not None:
+            current.fence()
+
+    @property
+    def bytes_done(self) -> int:
+        """How far the save under way is: whoever waits for a turn shows this as progress."""
+        current = self._current
+        return 0 if current is None else current.bytes_done
+
+    def writer_process(self) -> WriterProcess:
+        """The process that writes, started anew if there is none or it has died."""
+        if self.process is None:
+            self.process = WriterProcess()
+        return self.process
+
+    def release(self) -> None:
+        """Give back memory and process, once the save under way is over."""
+        handle = AsyncSave()
+        passing = self.passing(handle)
+        with passing, passing:
+            self.take(handle, wait=True)
+            if self.process is not None:
+                self.process.stop()
+                self.process = None
+            self.memory.close()
+
+
+def _wait_for(current: AsyncSave) -> None:
+    """Return when the turn of ``current`` is over."""
+    if current.is_within:
+        raise BusyError(
+            "this was called within an async_save, by the state_dict(), planner, storage, stager or progress "
+            "callback that it is at, and would wait for it for ever; call it before or after, or call save there"
+        )
+    current.is_past.wait()
+
+
+TURNS = Turns()
+"""The turns of this process."""

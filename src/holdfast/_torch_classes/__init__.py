@@ -1,0 +1,1 @@
+"""The one edge to torch's own checkpoint classes: plans, metadata, planners and storages in both shapes."""

@@ -1,0 +1,451 @@
+"""Planners and storages of torch.distributed.checkpoint, and old-style ones, behind the protocol of this library.
+
+What is torch's is told by the names of its classes, so torch's package is never imported for it. An object that is
+ours, or of both worlds, passes as it is. This is the one place that looks at signatures: those of overrides that were
+written before the protocol had keywords.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import warnings
+from collections.abc import Callable, MutableSequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from holdfast._io import posix
+from holdfast._torch_classes import translate
+from holdfast._torch_codec.pickles import deserialize_object
+from holdfast.errors import CorruptError, NotFoundError, UnsafeError
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from holdfast.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadColumns,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteColumns,
+    WriteItem,
+)
+from holdfast.storage import SavedValueBuffer, StorageReader, StorageWriter, ValueBuffer, WriteResult
+
+_TORCH = "torch.distributed.checkpoint"
+_ZIP = b"PK\x03\x04"
+
+
+def is_torchs(thing: object) -> bool:
+    """Whether ``thing`` speaks torch's classes: derived from one of them, and from none of ours before that."""
+    for cls in type(thing).__mro__:
+        if cls.__module__.partition(".")[0] == "holdfast":
+            return False
+        if cls.__module__ == _TORCH or cls.__module__.startswith(f"{_TORCH}."):
+            return True
+    return False
+
+
+def as_save_planner(planner: Any) -> SavePlanner:
+    """``planner`` in the protocol of this library."""
+    return TorchSavePlanner(planner) if is_torchs(planner) else planner
+
+
+def as_load_planner(planner: Any, *, allow_pickle: bool) -> LoadPlanner:
+    """``planner`` in the protocol of this library; pickles reach one of torch's only if they are allowed."""
+    return TorchLoadPlanner(planner, allow_pickle=allow_pickle) if is_torchs(planner) else planner
+
+
+def as_writer(writer: Any) -> StorageWriter:
+    """``writer`` in the protocol of this library."""
+    return TorchWriter(writer) if is_torchs(writer) else writer
+
+
+def as_reader(reader: Any) -> StorageReader:
+    """``reader`` in the protocol of this library; one that stands for two shows the one that it has chosen."""
+    reader = getattr(reader, "behind", reader)
+    return TorchReader(reader) if is_torchs(reader) else reader
+
+
+def id_and_storage(checkpoint_id: Any, storage: Any, *, function: str) -> tuple[str | os.PathLike[str] | None, Any]:
+    """The id and the storage; torch's old form gives the storage in the place of the id, which earns a warning."""
+    if isinstance(checkpoint_id, bytes):
+        posix.text_path(checkpoint_id)  # type: ignore[arg-type]
+    if checkpoint_id is None or isinstance(checkpoint_id, (str, os.PathLike)):
+        return checkpoint_id, storage
+    if storage is not None:
+        raise ValueError(f"{function} got two storages; give one")
+    warnings.warn(
+        f"{function}(state, storage) is the old form; pass the storage by its keyword, or a checkpoint id",
+        stacklevel=4,
+    )
+    return None, checkpoint_id
+
+
+def final_save_plan(plan: Any, planner: Any) -> tuple[SavePlan, SavePlanner]:
+    """What a storage of ours is to write, whoever drives it: torch gives it a plan and a planner of its own."""
+    if not is_torchs(planner):
+        return plan, planner
+    ours = TorchSavePlanner(planner)
+    return ours.take_final(plan), ours
+
+
+def final_load_plan(plan: Any, planner: Any, *, allow_pickle: bool) -> tuple[LoadPlan, LoadPlanner]:
+    """What a storage of ours is to read, whoever drives it: torch gives it a plan and a planner of its own."""
+    if not is_torchs(planner):
+        return plan, planner
+    ours = TorchLoadPlanner(planner, allow_pickle=allow_pickle)
+    return ours.take_final(plan), ours
+
+
+# Signatures.
+
+
+def _takes(function: Callable[..., Any], *names: str) -> bool:
+    """Whether ``function`` can be called with these keywords."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # nothing to look at: then it is no override of the old kind
+        return True
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or all(name in parameters for name in names)
+
+
+def _warn_of_old_style(thing: object, method: str, missing: str) -> None:
+    name = type(thing).__name__
+    warnings.warn(
+        f"{name}.{method} takes no {missing}; it is called the old way. Add the parameter to its definition.",
+        stacklevel=4,
+    )
+
+
+def set_up_save_planner(
+    planner: SavePlanner, state: STATE_DICT_TYPE, storage_meta: Any, *, is_coordinator: bool
+) -> None:
+    """Call ``set_up_planner`` with what it takes."""
+    if _takes(planner.set_up_planner, "storage_meta"):
+        planner.set_up_planner(state, storage_meta=storage_meta, is_coordinator=is_coordinator)
+        return
+    _warn_of_old_style(planner, "set_up_planner", "storage_meta")
+    planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]
+
+
+def set_up_writer(writer: StorageWriter, *, is_coordinator: bool, rank: int, use_collectives: bool) -> None:
+    """Call ``set_up_storage_writer`` with what it takes; ValueError where it cannot be told to keep ranks apart."""
+    if _takes(writer.set_up_storage_writer, "rank", "use_collectives"):
+        writer.set_up_storage_writer(is_coordinator, rank=rank, use_collectives=use_collectives)
+        return
+    if not use_collectives:
+        raise ValueError(f"{type(writer).__name__} knows nothing of use_collectives; leave it at True")
+    _warn_of_old_style(writer, "set_up_storage_writer", "keywords")
+    writer.set_up_storage_writer(is_coordinator)
+
+
+def set_up_reader(
+    reader: StorageReader, metadata: Metadata, *, is_coordinator: bool, rank: int, use_collectives: bool
+) -> None:
+    """Call ``set_up_storage_reader`` with what it takes."""
+    if _takes(reader.set_up_storage_reader, "rank", "use_collectives"):
+        reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=use_collectives)
+        return
+    _warn_of_old_style(reader, "set_up_storage_reader", "keywords")
+    reader.set_up_storage_reader(metadata, is_coordinator)
+
+
+def metadata_of_rank(reader: StorageReader, rank: int) -> Metadata | None:
+    """What ``rank`` alone has saved, where it saved without the others; None where there is no such thing."""
+    if not _takes(reader.read_metadata, "rank"):
+        return None
+    try:
+        return reader.read_metadata(rank=rank)
+    except Exception:  # whatever a storage raises for what is not there
+        return None
+
+
+# Planners of torch.
+
+
+class TorchSavePlanner(SavePlanner):
+    """A save planner of torch: it sees torch's objects, its own ones wherever it made them."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+        self._items: list[Any] = []
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Pass the state on."""
+        meta = translate.storage_meta_to_torch(storage_meta)
+        set_up_save_planner(self.theirs, state_dict, meta, is_coordinator=is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """Its local plan."""
+        return translate.save_plan_from_torch(self.theirs.create_local_plan())
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Its global plan."""
+        plans, metadata = self.theirs.create_global_plan([translate.save_plan_to_torch(plan) for plan in all_plans])
+        return [translate.save_plan_from_torch(plan) for plan in plans], translate.metadata_from_torch(metadata)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Its final plan."""
+        return self.take_final(self.theirs.finish_plan(translate.save_plan_to_torch(new_plan)))
+
+    def take_final(self, plan: Any) -> SavePlan:
+        """``plan``, which is torch's and the final one, as ours; its items are those that ``resolve_row`` counts."""
+        self._items = list(plan.items)
+        return translate.save_plan_from_torch(plan)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of the item."""
+        return self._resolved(translate.write_item_to_torch(write_item))
+
+    def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
+        """The data of the item that the planner itself made for the row."""
+        if len(columns) != len(self._items):
+            return self.resolve_data(columns.item(row))
+        return self._resolved(self._items[row])
+
+    def _resolved(self, item: Any) -> torch.Tensor | io.BytesIO:
+        data = self.theirs.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            return data.detach()
+        return _told_apart(data, item.index.fqn) if isinstance(data, io.BytesIO) else data
+
+
+class PickledValue:
+    """Stands for a value that is there only as a pickle, which to load would run code."""
+
+
+def _told_apart(buffer: io.BytesIO, key: str) -> io.BytesIO:
+    """``buffer``; with the value that it holds, where torch.save made it, so that storage can keep it typed."""
+    if isinstance(buffer, ValueBuffer) or not (data := buffer.getvalue()).startswith(_ZIP):
+        return buffer
+    try:
+        value = deserialize_object(io.BytesIO(data), key=key, allow_pickle=False)
+    except UnsafeError:
+        return ValueBuffer(PickledValue(), lambda _: data)
+    except CorruptError:
+        return buffer
+    return SavedValueBuffer(value, lambda _: data)
+
+
+class TorchLoadPlanner(LoadPlanner):
+    """A load planner of torch: it sees torch's objects, its own ones wherever it made them.
+
+    torch's planners unpickle whatever they are given, so what would run code is refused here unless it is allowed.
+    """
+
+    def __init__(self, theirs: Any, *, allow_pickle: bool) -> None:
+        self.theirs = theirs
+        self._allow_pickle = allow_pickle
+        self._items: list[Any] = []
+        self._values: dict[tuple[str, str], Any] = {}
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Pass target and metadata on."""
+        if metadata is not None:
+            metadata = getattr(metadata, "theirs", None) or translate.speak_torch(metadata)
+        self.theirs.set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Its local plan."""
+        return translate.load_plan_from_torch(self.theirs.create_local_plan())
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Its global plan."""
+        plans = self.theirs.create_global_plan([translate.load_plan_to_torch(plan) for plan in global_plan])
+        return [translate.load_plan_from_torch(plan) for plan in plans]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Its final plan."""
+        return self.take_final(self.theirs.finish_plan(translate.load_plan_to_torch(central_plan)))
+
+    def take_final(self, plan: Any) -> LoadPlan:
+        """``plan``, which is torch's and the final one, as ours; its items are those that rows count."""
+        self._items = list(plan.items)
+        self._values = {(item.dest_index.fqn, item.storage_index.fqn): item for item in self._items}
+        return translate.load_plan_from_torch(plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Hand the value over, if that is safe."""
+        key = read_item.storage_index.fqn
+        if not self._allow_pickle and not isinstance(value, ValueBuffer):
+            _check_safe(value, key)
+        made = self._values.get((read_item.dest_index.fqn, key))
+        self.theirs.load_bytes(translate.read_item_to_torch(read_item) if made is None else made, value)
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """Its buffer for the value."""
+        buffer: io.BytesIO = self.theirs.resolve_bytes(translate.read_item_to_torch(read_item))
+        return buffer
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Its tensor for the item."""
+        tensor: torch.Tensor = self.theirs.resolve_tensor(translate.read_item_to_torch(read_item))
+        return tensor.detach()
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Tell that the tensor has been filled."""
+        self.theirs.commit_tensor(translate.read_item_to_torch(read_item), tensor)
+
+    def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
+        """Its tensor for the item that the planner itself made for the row."""
+        tensor: torch.Tensor = self.theirs.resolve_tensor(self._item(columns, row))
+        return tensor.detach()
+
+    def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
+        """Tell that the tensor of the row has been filled."""
+        self.theirs.commit_tensor(self._item(columns, row), tensor)
+
+    def _item(self, columns: ReadColumns, row: int) -> Any:
+        if len(columns) != len(self._items):
+            return translate.read_item_to_torch(columns.item(row))
+        return self._items[row]
+
+
+def _check_safe(value: io.BytesIO, key: str) -> None:
+    try:
+        deserialize_object(io.BytesIO(value.getvalue()), key=key, allow_pickle=False)
+    except CorruptError as error:
+        raise UnsafeError(
+            f"{key!r} is bytes of an unknown kind, which torch's planners would unpickle; "
+            "pass allow_pickle=True if you trust the checkpoint",
+            key=key,
+        ) from error
+
+
+# Storages of torch.
+
+
+class TorchWriter(StorageWriter):
+    """A storage writer of torch: it sees torch's objects, and a planner that speaks of them."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Pass the id on."""
+        self.theirs.reset(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What it says of itself."""
+        return translate.storage_meta_from_torch(self.theirs.storage_meta())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Set it up with the keywords that it takes."""
+        set_up_writer(self.theirs, is_coordinator=is_coordinator, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """What it makes of the plan."""
+        return translate.save_plan_from_torch(self.theirs.prepare_local_plan(translate.save_plan_to_torch(plan)))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """What it makes of all plans."""
+        made = self.theirs.prepare_global_plan([translate.save_plan_to_torch(plan) for plan in plans])
+        return [translate.save_plan_from_torch(plan) for plan in made]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
+        """Write; the results are torch's own, and only ``finish`` looks at them."""
+        speaking = planner.theirs if isinstance(planner, TorchSavePlanner) else _SavePlannerForTorch(planner)
+        done: Future[MutableSequence[WriteResult]] = self.theirs.write_data(
+            translate.save_plan_to_torch(plan), speaking
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
+        """Publish; what the storage notes in the metadata is noted in ours."""
+        theirs = translate.metadata_to_torch(metadata)
+        self.theirs.finish(metadata=theirs, results=results)
+        metadata.storage_data, metadata.version = theirs.storage_data, getattr(theirs, "version", None)
+        metadata.storage_meta = translate.storage_meta_from_torch(getattr(theirs, "storage_meta", None))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Not known for a class: only the storage behind an instance can tell."""
+        return False
+
+
+class TorchReader(StorageReader):
+    """A storage reader of torch: it sees torch's objects, and a planner that speaks of them."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Pass the id on."""
+        self.theirs.reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint says of itself; NotFoundError where a file that says it is missing."""
+        if not _takes(self.theirs.read_metadata, *kwargs):
+            raise NotFoundError(f"{type(self.theirs).__name__} reads no metadata of a single rank")
+        try:
+            return translate.metadata_from_torch(self.theirs.read_metadata(*args, **kwargs))
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                f"there is no checkpoint that {type(self.theirs).__name__} can read: {error}"
+            ) from error
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Set it up with the metadata that it has read itself, and the keywords that it takes."""
+        set_up_reader(self.theirs, translate.metadata_to_torch(metadata), is_coordinator=is_coordinator, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """What it makes of the plan."""
+        return translate.load_plan_from_torch(self.theirs.prepare_local_plan(translate.load_plan_to_torch(plan)))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """What it makes of all plans."""
+        made = self.theirs.prepare_global_plan([translate.load_plan_to_torch(plan) for plan in plans])
+        return [translate.load_plan_from_torch(plan) for plan in made]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read into what the planner gives."""
+        speaking = planner.theirs if isinstance(planner, TorchLoadPlanner) else _LoadPlannerForTorch(planner)
+        done: Future[None] = self.theirs.read_data(translate.load_plan_to_torch(plan), speaking)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Not known for a class: only the storage behind an instance can tell."""
+        return False
+
+
+class _SavePlannerForTorch:
+    """What a storage of torch asks of a planner, answered by one of ours."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner = planner
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
+        """The data of the item."""
+        return self._planner.resolve_data(translate.write_item_from_torch(write_item))
+
+
+class _LoadPlannerForTorch:
+    """What a storage of torch asks of a planner, answered by one of ours."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take the value."""
+        self._planner.load_bytes(translate.read_item_from_torch(read_item), value)
+
+    def resolve_bytes(self, read_item: Any) -> io.BytesIO:
+        """The buffer to be filled."""
+        return self._planner.resolve_bytes(translate.read_item_from_torch(read_item))
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        """The tensor to be filled."""
+        return self._planner.resolve_tensor(translate.read_item_from_torch(read_item))
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """Take note that the tensor has been filled."""
+        self._planner.commit_tensor(translate.read_item_from_torch(read_item), tensor)

@@ -1,0 +1,263 @@
+"""Items into local files: archives laid end to end, summed while hot, written past the page cache by several threads.
+
+Where every archive begins is known before its data is looked at. A job copies its bytes into a slab, takes the CRC-32
+of data there, and writes whole pages; what follows the data of an archive needs the sums of all its pieces, and waits
+for the jobs that have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from holdfast._engine.read import uses_cuda
+from holdfast._engine.write import PageJob, filled_slab, following, write_pages
+from holdfast._io.direct import OutputFile
+from holdfast._io.memory import SLAB_BYTES, Slab, SlabRing
+from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._state.tensor_bytes import Buffer, Source, source_of
+from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, TensorArchive, tensor_archive
+from holdfast._torch_codec.metadata_file import DATA_SUFFIX
+from holdfast._torch_format.items import PlannedItems
+from holdfast._values.digest import combine_checksums
+from holdfast.errors import InternalError, StorageError
+from holdfast.storage import WriteResult
+
+_AHEAD = 2
+# Each job that was taken may hold a slab while it waits for one before it: none must ever lack one. 11 are 176 MiB.
+_MOST_WORKERS = 8
+# Jobs of more pieces than this consist of small items: filling them is mostly work for Python.
+_FEW_PIECES = 192
+# What an archive has besides its data, about; just to reserve room.
+_ARCHIVE_FRAME_BYTES = 1400
+
+
+@dataclass(slots=True)
+class _Job(PageJob):
+    """A piece: a source, a range of its bytes, their place in the slab.
+
+    ``needs_others``: it has the end of an archive whose data is also in jobs before it.
+    """
+
+    pieces: list[tuple[Source, int, int, int]] = field(default_factory=list)
+    owner: _File | None = None
+    needs_others: bool = False
+
+
+class _File:
+    """A file while it is being written; finished and closed by whoever writes the last of it."""
+
+    def __init__(self, output: OutputFile, name: str, *, sync: bool) -> None:
+        self.output = output
+        self.name = name
+        self.end = 0
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._expected = 1
+
+    def expect_job(self) -> None:
+        """Take note of one more job before the last."""
+        with self._lock:
+            self._expected += 1
+
+    def job_done(self) -> None:
+        """Take note that a job has written its part; after the last the file is complete, synced and closed."""
+        with self._lock:
+            self._expected -= 1
+            is_complete = self._expected == 0
+        if is_complete:
+            self.output.finish(self.end, sync=self._sync)
+            self.output.close()
+
+
+class _Bytes:
+    """Bytes as they are."""
+
+    __slots__ = ("_data", "nbytes")
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self.nbytes = self._data.nbytes
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
+        _view(buffer)[at : at + stop - start] = self._data[start:stop]
+
+
+class _Data:
+    """The bytes of a tensor; sums what passes through."""
+
+    __slots__ = ("_source", "_sums", "archive", "jobs", "nbytes")
+
+    def __init__(self, archive: TensorArchive, source: Source) -> None:
+        self.archive = archive
+        self.nbytes = archive.data_bytes
+        self.jobs: list[_Job] = []
+        self._source = source
+        self._sums: dict[int, tuple[int, int]] = {}
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Put bytes [start, stop) into ``buffer`` from ``at`` on, and keep their sum."""
+        self._source.copy_out(start, stop, buffer, at)
+        self._sums[start] = zlib.crc32(_view(buffer)[at : at + stop - start]), stop - start
+
+    def checksum(self) -> int:
+        """The CRC-32 of all bytes, once all have passed."""
+        return combine_checksums(self._sums[start] for start in sorted(self._sums))
+
+
+class _Tail:
+    """The end of an archive; ``jobs`` are those that have data of it besides the one that this is part of."""
+
+    __slots__ = ("data", "jobs", "nbytes")
+
+    def __init__(self, data: _Data, jobs: list[_Job]) -> None:
+        self.data = data
+        self.jobs = jobs
+        self.nbytes = data.archive.nbytes - len(data.archive.head) - data.nbytes
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        """Put bytes [start, stop) into ``buffer`` from ``at`` on, once the sums are known."""
+        for job in self.jobs:
+            # Filled or failed: then its error is the one to tell, and the file is never finished.
+            job.is_filled.wait()
+        _view(buffer)[at : at + stop - start] = self.data.archive.tail(self.data.checksum())[start:stop]
+
+
+def _view(buffer: Buffer) -> memoryview:
+    if not isinstance(buffer, Slab):
+        raise InternalError("local files are written through slabs only; please report it")
+    return buffer.view
+
+
+class FilePacker:
+    """Writes items to new files in ``directory``; ``sync`` makes each durable before ``write`` returns."""
+
+    def __init__(self, directory: str | os.PathLike[str], items: PlannedItems, *, sync: bool) -> None:
+        self._directory = directory
+        self._items = items
+        self._sync = sync
+        self._files: list[_File] = []
+        self._results: list[WriteResult] = []
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that the system took so far."""
+        return sum(file.output.bytes_written for file in tuple(self._files))
+
+    @property
+    def names(self) -> list[str]:
+        """The files made so far."""
+        return [file.name for file in tuple(self._files)]
+
+    def write(self, files: list[tuple[str, list[int]]]) -> list[WriteResult]:
+        """Write the named ``files``, each with its rows; on an error they are left to ``abandon``."""
+        workers = min(_MOST_WORKERS, default_workers())
+        ring = SlabRing(workers + _AHEAD + 1, pinned=uses_cuda())
+        try:
+            run_bounded((self._runner(job, ring) for job in self._jobs(files)), workers=workers, ahead=_AHEAD)
+        finally:
+            ring.close()
+        return self._results
+
+    def abandon(self) -> None:
+        """Close and remove the files."""
+        for file in self._files:
+            # What cannot be removed is invisible; the error that led here is the one to tell.
+            with contextlib.suppress(StorageError):
+                file.output.abandon()
+
+    def _jobs(self, files: list[tuple[str, list[int]]]) -> Iterator[_Job]:
+        for name, rows in files:
+            file = self._create(name, rows)
+            job = _Job(file.output, 0, 0, owner=file)
+            for row in rows:
+                for source in self._sources(row, file):
+                    start = 0
+                    while start < source.nbytes:
+                        if job.end - job.base == SLAB_BYTES:
+                            file.expect_job()
+                            yield job
+                            job = following(job)
+                            job.owner = file
+                        stop = min(source.nbytes, start + SLAB_BYTES - (job.end - job.base))
+                        _add(job, source, start, stop)
+                        start = stop
+            job.is_last = True
+            yield job
+
+    def _create(self, name: str, rows: list[int]) -> _File:
+        expected = sum(self._items.nbytes[row] + _ARCHIVE_FRAME_BYTES for row in rows)
+        file = self._enter(name)
+        try:
+            file.output.make(expected)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            # Another saver was faster; the metadata tells which name it is.
+            self._files.remove(file)
+            file = self._enter(f"{name.removesuffix(DATA_SUFFIX)}_{secrets.token_hex(8)}{DATA_SUFFIX}")
+            file.output.make(expected)
+        return file
+
+    def _enter(self, name: str) -> _File:
+        """A file that is known from here on, and still to be made: whatever comes, it is abandoned."""
+        file = _File(OutputFile(os.path.join(self._directory, name)), name, sync=self._sync)
+        self._files.append(file)
+        return file
+
+    def _sources(self, row: int, file: _File) -> Iterator[Source]:
+        """What ``row`` consists of in the file, from its end on."""
+        content = self._items.content(row)
+        stored = self._items.stored(content)
+        gap = -file.end % DATA_ALIGNMENT
+        start = file.end + gap
+        if isinstance(stored, torch.Tensor):
+            archive = tensor_archive(stored.dtype, tuple(stored.shape))
+            file.end = start + archive.nbytes
+            data = _Data(archive, source_of(stored))
+            sources: list[Source] = [_Bytes(bytes(gap) + archive.head), data, _Tail(data, [])]
+        else:
+            file.end = start + len(stored)
+            sources = [_Bytes(bytes(gap)), _Bytes(stored)]
+        self._results.append(self._items.result(row, content, file.name, (start, file.end - start)))
+        yield from sources
+
+    def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
+        """What a thread does for ``job``: all of it, or just the writing where filling is mostly work for Python."""
+        if len(job.pieces) > _FEW_PIECES and not job.needs_others:
+            return partial(_write, job, filled_slab(job, ring, _fill), ring)
+        return lambda: _write(job, filled_slab(job, ring, _fill), ring)
+
+
+def _add(job: _Job, source: Source, start: int, stop: int) -> None:
+    """Make bytes [start, stop) of ``source`` the next of ``job``."""
+    if isinstance(source, _Data):
+        source.jobs.append(job)
+    elif isinstance(source, _Tail):
+        source = _Tail(source.data, [other for other in source.data.jobs if other is not job])
+        job.needs_others = job.needs_others or bool(source.jobs)
+    job.pieces.append((source, start, stop, job.end - job.base))
+    job.end += stop - start
+
+
+def _fill(job: _Job, slab: Slab) -> None:
+    for source, start, stop, at in job.pieces:
+        source.copy_out(start, stop, slab, at)
+    # Sources know their jobs: without this they would keep each other, and the tensors, until the garbage is collected.
+    job.pieces.clear()
+
+
+def _write(job: _Job, slab: Slab, ring: SlabRing) -> None:
+    write_pages(job, slab, ring)
+    assert job.owner is not None
+    job.owner.job_done()

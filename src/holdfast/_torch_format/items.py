@@ -1,0 +1,330 @@
+"""Items of torch's format on their way into files, and on their way from files to the planner.
+
+A value is its torch.save bytes, a tensor itself; what torch has no plain archive for (quantised tensors) is turned into
+torch.save bytes as well.
+
+An item is what torch's format stores as one: the archive of a chunk, or a pickled value. Planners are called by one
+thread at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from holdfast._io.memory import Slab
+from holdfast._state.tensor_bytes import Target
+from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
+from holdfast._torch_codec.archive import Elements, find_tensor
+from holdfast._torch_codec.metadata_file import StorageInfo, find_place
+from holdfast._torch_codec.pickles import deserialize_object, serialize_object
+from holdfast._values.box import Box
+from holdfast.errors import CorruptError, InternalError, InvalidStateError
+from holdfast.metadata import MetadataIndex
+from holdfast.planner import LoadPlanner, ReadColumns, SavePlan, SavePlanner, WriteItem, WriteItemType, write_columns
+from holdfast.planner_helpers import raise_for_dtypes
+from holdfast.storage import WriteResult
+
+Content = torch.Tensor | bytes | memoryview
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ChangedInfo(StorageInfo):
+    """The place of a tensor that the planner has changed on its way out: what is there has this dtype and size."""
+
+    dtype: torch.dtype = field(kw_only=True)
+    size: torch.Size = field(kw_only=True)
+
+
+class PlannedItems:
+    """The rows of ``plan``, and the planner that knows what is in them."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._columns = columns = write_columns(plan.items)
+        self._planner = planner
+        itemsize = np.array([0 if head is None else head.properties.dtype.itemsize for head in columns.heads])
+        volume = columns.length.prod(axis=1, dtype=np.int64)
+        self.nbytes: list[int] = (volume * itemsize[columns.key]).tolist() if len(columns) else []
+        self.is_value: list[bool] = [columns.heads[key] is None for key in columns.key.tolist()]
+
+    def files(self, *, single_file: bool, thread_count: int) -> list[list[int]]:
+        """The rows of each file: one for each thread that has any, or for each item; values come first in a file."""
+        rows = range(len(self.nbytes))
+        if not single_file:
+            return [[row] for row in rows]
+        values = [row for row in rows if self.is_value[row]]
+        tensors = [row for row in rows if not self.is_value[row]]
+        buckets = split_by_size(thread_count, values, tensors, [self.nbytes[row] for row in tensors])
+        # A file without items is named nowhere: nobody could ever tell that it belongs to the checkpoint.
+        return [bucket for bucket in buckets if bucket]
+
+    def item(self, row: int) -> WriteItem:
+        """The item of ``row``."""
+        return self._columns.item(row)
+
+    def content(self, row: int) -> Content:
+        """What the planner gives for ``row`` now; InvalidStateError when that cannot be stored there."""
+        which = self._columns.key[row]
+        key = self._columns.keys[which]
+        data = self._planner.resolve_row(self._columns, row)
+        if self._columns.heads[which] is None:
+            if not isinstance(data, io.BytesIO):
+                raise InvalidStateError(f"the planner gave a {type(data).__name__} for the value of {key!r}", key=key)
+            return data.getbuffer()
+        if not isinstance(data, torch.Tensor):
+            raise InvalidStateError(f"the planner gave a {type(data).__name__} for the tensor {key!r}", key=key)
+        if data.dtype not in DTYPE_NAMES or data.layout is not torch.strided or data.is_meta:
+            check_savable(key, data)
+        return data
+
+    def stored(self, content: Content) -> Content:
+        """``content``, as torch.save bytes where it is a tensor of more than plain memory."""
+        if isinstance(content, torch.Tensor) and content.is_quantized:
+            tensor = content.detach().cpu()
+            # torch.save keeps the whole storage of a view.
+            return serialize_object(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
+        return content
+
+    def result(
+        self, row: int, content: Content, name: str, span: tuple[int, int], *, transforms: Sequence[str] = ()
+    ) -> WriteResult:
+        """That ``content`` is in ``span`` (offset, length) of the file ``name``."""
+        which, lo, length, hint, _ = self._columns.rows[row]
+        key, head = self._columns.keys[which], self._columns.heads[which]
+        place = name, *span, tuple(transforms) or None
+        if head is None or not isinstance(content, torch.Tensor):
+            return WriteResult(MetadataIndex(key), span[1], StorageInfo(*place))
+        dimensions = len(head.size)
+        shape, offset = torch.Size(length[:dimensions]), torch.Size(lo[:dimensions])
+        info = StorageInfo(*place)
+        if content.shape != shape or content.dtype != head.properties.dtype:
+            if content.shape != shape and shape != head.size:
+                raise InvalidStateError(
+                    f"the planner gave a piece of shape {list(content.shape)} for a box of {list(shape)} of {key!r}; "
+                    "only whole tensors may change their shape while being saved",
+                    key=key,
+                )
+            size = content.shape if content.shape != shape else head.size
+            offset = offset if content.shape == shape else torch.Size([0] * content.dim())
+            info = ChangedInfo(*place, dtype=content.dtype, size=size)
+        return WriteResult(MetadataIndex(key, offset, None if hint < 0 else hint), span[1], info)
+
+
+def split_by_size(bins: int, firsts: list[T], items: list[T], sizes: Sequence[int]) -> list[list[T]]:
+    """``bins`` lists of about the same size: ``firsts`` in turn, then each item, the largest first, to the smallest."""
+    buckets: list[list[T]] = [firsts[number::bins] for number in range(bins)]
+    if bins == 1:
+        return [firsts + items]
+    loads = [(0, number) for number in range(bins)]
+    for position in sorted(range(len(items)), key=lambda position: -sizes[position]):
+        load, number = loads[0]
+        buckets[number].append(items[position])
+        heapq.heapreplace(loads, (load + sizes[position], number))
+    return buckets
+
+
+def _item_size(item: WriteItem) -> int:
+    """Bytes of the whole tensor that ``item`` is (a piece) of."""
+    size = item.tensor_storage_size()
+    if size is None:
+        raise InvalidStateError(f"{item.index.fqn!r} is a value and has no tensor size", key=item.index.fqn)
+    return size
+
+
+def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[WriteItem]]:
+    """``items`` in ``bins`` lists of about the same size, values first; as they are where it is one list."""
+    if bins == 1:
+        return [items]
+    values = [item for item in items if item.type is WriteItemType.BYTE_IO]
+    tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
+    return split_by_size(bins, values, tensors, [_item_size(item) for item in tensors])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Item:
+    """A stored item and the rows of the plan that want it, or parts of it; ``file`` is the number of its file."""
+
+    key: str
+    place: StorageInfo
+    is_value: bool
+    file: int = -1
+    rows: list[int] = field(default_factory=list)
+
+
+def wanted_items(columns: ReadColumns, storage_data: Mapping[Any, Any]) -> list[Item]:
+    """The items that hold what ``columns`` want, each once."""
+    items: dict[tuple[str, int, int, bool], Item] = {}
+    places = zip(columns.key.tolist(), columns.chunk_lo.tolist(), strict=True)
+    for row, (which, chunk_lo) in enumerate(places):
+        key, dimensions = columns.storage_keys[which], columns.dimensions[which]
+        offset = None if dimensions < 0 else chunk_lo[:dimensions]
+        place = find_place(storage_data, key, offset)
+        if place is None:
+            raise CorruptError(
+                f"the checkpoint does not say where {key!r}{'' if offset is None else f' at {offset}'} is stored; "
+                "use another checkpoint",
+                key=key,
+            )
+        name = place.relative_path, place.offset, place.length, dimensions < 0
+        if name not in items:
+            items[name] = Item(key=key, place=place, is_value=dimensions < 0)
+        items[name].rows.append(row)
+    return list(items.values())
+
+
+def buffer_of(data: bytes | bytearray) -> Slab:
+    """``data`` in memory that targets can be filled from."""
+    memory = bytearray(data) or bytearray(1)
+    return Slab(memoryview(memory)[: len(data)], torch.frombuffer(memory, dtype=torch.uint8))
+
+
+class Delivery:
+    """Hands what is read for the rows of one plan to its planner."""
+
+    def __init__(
+        self, columns: ReadColumns, planner: LoadPlanner, *, cast: bool, allow_pickle: bool, verify: bool
+    ) -> None:
+        self._columns = columns
+        self._planner = planner
+        self._cast = cast
+        self._allow_pickle = allow_pickle
+        self._verify = verify
+        self._devices: set[torch.device] = set()
+        self._values: dict[int, bytes] = {}
+
+    def resolve(self, rows: Iterable[int]) -> list[torch.Tensor]:
+        """What the planner wants filled for each row."""
+        tensors = [self._planner.resolve_row(self._columns, row) for row in rows]
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda} - self._devices:
+            self._devices.add(device)
+            # What the caller's stream still does to its tensors comes before what other threads copy into them.
+            torch.cuda.current_stream(device).synchronize()
+        return tensors
+
+    def box(self, row: int) -> Box:
+        """What ``row`` wants of its chunk."""
+        lengths = self._columns.boxes[row][1]
+        return Box(tuple(self._columns.storage_lo[row, : len(lengths)].tolist()), lengths)
+
+    def target(self, item: Item, row: int, tensor: torch.Tensor, elements: Elements) -> Target:
+        """Where the elements that ``row`` wants go: ``tensor``, its dimensions in the order of the stored memory."""
+        box = self.box(row)
+        if not box.fits(elements.shape):
+            raise CorruptError(
+                f"{item.place.relative_path!r} has {list(elements.shape)} elements of {item.key!r} at "
+                f"byte {item.place.offset}, fewer than its metadata says; use another checkpoint",
+                path=item.place.relative_path,
+                key=item.key,
+            )
+        self._check(row, tensor, elements.dtype)
+        order = elements.order
+        shape, wanted = permuted(elements.shape, order), Box(permuted(box.offsets, order), permuted(box.lengths, order))
+        is_plain = order == tuple(range(len(order)))
+        return Target(
+            tensor if is_plain else tensor.permute(order),
+            elements.dtype,
+            shape,
+            None if wanted.lengths == shape else wanted,
+        )
+
+    def _check(self, row: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        which, lengths = self._columns.boxes[row]
+        key = self._columns.keys[which]
+        if lengths != tensor.shape:
+            raise InternalError(
+                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
+            )
+        if dtype != tensor.dtype:
+            raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
+
+    def fill(self, item: Item, tensors: list[torch.Tensor], buffer: Slab, at: int, length: int) -> None:
+        """Fill ``tensors``, one for each row of ``item``, from its whole archive in ``buffer`` from ``at`` on."""
+        view = buffer.view
+        elements = locate(item, lambda start, stop: bytes(view[at + start : at + stop]), length)
+        if elements is None:
+            self.fill_loaded(item, tensors, bytes(view[at : at + length]))
+            return
+        begin = at + elements.begin
+        record = view[begin : begin + elements.nbytes]
+        if self._verify and elements.checksum is not None and zlib.crc32(record) != elements.checksum:
+            raise damaged(item, elements.begin, elements.nbytes)
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            target = self.target(item, row, tensor, elements)
+            target.copy_in(0, elements.nbytes, buffer, begin)
+            if tensor.is_cuda:
+                # The buffer is used for something else right afterwards.
+                torch.cuda.current_stream(tensor.device).synchronize()
+
+    def fill_loaded(self, item: Item, tensors: list[torch.Tensor], data: bytes) -> None:
+        """The same through torch.load: for what is no dense tensor in an archive of the usual form."""
+        loaded = deserialize_object(io.BytesIO(data), key=item.key, allow_pickle=self._allow_pickle)
+        if not isinstance(loaded, torch.Tensor):
+            raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, no tensor", key=item.key)
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            self._check(row, tensor, loaded.dtype)
+            box = self.box(row)
+            if loaded.layout is torch.strided and not box.fits(loaded.shape):
+                raise CorruptError(f"the item of {item.key!r} has another size than its metadata says", key=item.key)
+            wanted = loaded if box.lengths == loaded.shape else loaded[box.slices()]
+            if tensor.is_quantized and quantizer_of(tensor) is None:
+                tensor.data = wanted.to(tensor.device)  # room that was made without knowing the scales
+            else:
+                tensor.copy_(wanted)
+
+    def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
+        """Tell the planner that these are filled."""
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            self.commit_row(row, tensor)
+
+    def commit_row(self, row: int, tensor: torch.Tensor) -> None:
+        """Tell the planner that one is."""
+        self._planner.commit_row(self._columns, row, tensor)
+
+    def give_value(self, item: Item, data: bytes) -> None:
+        """Keep the bytes of a value until all values are there."""
+        self._values.update(dict.fromkeys(item.rows, data))
+
+    def deliver_values(self) -> None:
+        """Give the planner the values in the order of its plan: first those that it may refuse."""
+        for row in sorted(self._values):
+            self._planner.load_bytes(self._columns.item(row), io.BytesIO(self._values.pop(row)))
+
+
+def locate(item: Item, read: Any, length: int) -> Elements | None:
+    """Where the elements of ``item`` lie in its archive; None when only torch.load can tell. Errors name the item."""
+    try:
+        return find_tensor(read, length)
+    except CorruptError as error:
+        place = item.place
+        raise CorruptError(
+            f"{place.relative_path!r} is damaged: what it holds of {item.key!r}, in bytes {place.offset} to "
+            f"{place.offset + place.length}, {error.message}; use another checkpoint",
+            path=place.relative_path,
+            key=item.key,
+            span=(place.offset, place.offset + place.length),
+        ) from error
+
+
+def damaged(item: Item, begin: int, nbytes: int) -> CorruptError:
+    """The error of a record whose checksum is wrong; it begins at byte ``begin`` of the item."""
+    start = item.place.offset + begin
+    return CorruptError(
+        f"{item.place.relative_path!r} is damaged in bytes {start} to {start + nbytes}, which hold part of "
+        f"{item.key!r}; use another checkpoint",
+        path=item.place.relative_path,
+        key=item.key,
+        span=(start, start + nbytes),
+    )
+
+
+def permuted(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """``values`` in that order."""
+    return tuple(values[dimension] for dimension in order)

@@ -1,0 +1,224 @@
+"""Targets made of what a checkpoint says of itself: all of it, chosen keys, or what is below the empty containers of a
+target.
+
+The state of a parameter is made as the parameter is: on its device and, where the shapes agree, with its mesh and
+placements. Everything else is made as ``load(path)`` makes it: whole, and on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast._state.nested import Path, path_key, restorable_paths, set_element, unflatten
+from holdfast._state.pieces import is_meta, is_sharded
+from holdfast._state.stateful_values import Owners
+from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
+from holdfast.errors import Difference, MismatchError
+from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+
+def empty_state(
+    metadata: Metadata,
+    keys: Iterable[str] | None = None,
+    likes: Mapping[str, torch.Tensor | torch.device] | None = None,
+) -> STATE_DICT_TYPE:
+    """A flat target on the CPU for ``keys`` of the checkpoint, or all; tied keys share a tensor, values are None.
+
+    ``likes`` has devices for some, or tensors of the same size to take after: device, mesh, placements and strides.
+    """
+    likes = likes or {}
+    leaves: STATE_DICT_TYPE = {}
+    chosen = list(metadata.state_dict_metadata if keys is None else keys)
+    stored_here = set(chosen)
+    tied: list[tuple[str, str]] = []
+    for key in chosen:
+        stored = metadata.state_dict_metadata[key]
+        if isinstance(stored, BytesStorageMetadata):
+            leaves[key] = None
+        elif stored.alias_of in stored_here and likes.get(key) is likes.get(stored.alias_of):
+            leaves[key] = None
+            tied.append((key, stored.alias_of))
+        elif stored.kind == "numpy":
+            leaves[key] = empty_tensor(stored.size, stored.properties.dtype).numpy()
+        elif stored.quantizer is not None:
+            leaves[key] = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
+        else:
+            leaves[key] = _tensor_like(likes.get(key), stored)
+    for key, first in tied:
+        alike = _requires_grad(metadata, key) == _requires_grad(metadata, first)
+        leaves[key] = leaves[first] if alike else leaves[first].detach()
+    return leaves
+
+
+def _tensor_like(like: torch.Tensor | torch.device | None, stored: TensorStorageMetadata) -> torch.Tensor:
+    if isinstance(like, torch.Tensor):
+        return torch.empty_like(like, dtype=stored.properties.dtype, device=like.device)
+    return empty_tensor(stored.size, stored.properties.dtype, like or "cpu")
+
+
+def require_gradients(metadata: Metadata, leaves: STATE_DICT_TYPE) -> None:
+    """Have the tensors among ``leaves`` require gradients that did so when they were saved."""
+    for key, leaf in leaves.items():
+        if _requires_grad(metadata, key):
+            leaf.requires_grad_()
+
+
+def chosen_keys(metadata: Metadata, keys: Collection[str] | None, *, allow_missing: bool = False) -> list[str]:
+    """The keys of the checkpoint that ``keys`` name, or all; a name stands for itself and all below it, after a dot.
+
+    MismatchError for names that stand for nothing, unless ``allow_missing``.
+    """
+    if keys is None:
+        return list(metadata.state_dict_metadata)
+    names = {keys} if isinstance(keys, str) else set(keys)
+    chosen: list[str] = []
+    met: set[str] = set()
+    for key in metadata.state_dict_metadata:
+        matching = names.intersection(prefixes(key))
+        if matching:
+            chosen.append(key)
+            met |= matching
+    if names - met and not allow_missing:
+        raise MismatchError.of(
+            [Difference(key=name, kind="missing", stored="nothing", wanted="a key") for name in sorted(names - met)],
+            advice="Ask for keys, or for what comes before one of their dots.",
+        )
+    return chosen
+
+
+def prefixes(key: str) -> Iterator[str]:
+    """``key`` and all that comes before one of its dots, the longest first."""
+    yield key
+    end = key.rfind(".")
+    while end >= 0:
+        yield key[:end]
+        end = key.rfind(".", 0, end)
+
+
+def _requires_grad(metadata: Metadata, key: str) -> bool:
+    stored = metadata.state_dict_metadata[key]
+    return isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """An empty place in the target, the parameter whose state belongs there, and where in it each stored key goes.
+
+    A key goes to None where the checkpoint does not say how it is nested.
+    """
+
+    path: Path
+    parameter: torch.Tensor | None = None
+    content: dict[str, Path | None] = field(default_factory=dict)
+
+
+def is_empty_container(leaf: object) -> bool:
+    """Whether nothing is in it, and something could be."""
+    return isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf
+
+
+def fill_empty_containers(
+    target: STATE_DICT_TYPE, leaves: STATE_DICT_TYPE, paths: dict[str, Path], metadata: Metadata, owners: Owners
+) -> tuple[list[str], list[Difference]]:
+    """The keys that now have a place in ``target``, ``leaves`` and ``paths``; and what is refused one, with why."""
+    empty = {paths[key]: key for key, leaf in leaves.items() if is_empty_container(leaf)}
+    rooms = {path: _Room(path) for path in (empty if target else [()]) if path not in owners.modules}
+    rooms.update((path, _Room(path, parameter)) for path, parameter in owners.parameters.items())
+    if not rooms:
+        return [], []
+    optimizers = {path[:-1] for path in owners.parameters}
+    _sort_in(rooms, optimizers, leaves, metadata)
+    tensors = (leaf for leaf in (*leaves.values(), *owners.parameters.values()) if isinstance(leaf, torch.Tensor))
+    is_spread = any(map(is_sharded, tensors))
+    filled: list[_Room] = []
+    refused: list[Difference] = []
+    for room in rooms.values():
+        if not room.content:
+            continue
+        reason = _refusal(room, optimizers, leaves, metadata, is_spread=is_spread)
+        if reason is None:
+            filled.append(room)
+        else:
+            refused.append(Difference(key=path_key(room.path), kind="place", stored="something", wanted=reason))
+    made = _made(filled, metadata)
+    for room in sorted(filled, key=lambda room: len(room.path)):  # so that nothing is put over what is further in
+        tails: dict[str, Path] = {key: ("", *(tail or ())) for key, tail in room.content.items()}
+        content = unflatten({key: made[key] for key in tails}, tails)[""]
+        if room.path:
+            set_element(target, room.path, content)
+        else:
+            target.update(content)
+        paths.update((key, (*room.path, *tail[1:])) for key, tail in tails.items())
+    for container in {room.path for room in filled} | {room.path[:-1] for room in filled}:
+        if container in empty:
+            del leaves[empty[container]]
+    leaves.update(made)
+    return list(made), refused
+
+
+def _sort_in(
+    rooms: dict[Path, _Room], optimizers: Collection[Path], leaves: Collection[str], metadata: Metadata
+) -> None:
+    """Put each stored key that is no leaf of the target into the innermost of ``rooms`` that it is below, if any."""
+    paths, names = restorable_paths(metadata), {path_key(path): path for path in rooms}
+    for key in metadata.state_dict_metadata:
+        if key in leaves:
+            continue
+        path = paths.get(key, (key,) if () in rooms else None)
+        if path is None:
+            room = next((rooms[names[name]] for name in prefixes(key) if name in names), None)
+        else:
+            room = next((rooms[path[:end]] for end in range(len(path), -1, -1) if path[:end] in rooms), None)
+        if room is None:
+            continue
+        if path is not None and room.path in optimizers:  # it belongs to no parameter: each of its kind for itself
+            place = path[: len(room.path) + 1]
+            room = rooms[place] = _Room(place)
+        room.content[key] = None if path is None else path[len(room.path) :]
+
+
+def _refusal(
+    room: _Room, optimizers: Collection[Path], leaves: Collection[str], metadata: Metadata, *, is_spread: bool
+) -> str | None:
+    """Why what was found for ``room`` cannot be put there, and what to do; None where it can."""
+    stored = [metadata.state_dict_metadata[key] for key in room.content]
+    needs_placement = is_spread and any(isinstance(each, TensorStorageMetadata) and len(each.size) for each in stored)
+    path = room.path
+    if None in room.content.values():
+        return "the checkpoint does not say how it is nested; put each of its keys into the target"
+    if room.parameter is not None:
+        if is_meta(room.parameter):
+            return "its parameter is on the meta device; make the optimizer after the parameters have memory"
+        if any(tail and CONTEXT_KEY in tail for tail in room.content.values()):
+            return "it has tensor subclasses; have the optimizer make its state first (get_optimizer_state_dict does)"
+    elif path[:-1] in optimizers:
+        if str(path[-1]).isdigit():
+            return "the optimizer has no such parameter; give it those that it had"
+        if needs_placement:
+            return "it is a name, and the optimizer has numbers; load into what torch's get_optimizer_state_dict gives"
+    elif needs_placement and path[-1:] == ("state",) and path_key((*path[:-1], "param_groups.0.params")) in leaves:
+        return "nothing says how it is sharded; put the optimizer itself into the target, or get_optimizer_state_dict"
+    return None
+
+
+def _made(rooms: Collection[_Room], metadata: Metadata) -> STATE_DICT_TYPE:
+    """A leaf for each key in ``rooms``, like the parameter whose state it is.
+
+    Steps stay on the CPU: torch moves them where it wants them. A name whose shape is another one than the parameter's
+    anywhere is no state of each element, and whole everywhere: its shape may be a parameter's by chance.
+    """
+    states: list[tuple[str, tuple[Path, Path], torch.Tensor, bool]] = []
+    for room in rooms:
+        for key, tail in room.content.items():
+            stored, parameter = metadata.state_dict_metadata[key], room.parameter
+            if parameter is not None and tail and tail[-1] != "step" and isinstance(stored, TensorStorageMetadata):
+                agrees = parameter.size() == stored.size and not is_composed(parameter)
+                states.append((key, (room.path[:-1], tail), parameter, agrees))
+    others = {name for _, name, _, agrees in states if not agrees}
+    likes = {key: parameter.device if name in others else parameter for key, name, parameter, _ in states}
+    made = empty_state(metadata, [key for room in rooms for key in room.content], likes)
+    require_gradients(metadata, made)
+    return made
