@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 from holdfast._async_saver import AsyncCheckpointerType, async_save
-from holdfast._io.memory import SLAB_BYTES
+from holdfast._io.slabs import SLAB_BYTES
 
 MODES = ("fresh", "fresh, may overwrite", "replacing")
 ASYNC_MODES = ("async, fresh", "async, replacing")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from holdfast._io import memory as buffers
+from holdfast._io import slabs
 from holdfast._native.writer import NativeWriter
 from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast._ranks.rendezvous import DEADLINE_S, participants
@@ -331,4 +331,4 @@ def release() -> None:
     The buffers of saves and loads, which are kept for the next one, go too.
     """
     TURNS.release()
-    buffers.release()
+    slabs.release()

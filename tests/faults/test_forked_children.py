@@ -20,9 +20,8 @@ import torch
 import holdfast
 from holdfast import AsyncCheckpointerType
 from holdfast import _process as forks
-from holdfast._engine.write import ImageFiles
-from holdfast._io import locks, posix
-from holdfast._io import memory as mapping
+from holdfast._engine.images import ImageFiles
+from holdfast._io import locks, mapping, posix
 from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import run_ahead, run_bounded
 from holdfast._process import Descriptor
@@ -107,7 +106,7 @@ NORMAL_EXIT = """
 import os, sys, threading
 import torch
 import holdfast
-from holdfast._engine.write import ImageFiles
+from holdfast._engine.images import ImageFiles
 from holdfast._staging.process import ProcessOutput
 
 torch.set_num_threads(1)

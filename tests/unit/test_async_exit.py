@@ -20,7 +20,7 @@ import sys, threading, time
 import torch
 import holdfast
 from holdfast._async_saver import AsyncCheckpointerType, async_save
-from holdfast._engine.write import ImageFiles
+from holdfast._engine.images import ImageFiles
 
 def write_late(files, *arguments, write=ImageFiles.write):
     while threading.main_thread().is_alive():  # that is: until the interpreter ends

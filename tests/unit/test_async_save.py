@@ -26,7 +26,7 @@ from holdfast._async_saver import (
     prewarm,
     release,
 )
-from holdfast._engine.write import ImageFiles
+from holdfast._engine.images import ImageFiles
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._staging.process import ProcessOutput, WriterProcess
 from holdfast.errors import BusyError, InvalidStateError, StorageError

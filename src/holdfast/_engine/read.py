@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from holdfast._io.direct import ALIGNMENT, InputFile
-from holdfast._io.memory import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
+from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
 from holdfast._plan.reads import coalesce
 from holdfast._state.modes import cuda_stream
 from holdfast._state.tensor_bytes import move

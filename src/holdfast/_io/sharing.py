@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from holdfast._io import memory as mapping
-from holdfast._io.memory import Slab
+from holdfast._io import mapping
+from holdfast._io.slabs import Slab
 from holdfast._process import CLOSED, Descriptor, OpenDescriptor, forget_in_child
 
 MOST_HANDED_OVER = 250  # descriptors that the kernel lets pass in one message

@@ -24,8 +24,8 @@ import numpy as np
 
 from holdfast._engine.read import READERS, SegmentFetch, SegmentJob, Segments, uses_cuda
 from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
-from holdfast._io.memory import SLAB_BYTES, pinned
 from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.slabs import SLAB_BYTES, pinned
 from holdfast._native.catalog import Catalog
 from holdfast._plan.reads import byte_spans, cut_at_blocks, touched_blocks
 from holdfast._plan.shared_reads import (

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast._engine.write import FileImage, WrittenImage
+from holdfast._engine.images import FileImage, WrittenImage
 from holdfast._io.direct import ALIGNMENT
 from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed

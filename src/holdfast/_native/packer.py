@@ -17,8 +17,8 @@ import numpy as np
 
 from holdfast._engine.write import PageJob, filled_slab, following, write_pages
 from holdfast._io.direct import ALIGNMENT, OutputFile
-from holdfast._io.memory import SLAB_BYTES, Slab, SlabRing
 from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
 from holdfast._native.header import HeaderEntry, encode_header
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import DistantSource, Source

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT, InputFile
-from holdfast._io.memory import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
 from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
 from holdfast._native.index import file_digest

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from holdfast._engine.images import FileImage, WrittenImage
 from holdfast._engine.read import uses_cuda
-from holdfast._engine.write import FileImage, WrittenImage
 from holdfast._io import posix
 from holdfast._native.catalog import check_user_metadata, with_planner_data
 from holdfast._native.file_layout import Image, StagedFiles, WriterWork

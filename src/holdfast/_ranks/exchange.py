@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast._io.memory import Slab
 from holdfast._io.sharing import Inbox
+from holdfast._io.slabs import Slab
 from holdfast._plan.shared_reads import CommonReads
 from holdfast._ranks.meeting import MESSAGE_BYTES, Layout, Link
 from holdfast._values.deadline import Clock, Deadline

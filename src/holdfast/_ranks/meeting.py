@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast._io import sharing
-from holdfast._io.memory import HUGE_PAGE
+from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory
 from holdfast._plan import shared_reads as job_reads
 from holdfast._process import Descriptor, forget_in_child

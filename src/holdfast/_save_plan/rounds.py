@@ -241,7 +241,7 @@ class SavePlanning:
         assert self._coordinator is not None
         outcome = self._coordinator.outcome
         for rank, result in enumerate(results):
-            report = result.columns if isinstance(result, LazyList) else None
+            report: object = result.columns if isinstance(result, LazyList) else None
             if outcome is not None and isinstance(report, PlannedReport) and report.planning == outcome.token:
                 report.plan = partial(self._coordinator.plan_of, rank)
         return results

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from holdfast._engine.write import ImageFiles
-from holdfast._io.memory import SLAB_BYTES
+from holdfast._engine.images import ImageFiles
+from holdfast._io.slabs import SLAB_BYTES
 from holdfast._native.file_layout import Copy, StagedFiles
 from holdfast._native.report import full_report_of
 from holdfast._native.writer import ImageOutput, NativeWriter

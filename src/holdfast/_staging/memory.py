@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast._io import memory as pinning
-from holdfast._io.memory import HUGE_PAGE, attach, collapse, map_private, new_shared
+from holdfast._io import slabs
+from holdfast._io.mapping import HUGE_PAGE, attach, collapse, map_private, new_shared
 from holdfast._io.pipeline import run_bounded
 from holdfast._native.file_layout import Copy
 from holdfast._process import CLOSED, forget_in_child
@@ -217,7 +217,7 @@ class Cuda:
     def pin(self, address: int, nbytes: int) -> None:
         """Register the memory with CUDA, for all devices."""
         torch.cuda.init()
-        reason = pinning.pin(address, nbytes)
+        reason = slabs.pin(address, nbytes)
         if reason:
             raise StorageError(
                 f"CUDA refused to pin {nbytes} bytes of host memory (error {reason}); raise the limit of locked memory "
@@ -226,7 +226,7 @@ class Cuda:
 
     def unpin(self, address: int) -> None:
         """Unregister the memory."""
-        pinning.unpin(address)
+        slabs.unpin(address)
 
     def transfer(self, copies: Sequence[Copy], target: torch.Tensor) -> CudaTransfer:
         """The copies into ``target``, ordered after all that the current streams have queued by now."""

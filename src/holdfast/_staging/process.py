@@ -1,6 +1,4 @@
-"""The parent's side of the process that writes, and what both say to each other.
-
-Only numbers, names and digests travel; the bytes lie in memory that both have.
+"""The parent's side of the process that writes: started when it is first wanted, kept, started again after a death.
 
 It is a fresh interpreter, never a fork, and it does not load the main module of the job. It imports the standard
 library, this package and what that needs, from where this process has them, and nothing else: no site, no PYTHON
@@ -25,83 +23,25 @@ import msgspec
 import numpy as np
 import xxhash
 
-from holdfast import _process as forks
-from holdfast._engine.write import FileImage, WrittenImage
+from holdfast import _process
+from holdfast._engine.images import FileImage, WrittenImage
 from holdfast._io import posix
 from holdfast._io.pipeline import run_ahead
 from holdfast._staging.memory import Region
+from holdfast._staging.writer_process import (
+    Abandon,
+    Answer,
+    Close,
+    Done,
+    Failed,
+    Moved,
+    Order,
+    Write,
+    decode_answer,
+    receive,
+    send,
+)
 from holdfast.errors import CheckpointError, StorageError
-
-_LENGTH_BYTES = 8
-
-
-class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write these files, with this umask where it is known, and keep them open."""
-
-    files: list[FileImage]
-    umask: int | None = None
-
-
-class Close(msgspec.Struct, frozen=True, tag=True):
-    """Close the files that were written."""
-
-
-class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """Stop writing, if you are; close and remove the files."""
-
-
-class Moved(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes are written by now."""
-
-    nbytes: int
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """The files are written and durable; or, without any, closed or gone."""
-
-    files: list[WrittenImage]
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Writing failed; ``number`` is the system's for the reason, where it has one."""
-
-    message: str
-    number: int | None = None
-    path: bytes | None = None
-
-
-Order = Write | Close | Abandon
-Answer = Moved | Done | Failed
-
-_encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def send(connection: socket.socket, message: Order | Answer) -> None:
-    """Send one message."""
-    data = _encode(message)
-    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-
-
-def receive(connection: socket.socket) -> bytes:
-    """The bytes of one message; EOFError when the other side is gone. The socket blocks."""
-    length = int.from_bytes(_exactly(connection, _LENGTH_BYTES), "little")
-    return _exactly(connection, length)
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        try:
-            piece = connection.recv(min(count - len(data), 1 << 20))
-        except ConnectionError as error:
-            raise EOFError("the connection broke") from error
-        if not piece:
-            raise EOFError("the other side has closed the connection")
-        data += piece
-    return bytes(data)
-
 
 _LOOK_EVERY_S = 0.25
 _FAREWELL_S = 5.0
@@ -140,7 +80,7 @@ class WriterProcess:
         self._connection: socket.socket | None = None
         self._serves: Region | None = None
         atexit.register(self.stop)
-        forks.forget_in_child(self)
+        _process.forget_in_child(self)
 
     def forget_parent(self) -> None:
         """Have none: the copy of the connection would keep it from knowing that the parent has died."""
@@ -162,9 +102,9 @@ class WriterProcess:
             return
         for _ in range(_TRIES):
             self.stop()
-            forks_before = forks.begun()
+            forks_before = _process.begun()
             self._start(region)
-            if forks.begun() == forks_before:
+            if _process.begun() == forks_before:
                 return  # else a child may have copies of sockets that it does not know of
 
     def _start(self, region: Region) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from holdfast._io.memory import Slab
+from holdfast._io.slabs import Slab
 from holdfast._state.tensor_bytes import Target
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._torch_codec.archive import Elements, find_tensor

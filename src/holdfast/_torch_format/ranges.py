@@ -19,8 +19,8 @@ import torch
 
 from holdfast._engine.read import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
 from holdfast._io.direct import InputFile, LocalFiles
-from holdfast._io.memory import Slab
 from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.slabs import Slab
 from holdfast._plan.reads import byte_spans
 from holdfast._state.tensor_bytes import Target
 from holdfast._torch_codec.archive import HEAD_BYTES, TAIL_BYTES, Elements

@@ -24,8 +24,8 @@ import torch
 
 from holdfast import _process as forks
 from holdfast._io import posix
-from holdfast._io.memory import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import run_bounded
+from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._state.tensor_bytes import source_of
 from holdfast._torch_codec.archive_writing import tensor_archive
 from holdfast._torch_format.file_systems import FileSystemBase, PathLike

@@ -17,8 +17,8 @@ from functools import partial
 
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
-from holdfast._io.memory import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.verify import Damage, VerifyReport, problem_of
 from holdfast._torch_codec.archive import Record, find_tensor, records
 from holdfast._torch_codec.metadata_file import METADATA_NAME, StorageInfo, find_place

@@ -23,7 +23,7 @@ import torch
 from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import posix
-from holdfast._io.memory import MappedFile
+from holdfast._io.mapping import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
 from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, unflatten

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from holdfast._io import posix
-from holdfast._io.memory import SLAB_BYTES, SlabRing
+from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._state.tensor_bytes import LazyTensor, Source, source_of
 from holdfast._state.tensors import empty_quantized
 from holdfast._torch_codec.archive_writing import (

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
-from holdfast.interop import replacing as torch_storage
 
 # Kept under names of their own: those in torch's modules may stand for the classes below.
 TORCHS_WRITER = torchs.FileSystemWriter
@@ -39,12 +38,12 @@ class Options:
     allow_pickle: bool = False
 
 
-options: list[Options] = []
+_options_in_use: list[Options] = []
 """Those of every use that is in force; the last one counts for storages made from now on."""
 
 
 def _current() -> Options:
-    return options[-1] if options else Options()
+    return _options_in_use[-1] if _options_in_use else Options()
 
 
 class FileSystemWriter(NativeWriter, BlockingAsyncStager, torch_protocol.StorageWriter):  # type: ignore[misc]
@@ -147,8 +146,8 @@ FileSystemReader.register(TORCHS_READER)
 _log = logging.getLogger("holdfast")
 
 _CLASSES: dict[type, type] = {
-    torch_storage.TORCHS_WRITER: torch_storage.FileSystemWriter,
-    torch_storage.TORCHS_READER: torch_storage.FileSystemReader,
+    TORCHS_WRITER: FileSystemWriter,
+    TORCHS_READER: FileSystemReader,
 }
 _KEEP_TORCHS = (
     "holdfast.",
@@ -185,7 +184,7 @@ class Replacement:
             import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401
         self._options = options
         self._is_undone = False
-        torch_storage.options.append(options)
+        _options_in_use.append(options)
         self.replaced = tuple(_replace(_CLASSES))
         _log.info("torch's file storage is native storage now, in %s", ", ".join(self.replaced) or "no further module")
 
@@ -194,8 +193,8 @@ class Replacement:
         if self._is_undone:
             return
         self._is_undone = True
-        torch_storage.options[:] = [each for each in torch_storage.options if each is not self._options]
-        if torch_storage.options:
+        _options_in_use[:] = [each for each in _options_in_use if each is not self._options]
+        if _options_in_use:
             return
         names = _replace({ours: torchs for torchs, ours in _CLASSES.items()})
         _log.info("torch's file storage is its own again, in %s", ", ".join(names))

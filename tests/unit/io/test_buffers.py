@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast._io import memory as buffers
-from holdfast._io.memory import SLAB_BYTES, Slab, SlabRing
+from holdfast._io import slabs as buffers
+from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
 from holdfast.errors import InternalError, StorageError
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast._engine.write import FileImage
+from holdfast._engine.images import FileImage
 from holdfast._io import posix
 from holdfast._io.direct import InputFile, OutputFile
-from holdfast._staging.process import Answer, Done, Moved, ProcessOutput, WriterProcess
+from holdfast._staging.process import ProcessOutput, WriterProcess
+from holdfast._staging.writer_process import Answer, Done, Moved
 
 
 def test_it_is_the_one_of_the_last_call(tmp_path: Path) -> None:

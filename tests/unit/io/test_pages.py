@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast._io import memory as pages
-from holdfast._io.memory import MappedFile
+from holdfast._io import mapping as pages
+from holdfast._io.mapping import MappedFile
 
 SIZE = 64 * mmap.PAGESIZE
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._io.memory import SlabRing, pinned
+from holdfast._io.slabs import SlabRing, pinned
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, code: int) -> list[tuple[Any, ...]]:

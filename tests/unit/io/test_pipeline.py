@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from holdfast._io.memory import Slab, SlabRing
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
+from holdfast._io.slabs import Slab, SlabRing
 
 PATIENCE_S = 30
 

@@ -9,9 +9,8 @@ import socket
 
 import pytest
 
-from holdfast._io import memory as mapping
-from holdfast._io import sharing
-from holdfast._io.memory import HUGE_PAGE
+from holdfast._io import mapping, sharing
+from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory, leave_at, make_pipes
 from holdfast._process import OpenDescriptor
 

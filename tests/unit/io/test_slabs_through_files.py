@@ -8,8 +8,8 @@ import pytest
 
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT, InputFile, OutputFile
-from holdfast._io.memory import SLAB_BYTES, SlabRing
 from holdfast._io.pipeline import run_bounded
+from holdfast._io.slabs import SLAB_BYTES, SlabRing
 
 
 @pytest.mark.parametrize("hide_direct", [False, True])

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast._engine import write as image_files
-from holdfast._engine.write import ImageFiles
+from holdfast._engine import images as image_files
+from holdfast._engine.images import ImageFiles
 from holdfast._native import file_layout as image_module
 from holdfast._native import packer
 from holdfast._native.file_layout import Image

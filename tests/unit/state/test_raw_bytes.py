@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from holdfast._io.memory import Slab, SlabRing
+from holdfast._io.slabs import Slab, SlabRing
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Target, source_of
 from holdfast._values.box import Box
 from holdfast.errors import InvalidStateError
