@@ -1,12 +1,14 @@
-"""Bugs to be seeded: one promise each, broken by a change to the source, and the tests that have to notice.
+"""Bugs to be seeded: one promise each, broken by a change to one function, and the tests that have to notice.
 
-Some are written by hand, as text and replacement, so that a source that has moved on fails loudly. The rest is made
-from the source: every check that refuses a file or a plan, an ``if`` with nothing but a ``raise``, turned off.
+A bug names a function and what is done to it: a call left out, a condition that never holds. Where the function or what
+is to be changed in it is gone, the bug fails loudly. The rest is made from the source: every check that refuses a file
+or a plan, an ``if`` that ends in a ``raise``, turned off.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,378 +20,323 @@ _FORMATS = ("tests/unit/test_two_formats.py",)
 _INTERRUPTS = ("tests/faults/test_interrupts.py",)
 _DAMAGE = ("tests/faults/test_damaged_files.py",)
 
+Change = Callable[[ast.AST], int]
+"""Changes the code of a function in place; how many places it changed."""
+
+
+class _Rewriting(ast.NodeTransformer):
+    """Replaces every node for which ``rewrite`` has another; counts them."""
+
+    def __init__(self, rewrite: Callable[[ast.AST], ast.AST | None]) -> None:
+        self._rewrite = rewrite
+        self.count = 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        other = self._rewrite(node)
+        if other is None:
+            return self.generic_visit(node)
+        self.count += 1
+        return ast.copy_location(other, node)
+
+
+def _rewritten(rewrite: Callable[[ast.AST], ast.AST | None]) -> Change:
+    def change(function: ast.AST) -> int:
+        rewriting = _Rewriting(rewrite)
+        rewriting.generic_visit(function)
+        return rewriting.count
+
+    return change
+
+
+def without(call: str) -> Change:
+    """Statements that are just this call do nothing."""
+    return _rewritten(lambda node: ast.Pass() if isinstance(node, ast.Expr) and _calls(node.value, call) else None)
+
+
+def instead(text: str, other: str) -> Change:
+    """The expression ``text`` is ``other``."""
+    wanted = ast.unparse(ast.parse(text, mode="eval"))
+    made = ast.parse(other, mode="eval").body
+
+    def rewrite(node: ast.AST) -> ast.AST | None:
+        return made if isinstance(node, ast.expr) and ast.unparse(node) == wanted else None
+
+    return _rewritten(rewrite)
+
+
+def never(mentioned: str) -> Change:
+    """Conditions of ``if``, ``elif`` and ``while`` that mention this are False."""
+    return _condition(mentioned, is_true=False)
+
+
+def always(mentioned: str) -> Change:
+    """Conditions of ``if``, ``elif`` and ``while`` that mention this are True."""
+    return _condition(mentioned, is_true=True)
+
+
+def statement(call: str, other: str) -> Change:
+    """Statements that are just this call are the code ``other`` instead; ``CALL`` in it is the call itself."""
+
+    def rewrite(node: ast.AST) -> ast.AST | None:
+        if not isinstance(node, ast.Expr) or not _calls(node.value, call):
+            return None
+        block = ast.parse("if True:\n    pass").body[0]
+        assert isinstance(block, ast.If)
+        block.body = ast.parse(other.replace("CALL", ast.unparse(node.value))).body
+        return block
+
+    return _rewritten(rewrite)
+
+
+def first(code: str) -> Change:
+    """This code comes before all else."""
+
+    def change(function: ast.AST) -> int:
+        assert isinstance(function, ast.FunctionDef)
+        function.body[:0] = ast.parse(code).body
+        return 1
+
+    return change
+
+
+def _calls(node: ast.AST, call: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == call
+
+
+def _condition(mentioned: str, *, is_true: bool) -> Change:
+    def change(function: ast.AST) -> int:
+        tests = [node for node in ast.walk(function) if isinstance(node, (ast.If, ast.While))]
+        chosen = [node for node in tests if mentioned in ast.unparse(node.test)]
+        for node in chosen:
+            node.test = ast.Constant(is_true)
+        return len(chosen)
+
+    return change
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """``text``, which is once in ``file`` (under src/holdfast), becomes ``replacement``; one of ``tests`` must fail."""
+    """``change`` done to ``function`` of the ``file`` (under src/holdfast); one of ``tests`` must fail."""
 
     name: str
     file: str
-    text: str
-    replacement: str
+    function: str
+    change: Change
     tests: tuple[str, ...]
 
     def changed(self, source: Path) -> str:
-        """The code of the file with the bug in it; ValueError unless it fits exactly once."""
-        code = (source / "holdfast" / self.file).read_text()
-        if code.count(self.text) != 1:
-            raise ValueError(f"{self.name}: the text is {code.count(self.text)} times in {self.file}: {self.text!r}")
-        return code.replace(self.text, self.replacement)
+        """The code of the file with the bug in it; ValueError where there is nothing to change."""
+        tree = ast.parse((source / "holdfast" / self.file).read_text())
+        if not self.change(dict(_functions(tree))[self.function]):
+            raise ValueError(f"{self.name}: nothing of this kind is in {self.function} of {self.file}")
+        return ast.unparse(ast.fix_missing_locations(tree))
 
     def seed(self, source: Path) -> None:
         """Put the bug into the copy of the package at ``source``."""
         (source / "holdfast" / self.file).write_text(self.changed(source))
 
 
-BY_HAND = (
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Every function and method with its name, as ``Class.method`` or ``function.inner``; the module itself is ""."""
+    waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    while waiting:
+        name, node = waiting.pop()
+        if not isinstance(node, ast.ClassDef):
+            yield name, node
+        for child in ast.walk(node):
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)) and child is not node and _owner(node, child):
+                waiting.append((f"{name}.{child.name}".lstrip("."), child))
+
+
+def _owner(node: ast.AST, child: ast.AST) -> bool:
+    """Whether ``child`` is in ``node`` with no other function or class between."""
+    for each in ast.iter_child_nodes(node):
+        if each is child:
+            return True
+        if not isinstance(each, (ast.FunctionDef, ast.ClassDef)) and _owner(each, child):
+            return True
+    return False
+
+
+BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     # Durability: each fsync, each fsync of a directory, and their order.
-    Bug(
-        name="no fsync at all",
-        file="_io/posix.py",
-        text="        os.fsync(descriptor)\n",
-        replacement="        pass\n",
-        tests=_CRASH,
+    ("no fsync at all", "sync_file", without("os.fsync"), _CRASH),
+    ("no fsync of the manifest", "write_new", without("sync_file"), _CRASH),
+    ("no fsync of the index", "new_file", without("posix.sync_file"), _CRASH),
+    ("no fsync of data files", "OutputFile.finish", without("posix.sync_file"), _CRASH),
+    ("no fsync of the directory by the writers", "NativeWriter._written", without("posix.sync_directory"), _PUBLISH),
+    ("no fsync of the directory before publishing", "_native:publish", without("posix.sync_directory"), _CRASH),
+    ("no fsync of the directory after publishing", "_conclude", without("posix.sync_directory"), _CRASH),
+    ("no fsync of the parents of new directories", "make_directories", without("sync_directory"), _CRASH),
+    (
+        "old files removed before the new name is durable",
+        "_conclude",
+        statement("posix.sync_directory", "for name in replaced:\n    os.unlink(os.path.join(directory, name))\nCALL"),
+        _CRASH,
     ),
-    Bug(
-        name="no fsync of the manifest",
-        file="_io/posix.py",
-        text="        sync_file(made[0], path)\n",
-        replacement="",
-        tests=_CRASH,
+    (
+        "a failed fsync is tried again",
+        "sync_file",
+        statement("os.fsync", "try:\n    CALL\nexcept OSError:\n    CALL"),
+        ("tests/faults/test_torture_samples.py::test_short_transfers_and_failed_syncs", *_IO),
     ),
-    Bug(
-        name="no fsync of the index",
-        file="_io/locks.py",
-        text="            posix.sync_file(file.descriptor, path)\n",
-        replacement="",
-        tests=_CRASH,
-    ),
-    Bug(
-        name="no fsync of data files",
-        file="_io/direct.py",
-        text="posix.sync_file(self._file.descriptor, self.path)\n",
-        replacement="pass\n",
-        tests=_CRASH,
-    ),
-    Bug(
-        name="no fsync of the directory by the writers",
-        file="_native/writer.py",
-        text="            posix.sync_directory(self.path)\n",
-        replacement="            pass\n",
-        tests=_PUBLISH,
-    ),
-    Bug(
-        name="no fsync of the directory before publishing",
-        file="_native/publish.py",
-        text="            posix.sync_directory(directory)\n            if overwrite:",
-        replacement="            if overwrite:",
-        tests=_CRASH,
-    ),
-    Bug(
-        name="no fsync of the directory after publishing",
-        file="_native/publish.py",
-        text="    posix.sync_directory(directory)\n    turn.remove_other()\n",
-        replacement="    turn.remove_other()\n",
-        tests=_CRASH,
-    ),
-    Bug(
-        name="no fsync of the parents of new directories",
-        file="_io/posix.py",
-        text="        sync_directory(os.path.dirname(directory) or os.curdir)\n",
-        replacement="",
-        tests=_CRASH,
-    ),
-    Bug(
-        name="old files removed before the new name is durable",
-        file="_native/publish.py",
-        text="    posix.sync_directory(directory)\n    turn.remove_other()\n    for name in replaced:",
-        replacement="    for name in replaced:\n        os.unlink(os.path.join(directory, name))\n"
-        "    posix.sync_directory(directory)\n    turn.remove_other()\n    for name in ():",
-        tests=_CRASH,
-    ),
-    Bug(
-        name="a failed fsync is tried again",
-        file="_io/posix.py",
-        text="        os.fsync(descriptor)\n",
-        replacement="        try:\n            os.fsync(descriptor)\n        except OSError:\n"
-        "            os.fsync(descriptor)\n",
-        tests=("tests/faults/test_torture_samples.py::test_short_transfers_and_failed_syncs", *_IO),
-    ),
-    Bug(
-        name="a failed fsync is ignored",
-        file="_io/posix.py",
-        text="        os.fsync(descriptor)\n",
-        replacement="        with contextlib.suppress(OSError):\n            os.fsync(descriptor)\n",
-        tests=_IO,
-    ),
+    ("a failed fsync is ignored", "sync_file", statement("os.fsync", "try:\n    CALL\nexcept OSError:\n    pass"), _IO),
     # The commit.
-    Bug(
-        name="overwrite=False replaces",
-        file="_native/publish.py",
-        text="            posix.link_new(staged, target)\n",
-        replacement="            posix.replace(staged, target)\n",
-        tests=_PUBLISH,
+    ("overwrite=False replaces", "_native:publish", instead("posix.link_new", "posix.replace"), _PUBLISH),
+    ("an existing manifest is not noticed by link", "link_new", never("_same_file"), _IO),
+    ("files are created over others", "create_new", instead("os.O_CREAT | os.O_EXCL", "os.O_CREAT"), _IO),
+    ("links are followed", "open_regular", instead("os.O_RDONLY | os.O_NOFOLLOW", "os.O_RDONLY"), _IO),
+    (
+        "a published checkpoint is taken away by a late failure",
+        "_native:publish",
+        always("may_be_published"),
+        (*_PUBLISH, "tests/faults/test_storage_failures.py"),
     ),
-    Bug(
-        name="an existing manifest is not noticed by link",
-        file="_io/posix.py",
-        text="            if not _same_file(source, target):\n",
-        replacement="            if False:\n",
-        tests=_IO,
-    ),
-    Bug(
-        name="files are created over others",
-        file="_io/posix.py",
-        text="os.O_CREAT | os.O_EXCL | os.O_WRONLY",
-        replacement="os.O_CREAT | os.O_WRONLY",
-        tests=_IO,
-    ),
-    Bug(
-        name="links are followed",
-        file="_io/posix.py",
-        text="os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK",
-        replacement="os.O_RDONLY | os.O_NONBLOCK",
-        tests=_IO,
-    ),
-    Bug(
-        name="a published checkpoint is taken away by a late failure",
-        file="_native/publish.py",
-        text="        if not may_be_published(directory, attempt):\n",
-        replacement="        if True:\n",
-        tests=(*_PUBLISH, "tests/faults/test_storage_failures.py"),
-    ),
-    Bug(
-        name="a failed save leaves its index",
-        file="_native/publish.py",
-        text="                for path in itertools.takewhile(lambda path: path != taken, written):\n",
-        replacement="                for path in ():\n",
-        tests=(*_PUBLISH, "tests/faults/test_storage_failures.py"),
+    (
+        "a failed save leaves its index",
+        "_native:publish",
+        without("posix.remove"),
+        (*_PUBLISH, "tests/faults/test_storage_failures.py"),
     ),
     # Children.
-    Bug(
-        name="a child ends the saves of its parent",
-        file="_native/publish.py",
-        text="        self._is_inherited = True\n",
-        replacement="        pass\n",
-        tests=_FORKS,
-    ),
-    Bug(
-        name="a child keeps the locks of its parent",
-        file="_io/locks.py",
-        text="        self._is_inherited = True\n        self.discard()\n",
-        replacement="        self._is_inherited = True\n",
-        tests=_FORKS,
-    ),
-    Bug(
-        name="a child writes to the memory of its parent",
-        file="_process.py",
-        text="    _inherited[id(holder)] = holder",
-        replacement="    pass",
-        tests=_FORKS,
+    ("a child ends the saves of its parent", "Held.forget_parent", instead("True", "False"), _FORKS),
+    ("a child keeps the locks of its parent", "LockedFile.forget_parent", without("self.discard"), _FORKS),
+    (
+        "a child writes to the memory of its parent",
+        "forget_in_child",
+        instead("_inherited[id(holder)]", "{}[0]"),
+        _FORKS,
     ),
     # One format in the place of the other.
-    Bug(
-        name="no note about two formats",
-        file="_native/publish.py",
-        text="        posix.write_new(self.note, _note(self._own, digests))\n",
-        replacement="        pass\n",
-        tests=_FORMATS,
+    ("no note about two formats", "Turn.announce", without("posix.write_new"), _FORMATS),
+    (
+        "files of the other format removed before its head",
+        "Turn.remove_other",
+        first("for name in self._files:\n    posix.remove(os.path.join(self._directory, name))"),
+        _FORMATS,
     ),
-    Bug(
-        name="files of the other format removed before its head",
-        file="_native/publish.py",
-        text="        for head in self._heads:\n",
-        replacement="        for name in self._files:\n            posix.remove(os.path.join(self._directory, name))\n"
-        "        for head in self._heads:\n",
-        tests=_FORMATS,
-    ),
-    Bug(
-        name="the other format is left where it is",
-        file="_native/publish.py",
-        text="        if not self._heads:\n",
-        replacement="        if True:\n",
-        tests=_FORMATS,
-    ),
-    Bug(
-        name="the native format counts, whatever is beside it",
-        file="_native/publish.py",
-        text="        if len(found) < 2:\n",
-        replacement="        if True:\n",
-        tests=_FORMATS,
-    ),
-    Bug(
-        name="savers publish without taking turns",
-        file="_native/publish.py",
-        text="        self._is_alone = self._lock.acquire()\n",
-        replacement="        self._is_alone = True\n",
-        tests=_FORMATS,
-    ),
+    ("the other format is left where it is", "Turn.remove_other", always("self._heads"), _FORMATS),
+    ("the native format counts, whatever is beside it", "format_at", always("len(found)"), _FORMATS),
+    ("savers publish without taking turns", "Turn.take", instead("self._lock.acquire()", "True"), _FORMATS),
     # Interrupts.
-    Bug(
-        name="what was opened is kept in a second step",
-        file="_process.py",
-        text="    return next(map(OpenDescriptor, opening))\n",
-        replacement="    number = next(opening)\n    return OpenDescriptor(number)\n",
-        tests=_INTERRUPTS,
+    (
+        "what was opened is kept in a second step",
+        "opened",
+        instead("next(map(OpenDescriptor, opening))", "OpenDescriptor(next(opening))"),
+        _INTERRUPTS,
     ),
-    Bug(
-        name="the collector's pause is ended once",
-        file="_state/modes.py",
-        text="        finally:\n            pause.end()\n",
-        replacement="        finally:\n            pass\n",
-        tests=_INTERRUPTS,
-    ),
-    Bug(
-        name="a snapshot that the caller may have changed is published",
-        file="_staging/jobs.py",
-        text="        if self._handle.is_given_up and not self._handle.is_staged.is_set():\n",
-        replacement="        if False:\n",
-        tests=_INTERRUPTS,
-    ),
+    ("the collector's pause is ended once", "collector_paused.paused", without("pause.end"), _INTERRUPTS),
+    ("a snapshot that the caller may have changed is published", "Job._check", never("is_given_up"), _INTERRUPTS),
     # Digests.
-    Bug(
-        name="the manifest's digest is not compared",
-        file="_native/manifest.py",
-        text="    if to_hex(digest(undigested)).encode() != end[1]:\n",
-        replacement="    if False:\n",
-        tests=("tests/unit/native/test_manifest.py",),
+    (
+        "the manifest's digest is not compared",
+        "_check_frame",
+        never("digest(undigested)"),
+        ("tests/unit/native/test_manifest.py",),
     ),
-    Bug(
-        name="the index's digest is not compared",
-        file="_native/catalog.py",
-        text="    if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:\n",
-        replacement="    if len(data) != entry.bytes:\n",
-        tests=_DAMAGE,
+    ("the index's digest is not compared", "_read_index_bytes", never("entry.digest"), _DAMAGE),
+    (
+        "blocks read from the page cache are not verified",
+        "SegmentJob._read_in_place",
+        never("is_intact"),
+        (*_DAMAGE, "tests/unit/native/test_fetch.py"),
     ),
-    Bug(
-        name="blocks read from the page cache are not verified",
-        file="_engine/read.py",
-        text="is_intact(self._boxes[place], start, view, expected):\n",
-        replacement="is_intact(self._boxes[place], start, view, expected) and False:\n",
-        tests=(*_DAMAGE, "tests/unit/native/test_fetch.py"),
+    (
+        "blocks read through a slab are not verified",
+        "SegmentJob._copy",
+        never("is_intact"),
+        (*_DAMAGE, "tests/unit/native/test_fetch.py", "tests/unit/test_checkpoint_open.py"),
     ),
-    Bug(
-        name="blocks read through a slab are not verified",
-        file="_engine/read.py",
-        text="is_intact(self._boxes[place], start, view[at : at + nbytes], expected):\n",
-        replacement="is_intact(self._boxes[place], start, view[at : at + nbytes], expected) and False:\n",
-        tests=(*_DAMAGE, "tests/unit/native/test_fetch.py", "tests/unit/test_checkpoint_open.py"),
-    ),
-    Bug(
-        name="blocks moved to plain memory are not verified",
-        file="_engine/read.py",
-        text="is_intact(box, start, view[at : at + nbytes], wanted):\n",
-        replacement="is_intact(box, start, view[at : at + nbytes], wanted) and False:\n",
-        tests=(*_DAMAGE, "tests/unit/native/test_fetch.py"),
+    (
+        "blocks moved to plain memory are not verified",
+        "SegmentJob._move",
+        never("is_intact"),
+        (*_DAMAGE, "tests/unit/native/test_fetch.py"),
     ),
     # Coverage and bounds that are no plain if and raise.
-    Bug(
-        name="a save is not checked to be whole",
-        file="_native/merge.py",
-        text='        check_index(index, files=files, tensors=entries, path="the new checkpoint")\n',
-        replacement="        pass\n",
-        tests=("tests/unit/native/test_merge.py",),
+    (
+        "a save is not checked to be whole",
+        "_checked_index",
+        without("check_index"),
+        ("tests/unit/native/test_merge.py",),
     ),
-    Bug(
-        name="a loaded index is not checked",
-        file="_native/catalog.py",
-        text="    check_index(index, files=manifest.files, tensors=manifest.tensors, path=index_path)\n",
-        replacement="",
-        tests=("tests/unit/native/test_catalog.py", *_DAMAGE),
+    (
+        "a loaded index is not checked",
+        "decode_catalog",
+        without("check_index"),
+        ("tests/unit/native/test_catalog.py", *_DAMAGE),
     ),
-    Bug(
-        name="the plan of a save is not checked to tile",
-        file="_save_plan/from_plans.py",
-        text="    _check_tiling(rows, heads)\n",
-        replacement="",
-        tests=("tests/unit/plan/test_global_plan.py",),
+    (
+        "the plan of a save is not checked to tile",
+        "_save_plan:_metadata",
+        without("_check_tiling"),
+        ("tests/unit/plan/test_global_plan.py",),
     ),
-    Bug(
-        name="the metadata of other storage is not checked to tile",
-        file="planner_helpers.py",
-        text="    for key, detail in tiling_faults(metadata):\n",
-        replacement="    for key, detail in ():\n",
-        tests=("tests/faults/test_hostile_findings.py", "tests/compat/test_torch_beside_ours.py"),
+    (
+        "the metadata of other storage is not checked to tile",
+        "check_tiling",
+        instead("tiling_faults(metadata)", "()"),
+        ("tests/faults/test_hostile_findings.py", "tests/compat/test_torch_beside_ours.py"),
     ),
-    Bug(
-        name="replicas are not compared",
-        file="_save_plan/from_plans.py",
-        text="    looked = np.flatnonzero(said)\n",
-        replacement="    looked = np.flatnonzero(said)[:0]\n",
-        tests=("tests/unit/plan/test_global_plan.py",),
+    (
+        "replicas are not compared",
+        "check_contents",
+        instead("np.flatnonzero(said)", "np.flatnonzero(said)[:0]"),
+        ("tests/unit/plan/test_global_plan.py",),
     ),
-    Bug(
-        name="keys may take any time",
-        file="_values/deadline.py",
-        text="        if self._left_s < 0:\n",
-        replacement="        if False:\n",
-        tests=("tests/unit/values/test_effort.py",),
+    ("keys may take any time", "Effort.count", never("self._left_s"), ("tests/unit/values/test_effort.py",)),
+    (
+        "one key after the other is allowed the time of many",
+        "Effort.fill",
+        instead("len(some) * KEY_S", "_STEP * KEY_S"),
+        ("tests/unit/values/test_effort.py",),
     ),
-    Bug(
-        name="one key after the other is allowed the time of many",
-        file="_values/deadline.py",
-        text="            self.count(len(some) * KEY_S)\n",
-        replacement="            self.count(_STEP * KEY_S)\n",
-        tests=("tests/unit/values/test_effort.py",),
+    (
+        "containers may be in any number of places",
+        "_Census.count",
+        never("MAX_REPEATED_ENTRIES"),
+        ("tests/unit/state/test_containers.py",),
     ),
-    Bug(
-        name="containers may be in any number of places",
-        file="_state/nested.py",
-        text="        if total > MAX_REPEATED_ENTRIES and total > MAX_REPETITION * self._entries:\n",
-        replacement="        if False:\n",
-        tests=("tests/unit/state/test_containers.py",),
+    (
+        "what may differ is written by several ranks",
+        "JointPlan._assigned",
+        instead("self.keys[number] not in self.lenient", "True"),
+        ("tests/unit/plan/test_global_plan.py",),
     ),
-    Bug(
-        name="what may differ is written by several ranks",
-        file="_save_plan/together.py",
-        text="            if not to_lowest_rank and self.keys[number] not in self.lenient and ",
-        replacement="            if not to_lowest_rank and ",
-        tests=("tests/unit/plan/test_global_plan.py",),
+    (
+        "targets with one memory are filled at once",
+        "DefaultLoadPlanner._without_ties",
+        instead("ties_of(self._memory, others, self.state_dict)", "()"),
+        ("tests/unit/test_tied_targets.py",),
     ),
-    Bug(
-        name="targets with one memory are filled at once",
-        file="default_planner/load_planner.py",
-        text="        for tie in ties_of(self._memory, others, self.state_dict):\n",
-        replacement="        for tie in ties_of({}, [], ()):\n",
-        tests=("tests/unit/test_tied_targets.py",),
+    (
+        "autograd is not told of what is loaded",
+        "Target.__init__",
+        without("torch.autograd.graph.increment_version"),
+        ("tests/unit/test_save_load_autograd.py",),
     ),
-    Bug(
-        name="autograd is not told of what is loaded",
-        file="_state/tensor_bytes.py",
-        text="        torch.autograd.graph.increment_version(tensor)\n",
-        replacement="",
-        tests=("tests/unit/test_save_load_autograd.py",),
+    (
+        "modules are not told with which versions was saved",
+        "load_with.finish",
+        without("loading.tell_versions"),
+        ("tests/unit/test_save_load_versions.py",),
     ),
-    Bug(
-        name="modules are not told with which versions was saved",
-        file="_loader.py",
-        text="        loading.tell_versions(report)\n",
-        replacement="",
-        tests=("tests/unit/test_save_load_versions.py",),
-    ),
-    Bug(
-        name="a file of any size is read whole",
-        file="_io/posix.py",
-        text="            while total <= limit and size <= limit:\n",
-        replacement="            while True:\n",
-        tests=_IO,
-    ),
+    ("a file of any size is read whole", "read_whole", always("limit"), _IO),
     # The state of optimizers that have none yet.
-    Bug(
-        name="state of a sharded parameter made whole",
-        file="default_planner/empty_targets.py",
-        text="parameter.device if name in others else parameter for",
-        replacement="parameter.device for",
-        tests=("tests/distributed/test_fresh_optimizers.py::test_each_rank_reads_its_shard_alone",),
+    (
+        "state of a sharded parameter made whole",
+        "_made",
+        instead("parameter.device if name in others else parameter", "parameter.device"),
+        ("tests/distributed/test_fresh_optimizers.py::test_each_rank_reads_its_shard_alone",),
     ),
-    Bug(
-        name="what cannot be placed passed over",
-        file="default_planner/empty_targets.py",
-        text="            refused.append(",
-        replacement="            str(",
-        tests=("tests/unit/test_empty_containers.py",),
+    (
+        "what cannot be placed passed over",
+        "fill_empty_containers",
+        without("refused.append"),
+        ("tests/unit/test_empty_containers.py",),
     ),
 )
+"""Name, function (with its folder where another one has that name), change, tests."""
 
 CHECKED = {
     "_native/manifest.py": ("tests/unit/native/test_manifest.py", "tests/unit/native/test_stored_paths.py"),
@@ -419,35 +366,51 @@ HARMLESS: dict[str, str] = {
 
 def all_bugs(source: Path) -> list[Bug]:
     """Every bug that can be seeded into the package at ``source``; ValueError where the lists have grown stale."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((source / "holdfast").rglob("*.py")):
+        for function, _ in _functions(ast.parse(path.read_text())):
+            places.setdefault(function, []).append(str(path.relative_to(source / "holdfast")))
+    bugs = []
+    for name, function, change, tests in BY_HAND:
+        folder, _, function = function.rpartition(":")
+        files = [file for file in places.get(function, []) if file.startswith(folder)]
+        if len(files) != 1:
+            raise ValueError(f"{name}: {function} is in {files}, and must be in one file")
+        bugs.append(Bug(name=name, file=files[0], function=function, change=change, tests=tests))
     made = [bug for file, tests in CHECKED.items() for bug in _checks(source, file, tests)]
-    names = {bug.name for bug in made}
-    stale = HARMLESS.keys() - names
+    stale = HARMLESS.keys() - {bug.name for bug in made}
     if stale:
         raise ValueError(f"these checks are listed as harmless, and are not there: {sorted(stale)}")
-    for bug in (*BY_HAND, *made):
+    bugs += [bug for bug in made if bug.name not in HARMLESS]
+    for bug in bugs:
         ast.parse(bug.changed(source))
-    return [*BY_HAND, *(bug for bug in made if bug.name not in HARMLESS)]
+    return bugs
 
 
 def _checks(source: Path, file: str, tests: tuple[str, ...]) -> list[Bug]:
-    """A bug for each ``if`` of ``file`` that only raises: the condition is never true."""
-    code = (source / "holdfast" / file).read_text()
-    lines = code.splitlines(keepends=True)
-    found: list[Bug] = []
-    for node in ast.walk(ast.parse(code)):
-        if not isinstance(node, ast.If) or not isinstance(node.body[-1], ast.Raise):
-            continue
-        begin, end = node.lineno - 1, node.body[0].lineno - 1
-        text = "".join(lines[begin : node.body[-1].end_lineno])
-        head = lines[begin][: node.col_offset] + ("elif" if lines[begin].lstrip().startswith("elif") else "if")
-        body = "".join(lines[end : node.body[-1].end_lineno])
-        condition = " ".join((ast.get_source_segment(code, node.test) or "").split())
-        if code.count(text) != 1:
-            raise ValueError(f"{file}:{node.lineno}: the check is there more than once: {text!r}")
-        name = f"{file}: {condition}"
-        same = sum(bug.name.startswith(name) for bug in found)
-        name += f" ({same + 1})" if same else ""
-        found.append(Bug(name=name, file=file, text=text, replacement=f"{head} False:\n{body}", tests=tests))
+    """A bug for each ``if`` of ``file`` that ends in a ``raise``: the condition is never true."""
+    found: dict[str, Bug] = {}
+    for node in ast.walk(ast.parse((source / "holdfast" / file).read_text())):
+        if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
+            name = f"{file}: {ast.unparse(node.test)}"
+            same = sum(each == name or each.startswith(f"{name} (") for each in found)
+            change = _turned_off(ast.unparse(node.test), same)
+            name += f" ({same + 1})" if same else ""
+            found[name] = Bug(name=name, file=file, function="", change=change, tests=tests)
     if not found:
         raise ValueError(f"{file} has no checks to turn off")
-    return found
+    return list(found.values())
+
+
+def _turned_off(condition: str, before: int) -> Change:
+    """The check with this condition is off, ``before`` others that have the same one are not."""
+
+    def change(module: ast.AST) -> int:
+        checks = [
+            node for node in ast.walk(module) if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+        ]
+        same = [node for node in checks if ast.unparse(node.test) == condition]
+        same[before].test = ast.Constant(False)
+        return 1
+
+    return change
