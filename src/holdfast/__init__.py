@@ -20,7 +20,7 @@ from holdfast._checkpoint import Checkpoint, StoredTensor, open
 from holdfast._loader import LoadReport, load
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
-from holdfast._saver import save
+from holdfast._saver import SaveOptions, save
 from holdfast._version import __version__
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
@@ -108,6 +108,7 @@ __all__ = [
     "RankDisagreementError",
     "RankLostError",
     "ReadItem",
+    "SaveOptions",
     "SavePlan",
     "SavePlanner",
     "SerializationFormat",

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, MutableSequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from holdfast._native.writer import NativeWriter
@@ -28,7 +29,7 @@ from holdfast.storage import StorageWriter, WriteResult
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["save"]
+__all__ = ["SaveOptions", "save"]
 
 logger = logging.getLogger("holdfast")
 
@@ -36,6 +37,34 @@ Part = TypeVar("Part")
 
 ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
 """How ranks compare what they have in common, or the keys of which they need not have the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How to save, beyond what torch's parameters say.
+
+    Attributes:
+        allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
+        replica_check: how ranks compare what they should have in common: a sample of each tensor, all of it, or not.
+            Keys, or patterns of them, may differ, and all else is compared by a sample. Buffers of modules always may:
+            the lowest rank's are saved, and ``differing`` of the metadata tells.
+        deadline_s: seconds without progress after which a rank that others wait for is given up.
+    """
+
+    allow_pickle: bool = False
+    replica_check: ReplicaCheck = "sample"
+    deadline_s: float = DEADLINE_S
+
+    def __post_init__(self) -> None:
+        if isinstance(self.replica_check, str) and self.replica_check not in ("sample", "all", "off"):
+            raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {self.replica_check!r}")
+        if not self.deadline_s > 0:
+            raise ValueError(
+                f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {self.deadline_s}"
+            )
+
+
+_DEFAULTS = SaveOptions()
 
 
 @collector_paused
@@ -49,10 +78,8 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool = True,
-    allow_pickle: bool = False,
     user_metadata: Mapping[str, Any] | None = None,
-    replica_check: ReplicaCheck = "sample",
-    deadline_s: float = DEADLINE_S,
+    options: SaveOptions = _DEFAULTS,
 ) -> Metadata:
     """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
 
@@ -71,12 +98,8 @@ def save(
         use_collectives: False lets every rank plan and publish its own part, for storage that keeps metadata per rank;
             only as many ranks can load it, each its own part.
         overwrite: replace a checkpoint of that name, atomically; False makes that AlreadyPublishedError.
-        allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
         user_metadata: plain values to keep in the manifest beside the state.
-        replica_check: how ranks compare what they should have in common: a sample of each tensor, all of it, or not.
-            Keys, or patterns of them, may differ, and all else is compared by a sample. Buffers of modules always may:
-            the lowest rank's are saved, and ``differing`` of the metadata tells.
-        deadline_s: seconds without progress after which a rank that others wait for is given up.
+        options: the rest, in one value.
 
     Returns:
         The metadata of the checkpoint.
@@ -84,19 +107,25 @@ def save(
     Raises:
         InvalidStateError: the state has something that cannot be stored; it names the key, and nothing was written.
         AlreadyPublishedError: see ``overwrite``.
-        RankLostError: a rank died, or made no progress for ``deadline_s`` seconds.
+        RankLostError: a rank died, or made no progress for ``options.deadline_s`` seconds.
         RankDisagreementError: ranks gave different paths, or different things under one key.
         StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
             where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
     """
-    ranks = participants(process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=deadline_s)
+    ranks = participants(
+        process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=options.deadline_s
+    )
     with ranks:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
         writer = writer_for(
-            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+            checkpoint_id,
+            storage_writer,
+            overwrite=overwrite,
+            allow_pickle=options.allow_pickle,
+            user_metadata=user_metadata,
         )
         if planner is None:
-            planner = planner_for(replica_check)
+            planner = planner_for(options.replica_check)
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 

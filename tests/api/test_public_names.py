@@ -54,6 +54,7 @@ EXPECTED = [
     "RankDisagreementError",
     "RankLostError",
     "ReadItem",
+    "SaveOptions",
     "SavePlan",
     "SavePlanner",
     "SerializationFormat",

@@ -32,8 +32,8 @@ def state(version: int) -> dict[str, Any]:
     return {f"of rank {dist.get_rank()}": torch.full((3,), float(version)), "version": version}
 
 
-def save(path: str, **options: Any) -> None:
-    holdfast.save(state(1), path, **options)
+def save(path: str, *, deadline_s: float = 120.0, **arguments: Any) -> None:
+    holdfast.save(state(1), path, options=holdfast.SaveOptions(deadline_s=deadline_s), **arguments)
 
 
 def save_behind(path: str, **options: Any) -> None:
@@ -157,7 +157,7 @@ def arguments_of_one(folder: str, rank: int) -> Any:
     save(path)
     is_it = dist.get_rank() == rank
     calls: list[Callable[[], object]] = [
-        lambda: save(path, replica_check="off", user_metadata={} if not is_it else None, storage_writer=_odd(is_it)),
+        lambda: save(path, user_metadata={} if not is_it else None, storage_writer=_odd(is_it)),
         lambda: load(path, share="nobody" if is_it else "host"),
         lambda: save_behind(path, stage="later" if is_it else "copy"),
         lambda: save(path, planner=_FailingSave() if is_it else None),

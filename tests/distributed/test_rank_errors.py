@@ -362,9 +362,15 @@ def checks_of_replicas(directory: str) -> dict[str, Told | None]:
     path = os.path.join(directory, "replicas")
     return {
         "sample": told_by(lambda: holdfast.save({"hidden": hidden}, path)),
-        "all": told_by(lambda: holdfast.save({"hidden": hidden}, path, replica_check="all")),
+        "all": told_by(
+            lambda: holdfast.save({"hidden": hidden}, path, options=holdfast.SaveOptions(replica_check="all"))
+        ),
         "dtensor": told_by(lambda: holdfast.save({"replicated": replicated}, path)),
-        "off": told_by(lambda: holdfast.save({"replicated": replicated, "hidden": hidden}, path, replica_check="off")),
+        "off": told_by(
+            lambda: holdfast.save(
+                {"replicated": replicated, "hidden": hidden}, path, options=holdfast.SaveOptions(replica_check="off")
+            )
+        ),
     }
 
 

@@ -63,7 +63,9 @@ def state_of(rank: int, world: int, *, filled: bool) -> dict[str, Any]:
 
 def save_every_kind(path: str) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    metadata = holdfast.save(state_of(rank, world, filled=True), path, replica_check="all")
+    metadata = holdfast.save(
+        state_of(rank, world, filled=True), path, options=holdfast.SaveOptions(replica_check="all")
+    )
     return list(metadata.state_dict_metadata)
 
 

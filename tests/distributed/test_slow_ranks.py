@@ -46,7 +46,7 @@ def save_slowly(path: str, at_once: bool) -> str:
     slow = SlowPlanner(pause_s=DEADLINE_S * 3.5 if at_once else DEADLINE_S * 3.5 / PARTS, at_once=at_once)
     planner = slow if rank == 1 else holdfast.DefaultSavePlanner()
     try:
-        holdfast.save(state, path, planner=planner, deadline_s=DEADLINE_S)
+        holdfast.save(state, path, planner=planner, options=holdfast.SaveOptions(deadline_s=DEADLINE_S))
     except RankLostError as error:
         return str(error)
     return "saved"
@@ -204,7 +204,7 @@ def hang_in_a_call(path: str, operation: str) -> str:
     with mock.patch(f"os.{name}", hang if rank == 1 else call):
         try:
             if operation == "save":
-                holdfast.save(state, path, deadline_s=SHORT_S)
+                holdfast.save(state, path, options=holdfast.SaveOptions(deadline_s=SHORT_S))
             elif operation == "async_save":
                 holdfast.async_save(state, path, deadline_s=SHORT_S).result()
             else:

@@ -33,7 +33,7 @@ def state(fill: float) -> dict[str, Any]:
 def loads_with_an_empty_shard(path: str) -> list[tuple[Any, ...]]:
     told = []
     for writer in (holdfast.NativeWriter(f"{path}/native"), holdfast.FileSystemWriter(f"{path}/torch")):
-        holdfast.save(state(3.0), storage_writer=writer, deadline_s=math.inf)
+        holdfast.save(state(3.0), storage_writer=writer, options=holdfast.SaveOptions(deadline_s=math.inf))
         target = state(0.0)
         report = holdfast.load(target, writer.path, deadline_s=math.inf)
         empty = holdfast.load({"few": state(0.0)["few"]}, writer.path)

@@ -111,7 +111,7 @@ def save_other_weights(directory: str) -> dict[str, str]:
 
     def tell(name: str, state: dict[str, Any], **options: Any) -> None:
         try:
-            told[name] = repr(holdfast.save(state, path, **options).differing)
+            told[name] = repr(holdfast.save(state, path, options=holdfast.SaveOptions(**options)).differing)
         except holdfast.RankDisagreementError as error:
             told[name] = str(error)
 
@@ -129,7 +129,7 @@ def save_other_weights(directory: str) -> dict[str, str]:
 @pytest.mark.timeout(90)
 def test_parameters_and_plain_dicts_may_not_unless_they_are_named(pool: Pool, tmp_path: Path) -> None:
     for told in pool.run(WORLD, save_other_weights, str(tmp_path), timeout_s=TIMEOUT_S):
-        assert "replica_check=['model.bn.mean'] to keep that of rank 0" in told["plain"]
+        assert "replica_check=['model.bn.mean']) to keep that of rank 0" in told["plain"]
         assert "'loss' has other contents" in told["one"]
         assert told["both"] == "{'model.bn.mean': 0, 'loss': 0}"
         assert told["loaded"] == "0.5"

@@ -210,7 +210,7 @@ class Custom:
 
 
 def test_pickles_reach_torchs_planners_only_if_allowed(path: str) -> None:
-    holdfast.save({"object": Custom()}, path, allow_pickle=True)
+    holdfast.save({"object": Custom()}, path, options=holdfast.SaveOptions(allow_pickle=True))
     with pytest.raises(holdfast.UnsafeError):
         holdfast.load({"object": None}, path, planner=dcp.DefaultLoadPlanner())
     loaded = {"object": None}

@@ -265,7 +265,8 @@ def test_arguments_that_contradict_each_other(path: str) -> None:
     state = {"w": torch.ones(1)}
     with pytest.raises(ValueError, match="checkpoint_id or a storage_writer"):
         holdfast.save(state)
-    for option in ({"overwrite": False}, {"allow_pickle": True}, {"user_metadata": {}}):
+    pickles = holdfast.SaveOptions(allow_pickle=True)
+    for option in ({"overwrite": False}, {"options": pickles}, {"user_metadata": {}}):
         with pytest.raises(ValueError, match="options of the storage"):
             holdfast.save(state, storage_writer=holdfast.NativeWriter(path), **option)
     holdfast.save(state, path)

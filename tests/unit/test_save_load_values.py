@@ -189,7 +189,7 @@ def test_pickles_need_permission_on_both_sides(path: str, assert_nothing_written
         holdfast.save(state, path)
     assert refused.value.key == "custom"
     assert_nothing_written()
-    holdfast.save(state, path, allow_pickle=True)
+    holdfast.save(state, path, options=holdfast.SaveOptions(allow_pickle=True))
     opened = holdfast.open(path)
     for load in (
         lambda: holdfast.load(path),
@@ -213,13 +213,13 @@ def test_pickles_need_permission_on_both_sides(path: str, assert_nothing_written
 
 
 def test_without_pickles_allow_pickle_changes_nothing(path: str) -> None:
-    holdfast.save({"plain": [1, (2,)]}, path, allow_pickle=True)
+    holdfast.save({"plain": [1, (2,)]}, path, options=holdfast.SaveOptions(allow_pickle=True))
     assert holdfast.load(path) == {"plain": [1, (2,)]}
 
 
 def test_what_cannot_even_be_pickled_is_refused(path: str, assert_nothing_written: Callable[[], None]) -> None:
     with pytest.raises(holdfast.InvalidStateError, match="cannot be pickled"):
-        holdfast.save({"w": torch.ones(1), "f": lambda: 1}, path, allow_pickle=True)
+        holdfast.save({"w": torch.ones(1), "f": lambda: 1}, path, options=holdfast.SaveOptions(allow_pickle=True))
     assert_nothing_written()
 
 

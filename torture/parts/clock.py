@@ -127,7 +127,7 @@ import holdfast
 path, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{path}.meeting", rank=rank, world_size=2)
 weight = torch.arange(100_000.0)
-holdfast.save({"weight": weight, "step": 3}, path, deadline_s=30)
+holdfast.save({"weight": weight, "step": 3}, path, options=holdfast.SaveOptions(deadline_s=30))
 target = {"weight": torch.zeros(100_000), "step": 0}
 holdfast.load(target, path, deadline_s=30)
 assert target["step"] == 3 and torch.equal(target["weight"], weight)

@@ -100,7 +100,8 @@ def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
     others = sorted({int(rank[member]) for member in members.tolist() if said[member] != said[members[0]]})
     raise RankDisagreementError(
         f"{key!r} has other contents on rank {', '.join(map(str, others))} than on rank {lowest}, though all of them "
-        f"hold it; name what differs by rank, or pass replica_check=[{key!r}] to keep that of rank {lowest}",
+        f"hold it; name what differs by rank, or pass SaveOptions(replica_check=[{key!r}]) to keep that of rank "
+        f"{lowest}",
         said={int(rank[member]): f"{int(said[member]):016x}" for member in members.tolist()},
     )
 
