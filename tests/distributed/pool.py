@@ -94,7 +94,7 @@ class Pool:
         world: int,
         function: Callable[..., Any],
         *arguments: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
         dies: Collection[int] = (),
     ) -> list[Any]:
         """The results of ``function(*arguments)`` on ``world`` ranks, by rank; TaskFailed unless all returned.

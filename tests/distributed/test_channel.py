@@ -373,7 +373,7 @@ def test_a_failing_merge_fails_all(pool: Pool) -> None:
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(("lost", "coordinator"), [(2, 0), (0, 0), (1, 1), (0, 1)])
 def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost: int, coordinator: int) -> None:
-    found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost], timeout_s=30)
+    found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost])
     survivors = [error for rank, error in enumerate(found) if rank != lost]
     for error in survivors:
         assert error["type"] == "RankLostError"
@@ -394,21 +394,21 @@ def test_a_rank_that_holds_the_interpreters_lock_is_not_dead(pool: Pool, busy: i
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_rank_is_known_although_a_child_of_it_lives(pool: Pool, lost: int) -> None:
-    found = pool.run(2, fork_and_die, lost, dies=[lost], timeout_s=30)
+    found = pool.run(2, fork_and_die, lost, dies=[lost])
     assert found[1 - lost]["message"].startswith(f"rank {lost} is gone: ")
     assert found[1 - lost]["seconds"] < 20
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_was_stopped_and_goes_on_hears_of_it_and_joins_the_next(pool: Pool, stopped: int) -> None:
-    for error, again in pool.run(3, stop_and_continue, stopped, timeout_s=30):
+    for error, again in pool.run(3, stop_and_continue, stopped):
         assert error["type"] == "RankLostError"
         assert error["rank"] == stopped
         assert again == 3
 
 
 def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool: Pool) -> None:
-    nobody, *found = pool.run(3, after_the_coordinator_died, dies=[0], timeout_s=40)
+    nobody, *found = pool.run(3, after_the_coordinator_died, dies=[0])
     assert nobody is None
     for lost, again, total in found:
         assert (lost["rank"], again["rank"], total) == (0, 0, 1)
@@ -429,7 +429,7 @@ def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: 
 
 
 def test_operations_leave_no_thread_or_socket_behind(pool: Pool) -> None:
-    for before, after in pool.run(3, many_operations, 50, timeout_s=60):
+    for before, after in pool.run(3, many_operations, 50):
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 

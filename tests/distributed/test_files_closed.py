@@ -14,8 +14,6 @@ from holdfast._native.sweep import sweep
 if TYPE_CHECKING:
     from pool import Pool
 
-TIMEOUT_S = 45.0
-
 
 def saving_twice(path: str) -> list[str]:
     rank = dist.get_rank()
@@ -31,5 +29,5 @@ def _is_open(number: str) -> bool:
 
 def test_no_rank_keeps_a_data_file_open(pool: Pool, tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "checkpoint")
-    assert pool.run(2, saving_twice, path, timeout_s=TIMEOUT_S) == [[], []]
+    assert pool.run(2, saving_twice, path) == [[], []]
     assert sweep(path).leftovers == ()

@@ -37,7 +37,6 @@ from holdfast._ranks.rendezvous import participants
 if TYPE_CHECKING:
     from pool import Pool
 
-TIMEOUT_S = 90.0
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing; and many small ones.
 SHAPES = {"large": (1536, 1031), "wide": (8, 300_001), "small": (13, 5), "empty": (0, 4)}
@@ -138,9 +137,7 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Pool, tmp_path: Path, verify: bool) -> None:
-    counts = pool.run(
-        4, save_and_load, str(tmp_path / "step"), 1, "replicated", {"verify": verify}, timeout_s=TIMEOUT_S
-    )
+    counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "replicated", {"verify": verify})
     read, sent = ([each[column] for each in counts] for column in (0, 1))
     assert STORED <= sum(read) <= STORED + PAGES
     assert max(read) - min(read) <= shared_fetch._SLOT_BYTES, "nobody reads much more than others"
@@ -152,14 +149,14 @@ def test_hosts_of_several_ranks_read_once_together(
     pool: Pool, tmp_path: Path, layout: str, world: int, size: int
 ) -> None:
     options = {} if world // size >= 4 else {"least": 2}
-    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, layout, options, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, layout, options)
     assert STORED <= sum(read for read, _ in counts) <= STORED + 2 * PAGES
     leaders = set(range(0, world, size))
     assert {rank for rank, (_, sent) in enumerate(counts) if sent > MIB} == leaders
 
 
 def test_shards_that_no_other_host_wants_are_not_sent(pool: Pool, tmp_path: Path) -> None:
-    counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "sharded", {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "sharded", {})
     assert sum(read for read, _ in counts) <= STORED + PAGES
     assert sum(sent for _, sent in counts) < 10_000, "only wishes"
 
@@ -178,7 +175,7 @@ def test_shards_that_no_other_host_wants_are_not_sent(pool: Pool, tmp_path: Path
 def test_otherwise_each_host_reads_for_itself(
     pool: Pool, tmp_path: Path, world: int, size: int, options: dict[str, Any], times: int
 ) -> None:
-    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, "replicated", options, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, "replicated", options)
     assert times * STORED <= sum(read for read, _ in counts) <= times * (STORED + PAGES)
     assert sum(sent for _, sent in counts) < 10_000
 
@@ -217,7 +214,7 @@ def load_with_strangers(path: str) -> tuple[int, list[str]]:
 
 
 def test_strangers_are_left_standing(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, load_with_strangers, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    results = pool.run(4, load_with_strangers, str(tmp_path / "step"))
     stored = 4 * torch.Size(SHAPES["large"]).numel()
     assert stored <= sum(read for read, _ in results) <= stored + PAGES, "and the hosts share all the same"
     assert [len(fates) for _, fates in results] == [0, 4, 0, 0]
@@ -250,7 +247,7 @@ def load_where_connecting_breaks(path: str, places: list[str]) -> list[int]:
 
 def test_hosts_that_cannot_connect_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
     places = ["listening", "connecting", "answering", "sharing memory"]
-    results = pool.run(4, load_where_connecting_breaks, str(tmp_path / "step"), places, timeout_s=TIMEOUT_S)
+    results = pool.run(4, load_where_connecting_breaks, str(tmp_path / "step"), places)
     stored = 4 * torch.Size(SHAPES["large"]).numel()
     for number, where in enumerate(places):
         assert all(result[number] >= stored for result in results), where
@@ -303,7 +300,7 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
 
 
 def test_a_damaged_block_is_named_on_every_host(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, load_damaged, str(tmp_path / "step"), "file", timeout_s=TIMEOUT_S)
+    results = pool.run(4, load_damaged, str(tmp_path / "step"), "file")
     for result in results:
         assert result["key"] == "large"
         assert "is damaged in bytes" in result["message"]
@@ -312,7 +309,7 @@ def test_a_damaged_block_is_named_on_every_host(pool: Pool, tmp_path: Path) -> N
 
 
 def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, load_damaged, str(tmp_path / "step"), "network", timeout_s=TIMEOUT_S)
+    results = pool.run(4, load_damaged, str(tmp_path / "step"), "network")
     for result in results:
         assert result["key"] == "large"
         assert "read intact by rank 1" in result["message"]
@@ -354,7 +351,7 @@ def lose_a_rank(path: str, how: str, size: int, lost: int) -> dict[str, Any] | N
 def test_a_rank_that_is_lost_while_other_hosts_wait_for_it_is_named(
     pool: Pool, tmp_path: Path, how: str, size: int, lost: int
 ) -> None:
-    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), how, size, lost, timeout_s=TIMEOUT_S, dies={lost})
+    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), how, size, lost, dies={lost})
     for rank in {0, 1, 2, 3} - {lost}:
         result = results[rank]
         assert result["kind"] == "RankLostError", result
@@ -364,7 +361,7 @@ def test_a_rank_that_is_lost_while_other_hosts_wait_for_it_is_named(
 
 
 def test_a_rank_that_raises_fails_all_hosts_soon(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), "raises", 2, 1, timeout_s=TIMEOUT_S)
+    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), "raises", 2, 1)
     for result in results:
         assert "no reading here" in result["message"]
         assert result["failures"] == [1]
@@ -391,5 +388,5 @@ def load_and_measure(path: str) -> int:
 
 
 def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Pool, tmp_path: Path) -> None:
-    grown = pool.run(2, load_and_measure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    grown = pool.run(2, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 192 * MIB, "less than what came from the other host or was read for it"

@@ -24,7 +24,6 @@ from holdfast import CheckpointError, DefaultLoadPlanner, DefaultSavePlanner, Ra
 if TYPE_CHECKING:
     from pool import Pool
 
-TIMEOUT_S = 60.0
 QUICKLY_S = 20.0  # far less than the deadline of 120 s
 
 
@@ -209,7 +208,7 @@ def test_a_missed_call_costs_itself_alone(pool: Pool, tmp_path: Path, world: int
             continue  # who of two has missed a call cannot be told
         folder = tmp_path / str(number)
         folder.mkdir()
-        results = pool.run(world, miss, str(folder), missing, calls, has_barrier, timeout_s=TIMEOUT_S)
+        results = pool.run(world, miss, str(folder), missing, calls, has_barrier)
         error = "RankLostError" if has_barrier else "RankDisagreementError"
         for rank, (told, works) in enumerate(results):
             assert told == ([] if rank == missing else [error] * len(calls)), (missing, calls, results)
@@ -226,7 +225,7 @@ def miss_as_coordinator(folder: str) -> Any:
 
 
 def test_where_nobody_can_tell_who_missed_a_call_the_ranks_meet_soon(pool: Pool, tmp_path: Path) -> None:
-    for told, works in pool.run(2, miss_as_coordinator, str(tmp_path), timeout_s=TIMEOUT_S):
+    for told, works in pool.run(2, miss_as_coordinator, str(tmp_path)):
         assert told[3:] == ["", "", ""]
         assert set(told[:3]) <= {"", "RankDisagreementError"}
         assert works
@@ -239,7 +238,7 @@ def test_an_interrupt_anywhere_in_a_call_costs_itself_alone(
 ) -> None:
     # Before it says anything the call is one that it misses, and of two ranks nobody can tell which has.
     places = PLACES[3:] if (world, rank) == (2, 0) else PLACES
-    results = pool.run(world, interrupt, str(tmp_path), rank, call, places, timeout_s=4 * TIMEOUT_S)
+    results = pool.run(world, interrupt, str(tmp_path), rank, call, places)
     for case in zip(*results, strict=True):
         assert all(works for *_, works in case), case
         has_struck, told = case[rank][2:4]
@@ -253,7 +252,7 @@ def test_an_interrupt_anywhere_in_a_call_costs_itself_alone(
 def test_what_fails_on_one_rank_before_anything_is_told_costs_itself_alone(
     pool: Pool, tmp_path: Path, world: int, rank: int
 ) -> None:
-    results = pool.run(world, arguments_of_one, str(tmp_path), rank, timeout_s=TIMEOUT_S)
+    results = pool.run(world, arguments_of_one, str(tmp_path), rank)
     for case in zip(*results, strict=True):
         assert all(works for _, works in case), results
         assert all(told for told, _ in case), results
@@ -263,14 +262,14 @@ def test_what_fails_on_one_rank_before_anything_is_told_costs_itself_alone(
 def test_a_rank_that_comes_too_late_is_there_at_the_next_call(
     pool: Pool, tmp_path: Path, world: int, rank: int
 ) -> None:
-    for told, works in pool.run(world, late, str(tmp_path), rank, timeout_s=TIMEOUT_S):
+    for told, works in pool.run(world, late, str(tmp_path), rank):
         assert told in ([RankLostError.__name__], ["RankDisagreementError"])
         assert works
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_at_different_calls_are_told_which(pool: Pool, tmp_path: Path, world: int) -> None:
-    for (paths, calls), works in pool.run(world, different_calls, str(tmp_path), timeout_s=TIMEOUT_S):
+    for (paths, calls), works in pool.run(world, different_calls, str(tmp_path)):
         assert paths.startswith("the ranks disagree on the checkpoint path: ")
         assert "/of-0'" in paths
         assert calls.startswith("the ranks disagree on the call: ")
@@ -288,7 +287,7 @@ def one_path_of_its_own(folder: str, odd: int) -> Any:
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (4, 0), (4, 2)])
 def test_calls_that_fail_after_different_ones_do_not_confuse(pool: Pool, tmp_path: Path, world: int, odd: int) -> None:
-    for told, works in pool.run(world, one_path_of_its_own, str(tmp_path), odd, timeout_s=TIMEOUT_S):
+    for told, works in pool.run(world, one_path_of_its_own, str(tmp_path), odd):
         assert told[0] == "RankDisagreementError"
         assert told[1] in ("InvalidStateError", "RankDisagreementError", "RankLostError")
         assert works

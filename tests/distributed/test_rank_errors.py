@@ -42,7 +42,6 @@ from holdfast import (
 if TYPE_CHECKING:
     from pool import Pool
 
-TIMEOUT_S = 60.0
 WORLD = 3
 Told = dict[str, Any]
 
@@ -189,9 +188,8 @@ def failing_saves(directory: str) -> list[tuple[str, str, int, Told | None, bool
     return found
 
 
-@pytest.mark.timeout(110)
 def test_a_failure_of_one_rank_in_any_phase_of_a_save_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(WORLD, failing_saves, str(tmp_path), timeout_s=TIMEOUT_S)
+    results = pool.run(WORLD, failing_saves, str(tmp_path))
     assert len(results[0]) == 18
     for on_rank in results:
         for where, kind, failing, told, clean in on_rank:
@@ -261,9 +259,8 @@ def failing_loads(path: str) -> list[tuple[str, int, Told | None]]:
     return found
 
 
-@pytest.mark.timeout(110)
 def test_a_failure_of_one_rank_in_any_phase_of_a_load_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
-    for on_rank in pool.run(WORLD, failing_loads, str(tmp_path / "some"), timeout_s=TIMEOUT_S):
+    for on_rank in pool.run(WORLD, failing_loads, str(tmp_path / "some")):
         assert len(on_rank) == 5
         for where, failing, told in on_rank:
             assert told is not None, where
@@ -314,7 +311,7 @@ def differing_saves(directory: str) -> tuple[dict[str, Told | None], dict[str, b
 def differences(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
     """What each rank was told in each case; that nothing was left behind is checked here."""
     directory = str(tmp_path_factory.mktemp("differences"))
-    results = pool.run(WORLD, differing_saves, directory, timeout_s=TIMEOUT_S)
+    results = pool.run(WORLD, differing_saves, directory)
     for told, clean in results:
         assert all(clean.values()), clean
         assert all(each is not None for each in told.values()), told
@@ -374,9 +371,8 @@ def checks_of_replicas(directory: str) -> dict[str, Told | None]:
     }
 
 
-@pytest.mark.timeout(90)
 def test_how_closely_replicas_are_compared_is_the_callers_choice(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(WORLD, checks_of_replicas, str(tmp_path), timeout_s=TIMEOUT_S):
+    for told in pool.run(WORLD, checks_of_replicas, str(tmp_path)):
         assert told["sample"] is None
         assert told["off"] is None
         assert told["all"]["type"] == told["dtensor"]["type"] == "RankDisagreementError"
@@ -400,9 +396,8 @@ def mismatched_loads(path: str) -> tuple[Told | None, Told | None]:
     return missing, shape
 
 
-@pytest.mark.timeout(90)
 def test_a_target_that_does_not_fit_on_one_rank_leaves_all_targets_alone(pool: Pool, tmp_path: Path) -> None:
-    for missing, shape in pool.run(WORLD, mismatched_loads, str(tmp_path / "some"), timeout_s=TIMEOUT_S):
+    for missing, shape in pool.run(WORLD, mismatched_loads, str(tmp_path / "some")):
         assert missing["type"] == shape["type"] == "MismatchError"
         assert missing["message"].startswith("rank 2: ")
         assert missing["differences"] == ["missing"]
@@ -428,9 +423,8 @@ def told_or_refused(action: Callable[[], object]) -> Told | None:
         return {"type": "ValueError", "message": str(error)}
 
 
-@pytest.mark.timeout(90)
 def test_a_wrong_call_on_one_rank_does_not_leave_the_others_waiting(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(WORLD, misused_on_one_rank, str(tmp_path / "some"), timeout_s=TIMEOUT_S)
+    results = pool.run(WORLD, misused_on_one_rank, str(tmp_path / "some"))
     for rank, both in enumerate(results):
         for told in both:
             assert "needs a checkpoint_id" in told["message"], told
@@ -444,7 +438,7 @@ def load_nothing(path: str) -> Told | None:
 
 
 def test_a_checkpoint_that_is_not_there_is_not_found_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, load_nothing, str(tmp_path / "none"), timeout_s=TIMEOUT_S):
+    for told in pool.run(2, load_nothing, str(tmp_path / "none")):
         assert told["type"] == "NotFoundError"
 
 
@@ -478,9 +472,8 @@ def killed_while_writing(directory: str) -> Told | None:
     return told
 
 
-@pytest.mark.timeout(110)
 def test_a_rank_killed_while_it_writes_is_named_on_the_others(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(WORLD, killed_while_writing, str(tmp_path), timeout_s=TIMEOUT_S, dies=[1])
+    results = pool.run(WORLD, killed_while_writing, str(tmp_path), dies=[1])
     for told in (results[0], results[2]):
         assert told["type"] == "RankLostError"
         assert told["rank"] == 1

@@ -14,8 +14,6 @@ import holdfast
 if TYPE_CHECKING:
     from pool import Pool
 
-TIMEOUT_S = 60.0
-
 
 def fully(keeper: int) -> dict[str, Any]:
     return {"weight": torch.arange(6.0), "nested": {"step": 7}} if dist.get_rank() == keeper else {}
@@ -50,7 +48,7 @@ def save_on_one(folder: str, keeper: int, reader: int, how: str) -> Any:
 def test_a_rank_with_nothing_takes_part(
     pool: Pool, tmp_path: Path, world: int, keeper: int, reader: int, how: str
 ) -> None:
-    results = pool.run(world, save_on_one, str(tmp_path), keeper, reader, how, timeout_s=TIMEOUT_S)
+    results = pool.run(world, save_on_one, str(tmp_path), keeper, reader, how)
     everything = [] if keeper < 0 else ["nested.step", "weight"]
     for rank, (keys, values, loaded) in enumerate(results):
         assert keys == [everything] * 2
@@ -93,7 +91,4 @@ def test_a_state_that_cannot_be_handed_back_on_one_rank_is_told_to_all(
     pool: Pool, tmp_path: Path, world: int, failing: int
 ) -> None:
     said = f"rank {failing}: handing back the state failed: ZeroDivisionError: odd"
-    assert (
-        pool.run(world, refuse_state, str(tmp_path / "some"), failing, timeout_s=TIMEOUT_S)
-        == [(said, [0.0, 0.0])] * world
-    )
+    assert pool.run(world, refuse_state, str(tmp_path / "some"), failing) == [(said, [0.0, 0.0])] * world

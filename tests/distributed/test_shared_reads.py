@@ -33,7 +33,6 @@ from holdfast._ranks import meeting
 if TYPE_CHECKING:
     from pool import Pool
 
-TIMEOUT_S = 60.0
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing.
 SHAPES = {"large": (6144, 1031), "wide": (7, 300_001), "small": (13, 5), "empty": (0, 4)}
@@ -94,7 +93,7 @@ def test_a_replicated_state_is_read_once_however_many_want_it(
     pool: Pool, tmp_path: Path, world: int, verify: bool
 ) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(world, save_and_load, path, [Replicate()], {"verify": verify}, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"verify": verify})
     read = [data for data, _ in counts]
     total = stored_bytes({**SHAPES, **MANY})
     # Reads past the page cache begin and end on pages.
@@ -105,13 +104,13 @@ def test_a_replicated_state_is_read_once_however_many_want_it(
 @pytest.mark.parametrize("world", [2, 3])
 def test_rows_into_columns_reads_every_block_once(pool: Pool, tmp_path: Path, world: int) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(world, save_and_load, path, [Shard(1)], {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, path, [Shard(1)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
 
 
 def test_the_same_layout_reads_only_what_is_its_own(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(3, save_and_load, path, [Shard(0)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
 
 
@@ -120,14 +119,14 @@ def test_what_is_in_the_page_cache_is_shared_only_between_many(
     pool: Pool, tmp_path: Path, world: int, times: int
 ) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True}, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True})
     total = stored_bytes({**SHAPES, **MANY})
     assert times * total <= sum(data for data, _ in counts) <= times * (total + 4096 * 20)
 
 
 def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(3, save_and_load, path, [Shard(0)], {})
     metadata = sizes(path, "manifest") + sizes(path, "index-")
     assert [catalog for _, catalog in counts] == [metadata, 0, 0]
 
@@ -150,7 +149,7 @@ def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
 def test_every_host_reads_once(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     hosts = ["a", "b", "a", "b", "c"]
-    counts = pool.run(5, load_on_hosts, path, hosts, timeout_s=TIMEOUT_S)
+    counts = pool.run(5, load_on_hosts, path, hosts)
     catalog = sizes(path, "manifest") + sizes(path, "index-")
     assert [read for _, read in counts] == [catalog, catalog, 0, 0, catalog]
     for host in "abc":
@@ -194,7 +193,7 @@ def load_where_sharing_breaks(path: str, places: list[str]) -> dict[str, int]:
 
 def test_ranks_that_cannot_share_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
     places = ["doorstep of all", "doorstep of rank 1", "memory", "handing over", "joining on rank 2"]
-    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places, timeout_s=TIMEOUT_S)
+    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places)
     total = 4 * torch.Size(SHAPES["large"]).numel()
     for where in places:
         read = [result[where] for result in results]
@@ -232,7 +231,7 @@ def load_in_other_ways(path: str) -> dict[str, int]:
 
 
 def test_sharing_can_be_switched_off_and_works_in_a_subgroup(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, load_in_other_ways, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    results = pool.run(3, load_in_other_ways, str(tmp_path / "step"))
     total = 4 * torch.Size(SHAPES["large"]).numel()
     assert all(result["off"] >= total and result["alone"] >= total for result in results)
     assert results[0]["pair"] + results[2]["pair"] < 1.5 * total
@@ -259,7 +258,7 @@ def damaged_block(path: str) -> dict[str, Any]:
 
 
 def test_a_damaged_block_is_named_on_every_rank_though_one_has_read_it(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, damaged_block, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    results = pool.run(3, damaged_block, str(tmp_path / "step"))
     assert [result["key"] for result in results] == ["large"] * 3
     assert all("is damaged in bytes" in result["message"] and "data-" in result["message"] for result in results)
     assert all(len(result["failures"]) == 1 for result in results)
@@ -316,7 +315,7 @@ def _link_of(descriptor: str) -> str:
 
 
 def test_a_rank_that_raises_while_others_wait_for_it_fails_all_soon(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"))
     for told in results:
         assert len(told) == 6
         for number, (message, failures, seconds) in enumerate(told):
@@ -347,7 +346,7 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
 
 
 def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Pool, tmp_path: Path) -> None:
-    (wanted, done), (_, begun) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    (wanted, done), (_, begun) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"))
     assert 0 < done < wanted
     assert begun < wanted  # it reads ahead of what it asks its planner for
 
@@ -390,7 +389,7 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, fl
 def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(
     pool: Pool, tmp_path: Path, how: str, limit_s: float
 ) -> None:
-    results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, timeout_s=TIMEOUT_S, dies={1})
+    results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, dies={1})
     for rank in (0, 2):
         kind, message, lost, seconds = results[rank]
         assert kind == "RankLostError", message
@@ -418,5 +417,5 @@ def load_and_measure(path: str) -> int:
 
 
 def test_memory_beyond_the_target_is_bounded(pool: Pool, tmp_path: Path) -> None:
-    grown = pool.run(4, load_and_measure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+    grown = pool.run(4, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 256 * MIB

@@ -54,12 +54,12 @@ def save_slowly(path: str, at_once: bool) -> str:
 
 def test_a_slow_rank_whose_bytes_move_is_waited_for(pool: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    assert pool.run(2, save_slowly, path, False, timeout_s=60) == ["saved", "saved"]
+    assert pool.run(2, save_slowly, path, False) == ["saved", "saved"]
     assert len(holdfast.load(path)) == 2 * PARTS
 
 
 def test_a_rank_that_stands_still_is_given_up_by_name(pool: Any, tmp_path: Path) -> None:
-    said = pool.run(2, save_slowly, str(tmp_path / "checkpoint"), True, timeout_s=60)
+    said = pool.run(2, save_slowly, str(tmp_path / "checkpoint"), True)
     assert all("rank 1" in text and "no progress" in text for text in said)
     with pytest.raises(holdfast.NotFoundError):
         holdfast.load(str(tmp_path / "checkpoint"))
@@ -84,7 +84,7 @@ class _FailingPlanner(holdfast.DefaultSavePlanner):
 
 
 def test_a_busy_rank_stops_soon_after_another_has_failed(pool: Any, tmp_path: Path) -> None:
-    told = pool.run(2, save_while_another_fails, str(tmp_path / "checkpoint"), timeout_s=60)
+    told = pool.run(2, save_while_another_fails, str(tmp_path / "checkpoint"))
     for message, seconds in told:
         assert message.startswith("rank 0: writing the checkpoint failed: ZeroDivisionError")
         assert seconds < 5  # far from the ten seconds that its own part takes
@@ -117,7 +117,7 @@ def async_save_while_another_fails(path: str, when: str) -> tuple[str, float]:
 @pytest.mark.parametrize("when", ["staging", "writing"])
 def test_a_rank_busy_with_an_async_save_stops_soon_too(pool: Any, tmp_path: Path, when: str) -> None:
     phase = {"staging": "staging the state", "writing": "writing the checkpoint"}[when]
-    for message, seconds in pool.run(2, async_save_while_another_fails, str(tmp_path / "one"), when, timeout_s=60):
+    for message, seconds in pool.run(2, async_save_while_another_fails, str(tmp_path / "one"), when):
         assert message == f"rank 0: {phase} failed: ZeroDivisionError: odd"
         assert seconds < 8  # of ten
     assert list((tmp_path / "one").glob("*")) == []
@@ -141,7 +141,7 @@ def stage_for_too_long(path: str) -> str:
 
 
 def test_a_stager_that_others_give_up_is_named_with_what_to_raise(pool: Any, tmp_path: Path) -> None:
-    said = pool.run(2, stage_for_too_long, str(tmp_path / "checkpoint"), timeout_s=60)
+    said = pool.run(2, stage_for_too_long, str(tmp_path / "checkpoint"))
     assert set(said) == {
         "rank 1 made no progress for 2.5 s in 'staging the state with _StandingStager'; "
         "look at what it hangs on, or allow more with deadline_s"
@@ -221,7 +221,7 @@ def test_the_error_of_a_hang_tells_rank_file_and_bytes(pool: Any, tmp_path: Path
         holdfast.save(
             {f"{rank}.{n}": torch.zeros(17 << 20, dtype=torch.uint8) for rank in (0, 1) for n in range(4)}, path
         )
-    said = pool.run(2, hang_in_a_call, path, operation, timeout_s=60)
+    said = pool.run(2, hang_in_a_call, path, operation)
     phase = "reading the checkpoint" if operation == "load" else "writing the checkpoint"
     told = re.fullmatch(
         rf"rank 1 made no progress for 1.5 s in '{phase}' \(([\d,]+) bytes done, at '(data-.*\.safetensors)'\); .*",

@@ -38,7 +38,7 @@ def nothing_left() -> Iterator[None]:
     yield
     holdfast.release()
     for thread in set(threading.enumerate()) - threads:
-        thread.join(30)  # one that was interrupted while it was started
+        thread.join(300)  # one that was interrupted while it was started
     assert gc.isenabled()
     assert torch.is_grad_enabled()
     assert set(threading.enumerate()) <= threads
@@ -167,11 +167,11 @@ def test_a_save_whose_caller_was_interrupted_before_all_was_copied_is_given_up(t
 
     def slow_fill(packer: Packer, *details: Any) -> None:
         is_reached.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(300)
         fill(packer, *details)
 
     def interrupted(*_: object) -> None:
-        assert is_reached.wait(30)
+        assert is_reached.wait(300)
         raise KeyboardInterrupt
 
     with mock.patch.object(Packer, "_fill", slow_fill), mock.patch("holdfast._async_saver._catch_up", interrupted):
