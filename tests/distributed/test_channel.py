@@ -1,6 +1,6 @@
 """Real processes over real connections: payloads, subgroups, failures, death, stops, and nothing left behind.
 
-Limits are small where a test waits for them to pass; what is asserted about time is asserted with the limits in it.
+Limits are small where a test waits for them to pass. Everywhere else there is none, so whoever waits for it hangs.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import math
 import os
 import random
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,19 +29,19 @@ from holdfast.errors import CheckpointError, RankLostError, StorageError
 if TYPE_CHECKING:
     from pool import Pool
 
-QUICK = Patience(beat_s=0.1, progress_s=1.5, settle_s=0.1, farewell_s=0.5)
-PATIENT = Patience()
+QUICK = Patience(beat_s=0.1, progress_s=4.0, settle_s=0.1, farewell_s=0.5)
+ENDLESS = Patience(progress_s=math.inf)
 
 
 def together(
-    group: dist.ProcessGroup | None = None, patience: Patience = PATIENT, coordinator: int = 0
+    group: dist.ProcessGroup | None = None, patience: Patience = ENDLESS, coordinator: int = 0
 ) -> ChannelRanks:
     return ChannelRanks(
         connect(group, coordinator=coordinator), encode=encode_message, decode=decode_message, patience=patience
     )
 
 
-def told(error: CheckpointError, started: float = 0.0) -> dict[str, Any]:
+def told(error: CheckpointError) -> dict[str, Any]:
     """What a test asserts of an error, as plain values."""
     return {
         "type": type(error).__name__,
@@ -51,7 +51,6 @@ def told(error: CheckpointError, started: float = 0.0) -> dict[str, Any]:
         "tracebacks": error.tracebacks,
         "rank": getattr(error, "rank", None),
         "phase": getattr(error, "phase", None),
-        "seconds": time.monotonic() - started,
     }
 
 
@@ -128,47 +127,44 @@ def fail(kind: str, failing: list[int], where: str) -> Any:
         return sum(parts)
 
     sum_over()
-    started = time.monotonic()
     found = None
     try:
         with together() as ranks:
             ranks.share("writing", local, merge)
     except CheckpointError as error:
-        found = told(error, started)
+        found = told(error)
     total = torch.ones(1)
     dist.all_reduce(total)
     return found, float(total), sum_over()
 
 
 def signal_self(rank: int, which: int, coordinator: int) -> Any:
-    """One rank kills or stops itself in its second phase; what the others raise, and how soon."""
+    """One rank kills or stops itself in its second phase; what the others raise."""
     sum_over()
-    started = time.monotonic()
 
     def local() -> None:
         if dist.get_rank() == rank:
             os.kill(os.getpid(), which)
 
     try:
-        with together(patience=QUICK, coordinator=coordinator) as ranks:
+        with together(patience=QUICK if which == signal.SIGSTOP else ENDLESS, coordinator=coordinator) as ranks:
             ranks.share("planning", lambda: None, lambda parts: None)
             ranks.share("writing", local, lambda parts: None)
     except CheckpointError as error:
-        return told(error, started)
+        return told(error)
 
 
 def hold_the_interpreter(rank: int, seconds: int) -> Any:
     """One rank does not let go of the interpreter's lock, as an extension may, and is waited for."""
     sum_over()
     hold = ctypes.PyDLL(None).sleep  # unlike CDLL, it does not release the lock
-    with together(patience=Patience(beat_s=0.1, progress_s=60.0)) as ranks:
+    with together(patience=Patience(beat_s=0.1, progress_s=math.inf)) as ranks:
         return ranks.share("writing", lambda: hold(seconds if dist.get_rank() == rank else 0), len)
 
 
 def fork_and_die(rank: int) -> Any:
     """A rank forks, and is killed; its child lives on with what it inherited."""
     sum_over()
-    started = time.monotonic()
     reading, writing = os.pipe()
 
     def local() -> None:
@@ -183,7 +179,7 @@ def fork_and_die(rank: int) -> Any:
         with together() as ranks:
             ranks.share("writing", local, lambda parts: None)
     except CheckpointError as error:
-        return told(error, started)
+        return told(error)
 
 
 def stop_and_continue(stopped: int) -> Any:
@@ -232,10 +228,10 @@ def after_the_coordinator_died() -> Any:
 
 def slow_but_alive() -> int:
     def local() -> int:
-        for step in range(30 if dist.get_rank() == 1 else 0):
+        for step in range(10 if dist.get_rank() == 1 else 0):
             ranks.progress(step)
             ranks.check()
-            threading.Event().wait(0.1)  # the work that takes its time
+            threading.Event().wait(0.5)  # the work that takes its time
         return 1
 
     sum_over()
@@ -244,20 +240,20 @@ def slow_but_alive() -> int:
 
 
 def hang_beating() -> Any:
-    released = threading.Event()
+    store = dist.distributed_c10d._get_default_store()
 
     def local() -> None:
         if dist.get_rank() == 1:
             ranks.progress(1_000_000)
-            released.wait(2.5)
+            store.wait(["given up"])
 
     sum_over()
-    started = time.monotonic()
     try:
         with together(patience=QUICK) as ranks:
             ranks.share("writing the checkpoint", local, lambda parts: None)
     except CheckpointError as error:
-        return told(error, started), sum_over()
+        store.set("given up", "")
+        return told(error), sum_over()
 
 
 def many_operations(count: int) -> tuple[Any, Any]:
@@ -271,7 +267,7 @@ def many_operations(count: int) -> tuple[Any, Any]:
 
     def operate(number: int) -> None:
         try:
-            with together(patience=Patience(settle_s=0.01)) as ranks:
+            with together(patience=Patience(settle_s=0.01, progress_s=math.inf)) as ranks:
                 payload = b"x" * (100_000 if number % 5 else 5_000_000)
                 ranks.scatter("planning", lambda: payload, lambda parts: parts)
                 ranks.share("writing", lambda: 1 // ((number % 10) or (dist.get_rank() - 1)), sum)
@@ -358,7 +354,6 @@ def test_a_failing_rank_fails_all_with_its_class(
         assert error["failures"] == own
         assert error["cause"] == own.get(rank, "NoneType")
         assert "in local" in error["tracebacks"][1]
-        assert error["seconds"] < 2
         assert (total, again) == (4.0, 6)
 
 
@@ -366,13 +361,12 @@ def test_a_failing_merge_fails_all(pool: Pool) -> None:
     for error, total, again in pool.run(3, fail, "storage", [], "merge"):
         assert (error["type"], error["message"]) == ("StorageError", "rank 0: no space; free some")
         assert error["failures"] == {0: "StorageError"}
-        assert error["seconds"] < 2
         assert (total, again) == (3.0, 3)
 
 
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(("lost", "coordinator"), [(2, 0), (0, 0), (1, 1), (0, 1)])
-def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost: int, coordinator: int) -> None:
+def test_a_rank_that_dies_or_stops_is_named(pool: Pool, which: int, lost: int, coordinator: int) -> None:
     found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost])
     survivors = [error for rank, error in enumerate(found) if rank != lost]
     for error in survivors:
@@ -380,7 +374,6 @@ def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost
         assert error["rank"] == lost
         assert error["message"].startswith(f"rank {lost} ")
         assert list(error["failures"]) == [lost]
-        assert error["seconds"] < QUICK.progress_s + 5
     # Survivors of the coordinator speak for themselves, and may not have come to the next phase yet.
     phases = {error["phase"] for error in survivors}
     assert phases <= ({"writing"} if lost != coordinator else {"planning", "writing"})
@@ -396,7 +389,6 @@ def test_a_rank_that_holds_the_interpreters_lock_is_not_dead(pool: Pool, busy: i
 def test_a_killed_rank_is_known_although_a_child_of_it_lives(pool: Pool, lost: int) -> None:
     found = pool.run(2, fork_and_die, lost, dies=[lost])
     assert found[1 - lost]["message"].startswith(f"rank {lost} is gone: ")
-    assert found[1 - lost]["seconds"] < 20
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -423,7 +415,7 @@ def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: 
     for error, again in pool.run(2, hang_beating):
         assert error["type"] == "RankLostError"
         assert error["message"].startswith(
-            "rank 1 made no progress for 1.5 s in 'writing the checkpoint' (1,000,000 bytes done)"
+            "rank 1 made no progress for 4 s in 'writing the checkpoint' (1,000,000 bytes done)"
         )
         assert again == 1
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -256,14 +256,13 @@ def test_hosts_that_cannot_connect_read_for_themselves(pool: Pool, tmp_path: Pat
 # What happens when something goes wrong in the middle.
 
 
-def told(error: CheckpointError, started: float) -> dict[str, Any]:
+def told(error: CheckpointError) -> dict[str, Any]:
     return {
         "kind": type(error).__name__,
         "message": str(error),
         "rank": getattr(error, "rank", None),
         "key": getattr(error, "key", None),
         "failures": sorted(error.failures),
-        "seconds": time.monotonic() - started,
     }
 
 
@@ -286,15 +285,14 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
             payload = memoryview(bytes([payload[0] ^ 1]) + bytes(payload[1:]))
         send(self, kind, number, payload, sent)
 
-    started = time.monotonic()
     with nothing_is_left(), hosts_of(1), contextlib.ExitStack() as stack:
         if where == "network" and dist.get_rank() == 1:
             stack.enter_context(mock.patch.object(carrier._Peer, "send", send_damaged))
         # So that each host has something to read.
         stack.enter_context(mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192))
         with pytest.raises(holdfast.CorruptError) as caught:
-            holdfast.load({"large": torch.zeros_like(truth)}, path, share="job")
-        result = told(caught.value, started)
+            holdfast.load({"large": torch.zeros_like(truth)}, path, share="job", deadline_s=math.inf)
+        result = told(caught.value)
         del caught
     return result
 
@@ -305,7 +303,6 @@ def test_a_damaged_block_is_named_on_every_host(pool: Pool, tmp_path: Path) -> N
         assert result["key"] == "large"
         assert "is damaged in bytes" in result["message"]
         assert len(result["failures"]) == 1
-        assert result["seconds"] < 10
 
 
 def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Pool, tmp_path: Path) -> None:
@@ -332,17 +329,16 @@ def lose_a_rank(path: str, how: str, size: int, lost: int) -> dict[str, Any] | N
             raise ValueError("no reading here")
         return read(self, *arguments)
 
-    started = time.monotonic()
     try:
         with (
             hosts_of(size, least=2),
             mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192),
             mock.patch.object(InputFile, "_read_once", stop if dist.get_rank() == lost else read),
         ):
-            deadline_s = 60.0 if how == "killed" else 3.0
+            deadline_s = 5.0 if how == "stuck" else math.inf
             holdfast.load({"large": torch.zeros_like(truth)}, path, share="job", deadline_s=deadline_s)
     except CheckpointError as error:
-        result = told(error, started)
+        result = told(error)
     assert [thread.name for thread in threading.enumerate() if "carrier" in thread.name] == []
     return result
 
@@ -357,15 +353,13 @@ def test_a_rank_that_is_lost_while_other_hosts_wait_for_it_is_named(
         assert result["kind"] == "RankLostError", result
         assert result["rank"] == lost, result
         assert f"rank {lost} " in result["message"]
-        assert result["seconds"] < 30
 
 
-def test_a_rank_that_raises_fails_all_hosts_soon(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_raises_fails_all_hosts_at_once(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(4, lose_a_rank, str(tmp_path / "step"), "raises", 2, 1)
     for result in results:
         assert "no reading here" in result["message"]
         assert result["failures"] == [1]
-        assert result["seconds"] < 5
 
 
 # Memory.

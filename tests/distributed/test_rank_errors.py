@@ -7,9 +7,9 @@ it has left nothing behind.
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, MutableSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,6 @@ def rows_over_all(truth: torch.Tensor) -> DTensor:
 
 def told_by(action: Callable[[], object]) -> Told | None:
     """What the error of ``action`` says, as plain values; None when there was none."""
-    started = time.monotonic()
     try:
         action()
     except CheckpointError as error:
@@ -70,7 +69,6 @@ def told_by(action: Callable[[], object]) -> Told | None:
             "errno": getattr(error, "errno", None),
             "differences": [each.key for each in getattr(error, "differences", ())],
             "rank": getattr(error, "rank", None),
-            "seconds": time.monotonic() - started,
         }
     return None
 
@@ -461,7 +459,8 @@ def killed_while_writing(directory: str) -> Told | None:
     before = sorted(os.listdir(path))
     state = {"weight": rows_over_all(numbered(9, 2)), f"own.{rank}": torch.ones(3)}
     planner = _DyingPlanner() if rank == 1 else DefaultSavePlanner()
-    told = told_by(lambda: holdfast.save(state, path, planner=planner))
+    endless = holdfast.SaveOptions(deadline_s=math.inf)
+    told = told_by(lambda: holdfast.save(state, path, planner=planner, options=endless))
     published = holdfast.load(path)
     assert torch.equal(published["weight"], numbered(7, 2, start=3)), "the checkpoint of before is still the one"
     assert set(before) <= set(os.listdir(path))
@@ -478,7 +477,6 @@ def test_a_rank_killed_while_it_writes_is_named_on_the_others(pool: Pool, tmp_pa
         assert told["type"] == "RankLostError"
         assert told["rank"] == 1
         assert "rank 1" in told["message"]
-        assert told["seconds"] < 15
     assert set(holdfast.load(tmp_path / "killed")) == {"weight", "own.0", "own.2"}
 
 

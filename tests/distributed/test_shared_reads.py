@@ -6,6 +6,7 @@ Tensors are of some MiB, so that there are blocks to share; states are of few hu
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import signal
@@ -285,7 +286,7 @@ class RaisingPlanner(DefaultLoadPlanner):
             raise ValueError(f"no {where} here")
 
 
-def fail_in_the_middle(path: str) -> list[tuple[str, list[int], float]]:
+def fail_in_the_middle(path: str) -> list[tuple[str, list[int]]]:
     if dist.get_rank() == 0:
         holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
     dist.barrier()
@@ -293,11 +294,10 @@ def fail_in_the_middle(path: str) -> list[tuple[str, list[int], float]]:
     for rank in range(dist.get_world_size()):
         for where in ("finish_plan", "resolve_tensor"):
             target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
-            started = time.monotonic()
             try:
-                holdfast.load(target, path, planner=RaisingPlanner(rank, where))
+                holdfast.load(target, path, planner=RaisingPlanner(rank, where), deadline_s=math.inf)
             except CheckpointError as error:
-                told.append((str(error), sorted(error.failures), time.monotonic() - started))
+                told.append((str(error), sorted(error.failures)))
             # And the next load works, with nothing left of the one before.
             holdfast.load(target, path)
             assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
@@ -314,14 +314,13 @@ def _link_of(descriptor: str) -> str:
         return ""
 
 
-def test_a_rank_that_raises_while_others_wait_for_it_fails_all_soon(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_raises_while_others_wait_for_it_fails_all_at_once(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"))
     for told in results:
         assert len(told) == 6
-        for number, (message, failures, seconds) in enumerate(told):
+        for number, (message, failures) in enumerate(told):
             assert failures == [number // 2]
             assert f"no {('finish_plan', 'resolve_tensor')[number % 2]} here" in message
-            assert seconds < 4.0
 
 
 def count_reads_after_a_failure(path: str) -> tuple[int, int]:
@@ -332,7 +331,7 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
 
     def read_slowly(self: InputFile, *arguments: Any) -> int:
         reads[0] += 1
-        time.sleep(0.3)
+        time.sleep(1.0)  # the slowness itself, which is what is tested
         return read(self, *arguments)
 
     planner = RaisingPlanner(1, "resolve_tensor")
@@ -364,7 +363,7 @@ def reading_stops(action: Any) -> Iterator[None]:
         yield
 
 
-def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, float] | None:
+def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None] | None:
     if dist.get_rank() == 0:
         holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
     dist.barrier()
@@ -373,29 +372,22 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, fl
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stuck": threading.Event().wait,
     }
-    started = time.monotonic()
     try:
-        if dist.get_rank() == 1:
-            with reading_stops(actions[how]):
-                holdfast.load(target, path, deadline_s=3.0)
-        else:
-            holdfast.load(target, path, deadline_s=3.0 if how == "stuck" else 60.0)
+        with reading_stops(actions[how] if dist.get_rank() == 1 else lambda: None):
+            holdfast.load(target, path, deadline_s=5.0 if how == "stuck" else math.inf)
     except CheckpointError as error:
-        return type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - started
+        return type(error).__name__, str(error), getattr(error, "rank", None)
     return None
 
 
-@pytest.mark.parametrize(("how", "limit_s"), [("killed", 15.0), ("stuck", 10.0)])
-def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(
-    pool: Pool, tmp_path: Path, how: str, limit_s: float
-) -> None:
+@pytest.mark.parametrize("how", ["killed", "stuck"])
+def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(pool: Pool, tmp_path: Path, how: str) -> None:
     results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, dies={1})
     for rank in (0, 2):
-        kind, message, lost, seconds = results[rank]
+        kind, message, lost = results[rank]
         assert kind == "RankLostError", message
         assert lost == 1, message
         assert "rank 1 " in message
-        assert seconds < limit_s
 
 
 # Memory.
