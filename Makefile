@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # What is typed and linted; a folder that is not there is left out.
-TYPED := $(wildcard src benchmarks examples torture)
-LINTED := $(wildcard src benchmarks examples integrations torture tests)
+TYPED := $(wildcard src benchmarks examples tools torture)
+LINTED := $(wildcard src benchmarks examples integrations tools torture tests)
 BENCH_OPTIONS ?=
 TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
@@ -75,4 +75,4 @@ test-integrations: ## accelerate, Lightning Fabric and torchtitan on native stor
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) $(INTEGRATIONS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

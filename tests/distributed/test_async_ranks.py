@@ -25,7 +25,7 @@ from holdfast.errors import BusyError, StorageError
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 TIMEOUT_S = 45.0
 
@@ -53,7 +53,7 @@ def save_four_times(path: str, stage: str, kind: AsyncCheckpointerType) -> list[
 
 @pytest.mark.parametrize("stage", ["copy", "overlap"])
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_four_quick_saves_of_two_ranks_never_mix(pool: Pool, tmp_path: Path, stage: str, kind: Any) -> None:
+def test_four_quick_saves_of_two_ranks_never_mix(pool: Crew, tmp_path: Path, stage: str, kind: Any) -> None:
     assert pool.run(2, save_four_times, str(tmp_path), stage, kind) == [[3] * 4] * 2
     for number in range(4):
         found = holdfast.load(tmp_path / str(number))
@@ -74,7 +74,7 @@ def save_replicas(path: str) -> tuple[int, int]:
     return held, staged
 
 
-def test_a_rank_copies_only_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_copies_only_what_it_writes(pool: Crew, tmp_path: Path) -> None:
     (held, staged), (other_held, other_staged) = pool.run(2, save_replicas, str(tmp_path / "checkpoint"))
     assert 8_000_000 <= staged + other_staged < 8_100_000
     assert 3_900_000 < staged < 4_100_000
@@ -119,7 +119,7 @@ def work_beside_a_save(path: str) -> bool:
     return was_done
 
 
-def test_other_operations_go_on_beside_a_save(pool: Pool, tmp_path: Path) -> None:
+def test_other_operations_go_on_beside_a_save(pool: Crew, tmp_path: Path) -> None:
     assert pool.run(2, work_beside_a_save, str(tmp_path)) == [False, False]
     assert holdfast.load(tmp_path / "background")["a"].unique().tolist() == [4.0]
     assert holdfast.load(tmp_path / "own1")["own"].tolist() == [1.0] * 3
@@ -151,7 +151,7 @@ def fail_on_one(path: str) -> list[str]:
     return said
 
 
-def test_a_failure_reaches_every_rank_and_the_next_save_of_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_failure_reaches_every_rank_and_the_next_save_of_all(pool: Crew, tmp_path: Path) -> None:
     first, second = pool.run(2, fail_on_one, str(tmp_path))
     assert second[0] == "StorageError"
     assert "no space" in first[0]
@@ -180,7 +180,7 @@ def refuse_while_busy(path: str) -> str:
     return said
 
 
-def test_a_busy_rank_makes_all_refuse(pool: Pool, tmp_path: Path) -> None:
+def test_a_busy_rank_makes_all_refuse(pool: Crew, tmp_path: Path) -> None:
     said = pool.run(2, refuse_while_busy, str(tmp_path))
     assert all("save before this one is still" in each for each in said)
     assert not (tmp_path / "second").exists()
@@ -219,7 +219,7 @@ def save_with_stagers(path: str) -> None:
             stager.close()
 
 
-def test_stagers_copy_what_each_rank_has(pool: Pool, tmp_path: Path) -> None:
+def test_stagers_copy_what_each_rank_has(pool: Crew, tmp_path: Path) -> None:
     pool.run(2, save_with_stagers, str(tmp_path))
     for number in range(5):
         found = holdfast.load(tmp_path / str(number))
@@ -270,7 +270,7 @@ def save_apart(path: str) -> list[str]:
     return told
 
 
-def test_ranks_save_apart_from_each_other(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_save_apart_from_each_other(pool: Crew, tmp_path: Path) -> None:
     first, second = pool.run(2, save_apart, str(tmp_path))
     for name in ("ours", "unstaged", "torchs"):
         names = sorted(each.name for each in (tmp_path / name).iterdir())

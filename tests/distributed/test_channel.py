@@ -27,7 +27,7 @@ from holdfast._values.deadline import Patience
 from holdfast.errors import CheckpointError, RankLostError, StorageError
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 QUICK = Patience(beat_s=0.1, progress_s=4.0, settle_s=0.1, farewell_s=0.5)
 ENDLESS = Patience(progress_s=math.inf)
@@ -309,7 +309,7 @@ def keys_at_the_rendezvous() -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-def test_parts_and_wholes_go_where_they_belong(pool: Pool, world: int) -> None:
+def test_parts_and_wholes_go_where_they_belong(pool: Crew, world: int) -> None:
     everyone = list(range(world))
     assert pool.run(world, both_phases) == [
         (world, (10 * rank, everyone), [10 * one for one in everyone[::-1]]) for rank in everyone
@@ -317,18 +317,18 @@ def test_parts_and_wholes_go_where_they_belong(pool: Pool, world: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, (4 << 20) - 1, 50_000_000])
-def test_payloads_of_any_size_arrive_as_they_are(pool: Pool, size: int) -> None:
+def test_payloads_of_any_size_arrive_as_they_are(pool: Crew, size: int) -> None:
     world = 3
     digests = [hashlib.sha256(random.Random(rank).randbytes(size)).hexdigest() for rank in range(world)]
     assert pool.run(world, large_payloads, size) == [[*digests[1:], digests[0]]] * world
 
 
-def test_subgroups_have_channels_of_their_own(pool: Pool) -> None:
+def test_subgroups_have_channels_of_their_own(pool: Crew) -> None:
     found = pool.run(4, in_subgroups)
     assert found == [(True, [0, 2] if rank % 2 == 0 else [1, 3], True, 1, 6) for rank in range(4)]
 
 
-def test_a_subgroup_names_ranks_as_the_job_does(pool: Pool) -> None:
+def test_a_subgroup_names_ranks_as_the_job_does(pool: Crew) -> None:
     nobody, *found = pool.run(3, failure_in_subgroup)
     assert nobody is None
     for error in found:
@@ -345,7 +345,7 @@ def test_a_subgroup_names_ranks_as_the_job_does(pool: Pool) -> None:
     ],
 )
 def test_a_failing_rank_fails_all_with_its_class(
-    pool: Pool, kind: str, type_name: str, message: str, arrives_as: str
+    pool: Crew, kind: str, type_name: str, message: str, arrives_as: str
 ) -> None:
     found = pool.run(4, fail, kind, [1, 3], "local")
     for rank, (error, total, again) in enumerate(found):
@@ -357,7 +357,7 @@ def test_a_failing_rank_fails_all_with_its_class(
         assert (total, again) == (4.0, 6)
 
 
-def test_a_failing_merge_fails_all(pool: Pool) -> None:
+def test_a_failing_merge_fails_all(pool: Crew) -> None:
     for error, total, again in pool.run(3, fail, "storage", [], "merge"):
         assert (error["type"], error["message"]) == ("StorageError", "rank 0: no space; free some")
         assert error["failures"] == {0: "StorageError"}
@@ -366,7 +366,7 @@ def test_a_failing_merge_fails_all(pool: Pool) -> None:
 
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(("lost", "coordinator"), [(2, 0), (0, 0), (1, 1), (0, 1)])
-def test_a_rank_that_dies_or_stops_is_named(pool: Pool, which: int, lost: int, coordinator: int) -> None:
+def test_a_rank_that_dies_or_stops_is_named(pool: Crew, which: int, lost: int, coordinator: int) -> None:
     found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost])
     survivors = [error for rank, error in enumerate(found) if rank != lost]
     for error in survivors:
@@ -381,25 +381,25 @@ def test_a_rank_that_dies_or_stops_is_named(pool: Pool, which: int, lost: int, c
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_a_rank_that_holds_the_interpreters_lock_is_not_dead(pool: Pool, busy: int) -> None:
+def test_a_rank_that_holds_the_interpreters_lock_is_not_dead(pool: Crew, busy: int) -> None:
     assert pool.run(2, hold_the_interpreter, busy, 3) == [2, 2]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_is_known_although_a_child_of_it_lives(pool: Pool, lost: int) -> None:
+def test_a_killed_rank_is_known_although_a_child_of_it_lives(pool: Crew, lost: int) -> None:
     found = pool.run(2, fork_and_die, lost, dies=[lost])
     assert found[1 - lost]["message"].startswith(f"rank {lost} is gone: ")
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_was_stopped_and_goes_on_hears_of_it_and_joins_the_next(pool: Pool, stopped: int) -> None:
+def test_a_rank_that_was_stopped_and_goes_on_hears_of_it_and_joins_the_next(pool: Crew, stopped: int) -> None:
     for error, again in pool.run(3, stop_and_continue, stopped):
         assert error["type"] == "RankLostError"
         assert error["rank"] == stopped
         assert again == 3
 
 
-def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool: Pool) -> None:
+def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool: Crew) -> None:
     nobody, *found = pool.run(3, after_the_coordinator_died, dies=[0])
     assert nobody is None
     for lost, again, total in found:
@@ -407,11 +407,11 @@ def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool:
         assert again["message"].startswith("rank 0 cannot be reached ")
 
 
-def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Pool) -> None:
+def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Crew) -> None:
     assert pool.run(2, slow_but_alive) == [2, 2]
 
 
-def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: Pool) -> None:
+def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: Crew) -> None:
     for error, again in pool.run(2, hang_beating):
         assert error["type"] == "RankLostError"
         assert error["message"].startswith(
@@ -420,18 +420,18 @@ def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: 
         assert again == 1
 
 
-def test_operations_leave_no_thread_or_socket_behind(pool: Pool) -> None:
+def test_operations_leave_no_thread_or_socket_behind(pool: Crew) -> None:
     for before, after in pool.run(3, many_operations, 50):
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
-def test_a_group_without_a_store_meets_by_one_broadcast(pool: Pool) -> None:
+def test_a_group_without_a_store_meets_by_one_broadcast(pool: Crew) -> None:
     assert pool.run(2, without_a_store) == [(1, 1)] * 2
 
 
-def test_the_last_word_of_a_coordinator_that_ends_arrives_whole(pool: Pool) -> None:
+def test_the_last_word_of_a_coordinator_that_ends_arrives_whole(pool: Crew) -> None:
     assert pool.run(3, leave_at_once, 30_000_000, dies=[0]) == [None, 30_000_000, 30_000_000]
 
 
-def test_the_rendezvous_leaves_no_keys(pool: Pool) -> None:
+def test_the_rendezvous_leaves_no_keys(pool: Crew) -> None:
     assert pool.run(3, keys_at_the_rendezvous) == [[], [], []]

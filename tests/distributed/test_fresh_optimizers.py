@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 BATCH = 12
 TOLERANCE = 1e-3  # Muon computes in bfloat16
@@ -231,7 +231,7 @@ def compare(found: list[dict[str, list[float]]], expected: dict[str, list[float]
 
 
 @pytest.mark.parametrize("setup", [FSDP_1, FSDP_2, DDP_2])
-def test_every_optimizer_goes_on_as_it_would_have(pool: Pool, tmp_path: Path, setup: Setup) -> None:
+def test_every_optimizer_goes_on_as_it_would_have(pool: Crew, tmp_path: Path, setup: Setup) -> None:
     expected = pool.run(setup.world, train_and_save, setup, str(tmp_path), ALL)
     found = pool.run(setup.world, load_and_train, setup, str(tmp_path), ALL)
     compare(found, expected[0], exactly=True)
@@ -241,7 +241,7 @@ def test_every_optimizer_goes_on_as_it_would_have(pool: Pool, tmp_path: Path, se
 
 
 @pytest.mark.parametrize("saver", [PLAIN, DDP_2, FSDP_1, FSDP_2, FSDP_4, HSDP, FSDP_TP])
-def test_from_every_layout_into_every_layout(pool: Pool, tmp_path: Path, saver: Setup) -> None:
+def test_from_every_layout_into_every_layout(pool: Crew, tmp_path: Path, saver: Setup) -> None:
     expected = pool.run(saver.world, train_and_save, saver, str(tmp_path), ["adamw"])
     for loader in (PLAIN, DDP_2, FSDP_1, FSDP_2, FSDP_4, HSDP, FSDP_TP):
         found = pool.run(loader.world, load_and_train, loader, str(tmp_path), ["adamw"])
@@ -249,7 +249,7 @@ def test_from_every_layout_into_every_layout(pool: Pool, tmp_path: Path, saver: 
 
 
 @pytest.mark.parametrize("writer", ["torch", "dcp"])
-def test_from_torchs_format(pool: Pool, tmp_path: Path, writer: str) -> None:
+def test_from_torchs_format(pool: Crew, tmp_path: Path, writer: str) -> None:
     names = ["adamw", "factored", "groups", "two"]
     expected = pool.run(2, train_and_save, FSDP_2, str(tmp_path), names, writer)
     for loader in (FSDP_2, PLAIN):
@@ -278,7 +278,7 @@ def save_names(folder: str) -> None:
         holdfast.save({**state, "named": get_optimizer_state_dict(model, optimizer)}, f"{folder}/adamw")
 
 
-def test_what_nobody_can_place_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_what_nobody_can_place_is_refused(pool: Crew, tmp_path: Path) -> None:
     pool.run(2, save_names, str(tmp_path))
     for said in pool.run(2, load_dicts, str(tmp_path)):
         (key, message), (named, other) = said
@@ -327,7 +327,7 @@ def load_late(path: str) -> tuple[int, int]:
         return report.bytes_read, everything.bytes_read
 
 
-def test_each_rank_reads_its_shard_alone(pool: Pool, tmp_path: Path) -> None:
+def test_each_rank_reads_its_shard_alone(pool: Crew, tmp_path: Path) -> None:
     pool.run(2, save_late, str(tmp_path / "late"))
     (first, little), (second, all_of_it) = pool.run(2, load_late, str(tmp_path / "late"))
     half = 4 * ((1 << 20) + (1 << 10)) // 2

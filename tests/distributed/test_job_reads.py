@@ -35,7 +35,7 @@ from holdfast._ranks import meeting as network
 from holdfast._ranks.rendezvous import participants
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing; and many small ones.
@@ -136,7 +136,7 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Pool, tmp_path: Path, verify: bool) -> None:
+def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Crew, tmp_path: Path, verify: bool) -> None:
     counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "replicated", {"verify": verify})
     read, sent = ([each[column] for each in counts] for column in (0, 1))
     assert STORED <= sum(read) <= STORED + PAGES
@@ -146,7 +146,7 @@ def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Pool
 
 @pytest.mark.parametrize(("layout", "world", "size"), [("replicated", 5, 2), ("hybrid", 6, 2), ("hybrid", 8, 2)])
 def test_hosts_of_several_ranks_read_once_together(
-    pool: Pool, tmp_path: Path, layout: str, world: int, size: int
+    pool: Crew, tmp_path: Path, layout: str, world: int, size: int
 ) -> None:
     options = {} if world // size >= 4 else {"least": 2}
     counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, layout, options)
@@ -155,7 +155,7 @@ def test_hosts_of_several_ranks_read_once_together(
     assert {rank for rank, (_, sent) in enumerate(counts) if sent > MIB} == leaders
 
 
-def test_shards_that_no_other_host_wants_are_not_sent(pool: Pool, tmp_path: Path) -> None:
+def test_shards_that_no_other_host_wants_are_not_sent(pool: Crew, tmp_path: Path) -> None:
     counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "sharded", {})
     assert sum(read for read, _ in counts) <= STORED + PAGES
     assert sum(sent for _, sent in counts) < 10_000, "only wishes"
@@ -173,7 +173,7 @@ def test_shards_that_no_other_host_wants_are_not_sent(pool: Pool, tmp_path: Path
     ],
 )
 def test_otherwise_each_host_reads_for_itself(
-    pool: Pool, tmp_path: Path, world: int, size: int, options: dict[str, Any], times: int
+    pool: Crew, tmp_path: Path, world: int, size: int, options: dict[str, Any], times: int
 ) -> None:
     counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, "replicated", options)
     assert times * STORED <= sum(read for read, _ in counts) <= times * (STORED + PAGES)
@@ -213,7 +213,7 @@ def load_with_strangers(path: str) -> tuple[int, list[str]]:
     return report.bytes_read, fates
 
 
-def test_strangers_are_left_standing(pool: Pool, tmp_path: Path) -> None:
+def test_strangers_are_left_standing(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(4, load_with_strangers, str(tmp_path / "step"))
     stored = 4 * torch.Size(SHAPES["large"]).numel()
     assert stored <= sum(read for read, _ in results) <= stored + PAGES, "and the hosts share all the same"
@@ -245,7 +245,7 @@ def load_where_connecting_breaks(path: str, places: list[str]) -> list[int]:
     return read
 
 
-def test_hosts_that_cannot_connect_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
+def test_hosts_that_cannot_connect_read_for_themselves(pool: Crew, tmp_path: Path) -> None:
     places = ["listening", "connecting", "answering", "sharing memory"]
     results = pool.run(4, load_where_connecting_breaks, str(tmp_path / "step"), places)
     stored = 4 * torch.Size(SHAPES["large"]).numel()
@@ -297,7 +297,7 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
     return result
 
 
-def test_a_damaged_block_is_named_on_every_host(pool: Pool, tmp_path: Path) -> None:
+def test_a_damaged_block_is_named_on_every_host(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(4, load_damaged, str(tmp_path / "step"), "file")
     for result in results:
         assert result["key"] == "large"
@@ -305,7 +305,7 @@ def test_a_damaged_block_is_named_on_every_host(pool: Pool, tmp_path: Path) -> N
         assert len(result["failures"]) == 1
 
 
-def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Pool, tmp_path: Path) -> None:
+def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(4, load_damaged, str(tmp_path / "step"), "network")
     for result in results:
         assert result["key"] == "large"
@@ -345,7 +345,7 @@ def lose_a_rank(path: str, how: str, size: int, lost: int) -> dict[str, Any] | N
 
 @pytest.mark.parametrize(("how", "size", "lost"), [("killed", 2, 2), ("stuck", 1, 2), ("stuck", 2, 3)])
 def test_a_rank_that_is_lost_while_other_hosts_wait_for_it_is_named(
-    pool: Pool, tmp_path: Path, how: str, size: int, lost: int
+    pool: Crew, tmp_path: Path, how: str, size: int, lost: int
 ) -> None:
     results = pool.run(4, lose_a_rank, str(tmp_path / "step"), how, size, lost, dies={lost})
     for rank in {0, 1, 2, 3} - {lost}:
@@ -355,7 +355,7 @@ def test_a_rank_that_is_lost_while_other_hosts_wait_for_it_is_named(
         assert f"rank {lost} " in result["message"]
 
 
-def test_a_rank_that_raises_fails_all_hosts_at_once(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_raises_fails_all_hosts_at_once(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(4, lose_a_rank, str(tmp_path / "step"), "raises", 2, 1)
     for result in results:
         assert "no reading here" in result["message"]
@@ -381,6 +381,6 @@ def load_and_measure(path: str) -> int:
     return int(peak.split()[1]) * 1024 - before
 
 
-def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Pool, tmp_path: Path) -> None:
+def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Crew, tmp_path: Path) -> None:
     grown = pool.run(2, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 192 * MIB, "less than what came from the other host or was read for it"

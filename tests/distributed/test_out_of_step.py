@@ -22,7 +22,7 @@ import holdfast
 from holdfast import CheckpointError, DefaultLoadPlanner, DefaultSavePlanner, RankLostError
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 
 SHORT_S = 3.0
@@ -201,7 +201,7 @@ MISSED = [["save"], ["load"], ["save", "load"], ["async_save", "save"]]
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("has_barrier", [False, True], ids=["at once", "after a barrier"])
-def test_a_missed_call_costs_itself_alone(pool: Pool, tmp_path: Path, world: int, has_barrier: bool) -> None:
+def test_a_missed_call_costs_itself_alone(pool: Crew, tmp_path: Path, world: int, has_barrier: bool) -> None:
     cases = itertools.product((world - 1, 0), MISSED[: 2 if has_barrier else None])
     for number, (missing, calls) in enumerate(cases):
         if world == 2 and missing == 0 and not has_barrier:
@@ -224,7 +224,7 @@ def miss_as_coordinator(folder: str) -> Any:
     return told, works_again(folder, "next")
 
 
-def test_where_nobody_can_tell_who_missed_a_call_the_ranks_meet_soon(pool: Pool, tmp_path: Path) -> None:
+def test_where_nobody_can_tell_who_missed_a_call_the_ranks_meet_soon(pool: Crew, tmp_path: Path) -> None:
     for told, works in pool.run(2, miss_as_coordinator, str(tmp_path)):
         assert told[3:] == ["", "", ""]
         assert set(told[:3]) <= {"", "RankDisagreementError"}
@@ -234,7 +234,7 @@ def test_where_nobody_can_tell_who_missed_a_call_the_ranks_meet_soon(pool: Pool,
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2)])
 def test_an_interrupt_anywhere_in_a_call_costs_itself_alone(
-    pool: Pool, tmp_path: Path, world: int, rank: int, call: str
+    pool: Crew, tmp_path: Path, world: int, rank: int, call: str
 ) -> None:
     # Before it says anything the call is one that it misses, and of two ranks nobody can tell which has.
     places = PLACES[3:] if (world, rank) == (2, 0) else PLACES
@@ -250,7 +250,7 @@ def test_an_interrupt_anywhere_in_a_call_costs_itself_alone(
 
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 3)])
 def test_what_fails_on_one_rank_before_anything_is_told_costs_itself_alone(
-    pool: Pool, tmp_path: Path, world: int, rank: int
+    pool: Crew, tmp_path: Path, world: int, rank: int
 ) -> None:
     results = pool.run(world, arguments_of_one, str(tmp_path), rank)
     for case in zip(*results, strict=True):
@@ -260,7 +260,7 @@ def test_what_fails_on_one_rank_before_anything_is_told_costs_itself_alone(
 
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_a_rank_that_comes_too_late_is_there_at_the_next_call(
-    pool: Pool, tmp_path: Path, world: int, rank: int
+    pool: Crew, tmp_path: Path, world: int, rank: int
 ) -> None:
     for told, works in pool.run(world, late, str(tmp_path), rank):
         assert told in ([RankLostError.__name__], ["RankDisagreementError"])
@@ -268,7 +268,7 @@ def test_a_rank_that_comes_too_late_is_there_at_the_next_call(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_at_different_calls_are_told_which(pool: Pool, tmp_path: Path, world: int) -> None:
+def test_ranks_at_different_calls_are_told_which(pool: Crew, tmp_path: Path, world: int) -> None:
     for (paths, calls), works in pool.run(world, different_calls, str(tmp_path)):
         assert paths.startswith("the ranks disagree on the checkpoint path: ")
         assert "/of-0'" in paths
@@ -286,7 +286,7 @@ def one_path_of_its_own(folder: str, odd: int) -> Any:
 
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (4, 0), (4, 2)])
-def test_calls_that_fail_after_different_ones_do_not_confuse(pool: Pool, tmp_path: Path, world: int, odd: int) -> None:
+def test_calls_that_fail_after_different_ones_do_not_confuse(pool: Crew, tmp_path: Path, world: int, odd: int) -> None:
     for told, works in pool.run(world, one_path_of_its_own, str(tmp_path), odd):
         assert told[0] == "RankDisagreementError"
         assert told[1] in ("InvalidStateError", "RankDisagreementError", "RankLostError")

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 BATCH = 12  # divides by every number of data parallel ranks here
 STEPS = 3
@@ -173,7 +173,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Setup, tuple[str, li
 
 def saved_by(
     setup: Setup,
-    pool: Pool,
+    pool: Crew,
     saved: dict[Setup, tuple[str, list[float], dict[str, list[float]]]],
     factory: pytest.TempPathFactory,
 ) -> tuple[str, list[float], dict[str, list[float]]]:
@@ -206,7 +206,7 @@ PAIRS = [
     ("source", "target"), PAIRS, ids=lambda setup: f"{setup.kind}-{'x'.join(map(str, setup.mesh))}"
 )
 def test_training_goes_on_where_it_was(
-    pool: Pool,
+    pool: Crew,
     tmp_path_factory: pytest.TempPathFactory,
     saved: dict[Setup, tuple[str, list[float], dict[str, list[float]]]],
     source: Setup,
@@ -225,7 +225,7 @@ def test_training_goes_on_where_it_was(
             assert found_weights[name] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name
 
 
-def test_the_model_that_loads_was_another_one_before(pool: Pool) -> None:
+def test_the_model_that_loads_was_another_one_before(pool: Crew) -> None:
     """What the other test compares would be worth nothing if seeds 1 and 2 gave the same model."""
     first, second = pool.run(1, two_seeds)[0]
     assert first != second

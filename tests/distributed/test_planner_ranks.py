@@ -22,7 +22,7 @@ from holdfast._save_plan.coordinator import said_first as said_first_part
 from holdfast._save_plan.rounds import SavePlanning
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 
 # Load balancing.
@@ -56,7 +56,7 @@ def save_round_robin(path: str) -> list[str]:
     return sorted({item.index.fqn for item in planner.plan.items})
 
 
-def test_a_planner_that_deals_out_items_loses_none(pool: Pool, tmp_path: Path) -> None:
+def test_a_planner_that_deals_out_items_loses_none(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "dealt")
     written = pool.run(2, save_round_robin, path)
     assert written == [["own.0", "tied", "w0", "w2"], ["own.1", "step", "w1", "w3"]]
@@ -85,7 +85,7 @@ def save_rank_data(path: str) -> Any:
     return holdfast.save(state, path, planner=RankDataPlanner()).planner_data
 
 
-def test_data_of_every_rank_is_in_the_metadata(pool: Pool, tmp_path: Path) -> None:
+def test_data_of_every_rank_is_in_the_metadata(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "data")
     expected = [{"seen by": 0}, {"seen by": 1}]
     assert pool.run(2, save_rank_data, path) == [expected, expected]
@@ -128,7 +128,7 @@ def save_again_and_again(path: str) -> list[bool]:
     return sent
 
 
-def test_ranks_send_their_plans_only_when_they_change(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_send_their_plans_only_when_they_change(pool: Crew, tmp_path: Path) -> None:
     sent = pool.run(2, save_again_and_again, str(tmp_path))
     assert sent == [[True, False, True, False, True, False]] * 2
     for number, dtype in enumerate([torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2):
@@ -151,7 +151,7 @@ def save_differently(path: str) -> list[str]:
     return seen
 
 
-def test_cached_plans_do_not_hide_different_contents(pool: Pool, tmp_path: Path) -> None:
+def test_cached_plans_do_not_hide_different_contents(pool: Crew, tmp_path: Path) -> None:
     for first, second, third in pool.run(2, save_differently, str(tmp_path)):
         assert first == third == "saved"
         assert "'same' has other contents on rank 1" in second
@@ -208,7 +208,7 @@ def save_partly_tied(path: str) -> list[str]:
     return writer.keys
 
 
-def test_a_tied_key_is_asked_of_a_rank_that_has_it(pool: Pool, tmp_path: Path) -> None:
+def test_a_tied_key_is_asked_of_a_rank_that_has_it(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "tied")
     assert pool.run(2, save_partly_tied, path) == [["first"], ["second"]]
     found = holdfast.load(path)

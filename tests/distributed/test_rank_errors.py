@@ -40,7 +40,7 @@ from holdfast import (
 )
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 WORLD = 3
 Told = dict[str, Any]
@@ -186,7 +186,7 @@ def failing_saves(directory: str) -> list[tuple[str, str, int, Told | None, bool
     return found
 
 
-def test_a_failure_of_one_rank_in_any_phase_of_a_save_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_in_any_phase_of_a_save_is_raised_on_all(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(WORLD, failing_saves, str(tmp_path))
     assert len(results[0]) == 18
     for on_rank in results:
@@ -257,7 +257,7 @@ def failing_loads(path: str) -> list[tuple[str, int, Told | None]]:
     return found
 
 
-def test_a_failure_of_one_rank_in_any_phase_of_a_load_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_in_any_phase_of_a_load_is_raised_on_all(pool: Crew, tmp_path: Path) -> None:
     for on_rank in pool.run(WORLD, failing_loads, str(tmp_path / "some")):
         assert len(on_rank) == 5
         for where, failing, told in on_rank:
@@ -306,7 +306,7 @@ def differing_saves(directory: str) -> tuple[dict[str, Told | None], dict[str, b
 
 
 @pytest.fixture(scope="module")
-def differences(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
+def differences(pool: Crew, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
     """What each rank was told in each case; that nothing was left behind is checked here."""
     directory = str(tmp_path_factory.mktemp("differences"))
     results = pool.run(WORLD, differing_saves, directory)
@@ -369,7 +369,7 @@ def checks_of_replicas(directory: str) -> dict[str, Told | None]:
     }
 
 
-def test_how_closely_replicas_are_compared_is_the_callers_choice(pool: Pool, tmp_path: Path) -> None:
+def test_how_closely_replicas_are_compared_is_the_callers_choice(pool: Crew, tmp_path: Path) -> None:
     for told in pool.run(WORLD, checks_of_replicas, str(tmp_path)):
         assert told["sample"] is None
         assert told["off"] is None
@@ -394,7 +394,7 @@ def mismatched_loads(path: str) -> tuple[Told | None, Told | None]:
     return missing, shape
 
 
-def test_a_target_that_does_not_fit_on_one_rank_leaves_all_targets_alone(pool: Pool, tmp_path: Path) -> None:
+def test_a_target_that_does_not_fit_on_one_rank_leaves_all_targets_alone(pool: Crew, tmp_path: Path) -> None:
     for missing, shape in pool.run(WORLD, mismatched_loads, str(tmp_path / "some")):
         assert missing["type"] == shape["type"] == "MismatchError"
         assert missing["message"].startswith("rank 2: ")
@@ -421,7 +421,7 @@ def told_or_refused(action: Callable[[], object]) -> Told | None:
         return {"type": "ValueError", "message": str(error)}
 
 
-def test_a_wrong_call_on_one_rank_does_not_leave_the_others_waiting(pool: Pool, tmp_path: Path) -> None:
+def test_a_wrong_call_on_one_rank_does_not_leave_the_others_waiting(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(WORLD, misused_on_one_rank, str(tmp_path / "some"))
     for rank, both in enumerate(results):
         for told in both:
@@ -435,7 +435,7 @@ def load_nothing(path: str) -> Told | None:
     return told_by(lambda: holdfast.load({"weight": torch.ones(3)}, path))
 
 
-def test_a_checkpoint_that_is_not_there_is_not_found_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_not_found_on_all_ranks(pool: Crew, tmp_path: Path) -> None:
     for told in pool.run(2, load_nothing, str(tmp_path / "none")):
         assert told["type"] == "NotFoundError"
 
@@ -471,7 +471,7 @@ def killed_while_writing(directory: str) -> Told | None:
     return told
 
 
-def test_a_rank_killed_while_it_writes_is_named_on_the_others(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_killed_while_it_writes_is_named_on_the_others(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(WORLD, killed_while_writing, str(tmp_path), dies=[1])
     for told in (results[0], results[2]):
         assert told["type"] == "RankLostError"

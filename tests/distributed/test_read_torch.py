@@ -21,7 +21,7 @@ import holdfast
 from holdfast._torch_format.reader import FileSystemReader
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 ROWS, COLUMNS = 1021, 301  # large enough to be read by range, and no multiple of anything
 
@@ -94,7 +94,7 @@ def load_with_holdfast(path: str) -> int:
 
 
 @pytest.mark.parametrize("writers", [1, 2, 4])
-def test_on_other_numbers_of_ranks(pool: Pool, tmp_path: Path, writers: int) -> None:
+def test_on_other_numbers_of_ranks(pool: Crew, tmp_path: Path, writers: int) -> None:
     path = str(tmp_path / "checkpoint")
     pool.run(writers, save_with_torch, path)
     for readers in (1, 2, 3, 4):
@@ -124,7 +124,7 @@ def load_rows(path: str) -> int:
     return report.bytes_read
 
 
-def test_each_rank_reads_only_its_rows(pool: Pool, tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_rows(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     pool.run(2, save_rows, path)
     share = 4096 * 512 * 4 // 4
@@ -140,7 +140,7 @@ def save_without_collectives(path: str) -> None:
         dcp.save({**state, f"own.{dist.get_rank()}": dist.get_rank()}, checkpoint_id=path, use_collectives=False)
 
 
-def test_metadata_of_each_rank_is_put_together(pool: Pool, tmp_path: Path) -> None:
+def test_metadata_of_each_rank_is_put_together(pool: Crew, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     pool.run(2, save_without_collectives, str(path))
     assert not (path / ".metadata").exists()

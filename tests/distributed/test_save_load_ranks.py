@@ -22,7 +22,7 @@ import holdfast
 from holdfast import NativeReader
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 
 def numbered(*shape: int, start: float = 0.0) -> torch.Tensor:
@@ -87,7 +87,7 @@ def load_every_kind(path: str) -> dict[str, Any]:
     return {"unexpected": sorted(report.unexpected), "differences": report.differences}
 
 
-def test_every_kind_of_leaf_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_every_kind_of_leaf_on_every_rank(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "all")
     keys = pool.run(3, save_every_kind, path)
     assert keys[0] == keys[1] == keys[2]
@@ -119,7 +119,7 @@ def load_what_one_saved(path: str) -> list[float]:
     return found
 
 
-def test_several_ranks_load_what_one_process_saved(pool: Pool, tmp_path: Path) -> None:
+def test_several_ranks_load_what_one_process_saved(pool: Crew, tmp_path: Path) -> None:
     truth = numbered(11, 3)
     holdfast.save({"weight": truth, "step": 3}, tmp_path / "one")
     found = pool.run(4, load_what_one_saved, str(tmp_path / "one"))
@@ -158,7 +158,7 @@ def move_subclass(path: str) -> tuple[list[float], list[float]]:
     return target.numbers.flatten().tolist(), target.scale.tolist()
 
 
-def test_tensor_subclasses_are_stored_once_and_filled_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_tensor_subclasses_are_stored_once_and_filled_on_every_rank(pool: Crew, tmp_path: Path) -> None:
     expected = numbered(12).tolist(), numbered(4, start=5).tolist()
     assert pool.run(3, move_subclass, str(tmp_path / "scaled")) == [expected] * 3
 
@@ -190,7 +190,7 @@ def move_shards(path: str) -> int:
     return len(target.local_shards())
 
 
-def test_sharded_tensors_with_several_local_shards_move_between_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_sharded_tensors_with_several_local_shards_move_between_ranks(pool: Crew, tmp_path: Path) -> None:
     assert pool.run(2, move_shards, str(tmp_path / "table")) == [1, 3]
     assert torch.equal(holdfast.load(tmp_path / "table")["table"], numbered(12, 5))
 
@@ -212,7 +212,7 @@ def save_in_subgroups(directory: str) -> list[float]:
     return found
 
 
-def test_subgroups_save_and_load_apart_from_each_other(pool: Pool, tmp_path: Path) -> None:
+def test_subgroups_save_and_load_apart_from_each_other(pool: Crew, tmp_path: Path) -> None:
     found = pool.run(4, save_in_subgroups, str(tmp_path))
     assert found == [[2.0, 3.0], [3.0, 4.0], [0.0, 1.0], [1.0, 2.0]]
     assert set(holdfast.load(tmp_path / "group-1")) == {"common", "own.1", "own.3"}
@@ -229,7 +229,7 @@ def alone_among_others(directory: str) -> float:
     return -1.0
 
 
-def test_no_dist_needs_nobody_else(pool: Pool, tmp_path: Path) -> None:
+def test_no_dist_needs_nobody_else(pool: Crew, tmp_path: Path) -> None:
     assert pool.run(3, alone_among_others, str(tmp_path)) == [0.0, -1.0, 2.0]
 
 
@@ -261,7 +261,7 @@ def load_own_part(path: str) -> tuple[int, tuple[str, ...]]:
     return report.bytes_read, reader.opened
 
 
-def test_a_rank_reads_its_own_file_only_when_the_layout_is_the_same(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_file_only_when_the_layout_is_the_same(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(3, load_own_part, str(tmp_path / "large"))
     local = ROWS_PER_RANK * 8 * 4
     for bytes_read, opened in results:
@@ -279,7 +279,7 @@ def written_by_each(path: str, large: bool) -> list[int]:
     return sorted(os.path.getsize(os.path.join(path, name)) for name in os.listdir(path) if name.startswith("data-"))
 
 
-def test_what_all_ranks_hold_is_written_once_and_by_all_of_them(pool: Pool, tmp_path: Path) -> None:
+def test_what_all_ranks_hold_is_written_once_and_by_all_of_them(pool: Crew, tmp_path: Path) -> None:
     sizes = pool.run(3, written_by_each, str(tmp_path / "ddp"), True)[0]
     total = 4 * ((1 << 22) + 64 * 512 + (1 << 20))
     assert len(sizes) == 3

@@ -32,7 +32,7 @@ from holdfast._io.direct import InputFile
 from holdfast._ranks import meeting
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing.
@@ -91,7 +91,7 @@ def save_and_load(path: str, wanted: list[Placement], options: dict[str, Any]) -
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_replicated_state_is_read_once_however_many_want_it(
-    pool: Pool, tmp_path: Path, world: int, verify: bool
+    pool: Crew, tmp_path: Path, world: int, verify: bool
 ) -> None:
     path = str(tmp_path / "step")
     counts = pool.run(world, save_and_load, path, [Replicate()], {"verify": verify})
@@ -103,13 +103,13 @@ def test_a_replicated_state_is_read_once_however_many_want_it(
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_rows_into_columns_reads_every_block_once(pool: Pool, tmp_path: Path, world: int) -> None:
+def test_rows_into_columns_reads_every_block_once(pool: Crew, tmp_path: Path, world: int) -> None:
     path = str(tmp_path / "step")
     counts = pool.run(world, save_and_load, path, [Shard(1)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
 
 
-def test_the_same_layout_reads_only_what_is_its_own(pool: Pool, tmp_path: Path) -> None:
+def test_the_same_layout_reads_only_what_is_its_own(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     counts = pool.run(3, save_and_load, path, [Shard(0)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
@@ -117,7 +117,7 @@ def test_the_same_layout_reads_only_what_is_its_own(pool: Pool, tmp_path: Path) 
 
 @pytest.mark.parametrize(("world", "times"), [(2, 2), (5, 1)])
 def test_what_is_in_the_page_cache_is_shared_only_between_many(
-    pool: Pool, tmp_path: Path, world: int, times: int
+    pool: Crew, tmp_path: Path, world: int, times: int
 ) -> None:
     path = str(tmp_path / "step")
     counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True})
@@ -125,7 +125,7 @@ def test_what_is_in_the_page_cache_is_shared_only_between_many(
     assert times * total <= sum(data for data, _ in counts) <= times * (total + 4096 * 20)
 
 
-def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Pool, tmp_path: Path) -> None:
+def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     counts = pool.run(3, save_and_load, path, [Shard(0)], {})
     metadata = sizes(path, "manifest") + sizes(path, "index-")
@@ -147,7 +147,7 @@ def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
     return counts
 
 
-def test_every_host_reads_once(pool: Pool, tmp_path: Path) -> None:
+def test_every_host_reads_once(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     hosts = ["a", "b", "a", "b", "c"]
     counts = pool.run(5, load_on_hosts, path, hosts)
@@ -192,7 +192,7 @@ def load_where_sharing_breaks(path: str, places: list[str]) -> dict[str, int]:
     return read
 
 
-def test_ranks_that_cannot_share_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_that_cannot_share_read_for_themselves(pool: Crew, tmp_path: Path) -> None:
     places = ["doorstep of all", "doorstep of rank 1", "memory", "handing over", "joining on rank 2"]
     results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places)
     total = 4 * torch.Size(SHAPES["large"]).numel()
@@ -231,7 +231,7 @@ def load_in_other_ways(path: str) -> dict[str, int]:
     return read
 
 
-def test_sharing_can_be_switched_off_and_works_in_a_subgroup(pool: Pool, tmp_path: Path) -> None:
+def test_sharing_can_be_switched_off_and_works_in_a_subgroup(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(3, load_in_other_ways, str(tmp_path / "step"))
     total = 4 * torch.Size(SHAPES["large"]).numel()
     assert all(result["off"] >= total and result["alone"] >= total for result in results)
@@ -258,7 +258,7 @@ def damaged_block(path: str) -> dict[str, Any]:
     return told
 
 
-def test_a_damaged_block_is_named_on_every_rank_though_one_has_read_it(pool: Pool, tmp_path: Path) -> None:
+def test_a_damaged_block_is_named_on_every_rank_though_one_has_read_it(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(3, damaged_block, str(tmp_path / "step"))
     assert [result["key"] for result in results] == ["large"] * 3
     assert all("is damaged in bytes" in result["message"] and "data-" in result["message"] for result in results)
@@ -314,7 +314,7 @@ def _link_of(descriptor: str) -> str:
         return ""
 
 
-def test_a_rank_that_raises_while_others_wait_for_it_fails_all_at_once(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_raises_while_others_wait_for_it_fails_all_at_once(pool: Crew, tmp_path: Path) -> None:
     results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"))
     for told in results:
         assert len(told) == 6
@@ -344,7 +344,7 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
     return len(shapes), reads[0]
 
 
-def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Crew, tmp_path: Path) -> None:
     (wanted, done), (_, begun) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"))
     assert 0 < done < wanted
     assert begun < wanted  # it reads ahead of what it asks its planner for
@@ -381,7 +381,7 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None] | 
 
 
 @pytest.mark.parametrize("how", ["killed", "stuck"])
-def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(pool: Pool, tmp_path: Path, how: str) -> None:
+def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(pool: Crew, tmp_path: Path, how: str) -> None:
     results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, dies={1})
     for rank in (0, 2):
         kind, message, lost = results[rank]
@@ -408,6 +408,6 @@ def load_and_measure(path: str) -> int:
     return int(peak.split()[1]) * 1024 - before
 
 
-def test_memory_beyond_the_target_is_bounded(pool: Pool, tmp_path: Path) -> None:
+def test_memory_beyond_the_target_is_bounded(pool: Crew, tmp_path: Path) -> None:
     grown = pool.run(4, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 256 * MIB

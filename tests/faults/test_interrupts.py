@@ -42,7 +42,7 @@ def nothing_left() -> Iterator[None]:
     assert gc.isenabled()
     assert torch.is_grad_enabled()
     assert set(threading.enumerate()) <= threads
-    assert open_descriptors() == descriptors
+    assert open_descriptors() <= descriptors
 
 
 def open_descriptors() -> int:
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_is_dropped_is_closed(tmp_path: Path) -> None:
             assert checkpoint["weight"][3] == 3.0
             assert len(os.listdir("/proc/self/fd")) > before
             del checkpoint
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(os.listdir("/proc/self/fd")) <= before
     finally:
         gc.enable()
 
