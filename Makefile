@@ -6,11 +6,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # What is typed and linted; a folder that is not there is left out.
-TYPED := $(wildcard src benchmarks examples torture)
-LINTED := $(wildcard src benchmarks examples integrations torture tests)
+TYPED := $(wildcard src benchmarks examples tools torture)
+LINTED := $(wildcard src benchmarks examples integrations tools torture tests)
 BENCH_OPTIONS ?=
 TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
+# More workers than cores: tests of several ranks wait a lot. Each file stays on one worker, which starts its ranks once;
+# files go out in the order of their folders, so that the long ones come first.
+PYTEST_WORKERS ?= 4
+PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations clean
@@ -44,8 +48,8 @@ types: $(STAMP) ## mypy --strict
 layers: $(STAMP) ## import-linter: imports point down only
 	$(BIN)/lint-imports
 
-unit: $(STAMP) ## pytest; PYTEST_OPTIONS='-k box -x' chooses
-	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+unit: $(STAMP) ## pytest; PYTEST_OPTIONS='-k box -x' chooses, PYTEST_WORKERS=0 runs them in one process
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) --durations=15 $(PYTEST_OPTIONS)
 
 bench: $(STAMP) ## all contestants side by side, torch's format and saves in the background; BENCH_OPTIONS=--quick: the first, a smoke run
 	@$(BIN)/python benchmarks/bench.py $(BENCH_OPTIONS)
@@ -71,4 +75,4 @@ test-integrations: ## accelerate, Lightning Fabric and torchtitan on native stor
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) $(INTEGRATIONS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

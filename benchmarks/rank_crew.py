@@ -7,22 +7,15 @@ a load brought is compared with what the seed says, outside the timed part. A ra
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import signal
+import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -32,8 +25,11 @@ from peak_memory import high_water_mark, reset_high_water_mark, resident
 from shards import local_parts, sharded_state, sharded_target
 from states import Shapes, State, clear, different_keys
 
-_HOST = "127.0.0.1"
-_GOODBYE_S = 30.0
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tools.crew import Crew, TaskFailed
+
+_LIMIT_S = 3600.0
 _WARM_UP: Shapes = {"warm.up": (64, 64)}
 
 
@@ -65,89 +61,38 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-class Crew:
+class RankCrew(Crew):
     """``ranks`` processes that hold the state of ``shapes`` between them; gone when the ``with`` block is left."""
 
     def __init__(self, ranks: int, shapes: Shapes) -> None:
-        # Served from here, so that there is no port to guess.
-        self._store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        self._processes: list[BaseProcess] = []
-        self._connections: list[Connection] = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, ranks, self._store.port, shapes), name=f"rank {rank}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
-        for rank, connection in enumerate(self._connections):
-            _answer(connection, f"rank {rank} of {ranks}", "starting")
+        super().__init__()
+        self._ranks = ranks
+        self._shapes = shapes
 
-    def run(self, job: Job) -> list[Outcome]:
-        """What every rank has to say of the job, by rank; exits with the failure of the first one that has one."""
+    def do(self, job: Job) -> list[Outcome]:
+        """What every rank has to say of the job, by rank; exits with what failed, if anything did."""
         what = f"{'saving' if job.is_save else 'loading'} with {job.contestant}"
-        for rank, connection in enumerate(self._connections):
-            try:
-                connection.send(job)
-            except BrokenPipeError:
-                raise SystemExit(f"rank {rank} died before {what}") from None
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(self._connections):
-            ready = wait([connection for rank, connection in enumerate(self._connections) if rank not in outcomes])
-            for rank, connection in enumerate(self._connections):
-                if connection in ready:
-                    outcomes[rank] = _answer(connection, f"rank {rank} of {len(self._connections)}", what)
-        return [outcomes[rank] for rank in range(len(self._connections))]
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            for connection in self._connections:
-                connection.send(None)
-            for process in self._processes:
-                process.join(_GOODBYE_S)
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+        try:
+            outcomes: list[Outcome] = self.run(self._ranks, do, self._shapes, job, timeout_s=_LIMIT_S)
+        except TaskFailed as failure:
+            raise SystemExit(f"{what}: {failure}") from None
+        for rank, outcome in enumerate(outcomes):
+            if wrong := outcome.wrong:
+                raise SystemExit(f"rank {rank}, {what}, got other bytes: {len(wrong)} keys, first {wrong[0]!r}")
+        return outcomes
 
 
-def _answer(connection: Connection, who: str, what: str) -> Outcome:
-    try:
-        answer: Outcome | str = connection.recv()
-    except (EOFError, ConnectionResetError):
-        raise SystemExit(f"{who} died while {what}") from None
-    if isinstance(answer, str):
-        raise SystemExit(f"{who} failed while {what}:\n{answer}")
-    if answer.wrong:
-        raise SystemExit(f"{who}, {what}, got other bytes: {len(answer.wrong)} keys, first {answer.wrong[0]!r}")
-    return answer
+_rank: _Rank | None = None
 
 
-def _serve(connection: Connection, rank: int, ranks: int, port: int, shapes: Shapes) -> None:
-    """The life of one rank: jobs until there are no more. Whoever started it decides what an interrupt means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def do(shapes: Shapes, job: Job) -> Outcome:
+    """Do the job as the rank that this process is."""
+    global _rank
+    if _rank is None:
+        ranks = torch.distributed.get_world_size()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-        store = TCPStore(_HOST, port, None, False, timedelta(seconds=60), wait_for_workers=False)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        work = _Rank(rank, ranks, shapes)
-        connection.send(Outcome(seconds=0.0, total=0, beyond=0))  # here, and ready
-        while (job := connection.recv()) is not None:
-            connection.send(work.do(job))
-        torch.distributed.destroy_process_group()
-    except EOFError:
-        return
-    except BaseException:
-        connection.send(traceback.format_exc())
+        _rank = _Rank(torch.distributed.get_rank(), ranks, shapes)
+    return _rank.do(job)
 
 
 class _Rank:

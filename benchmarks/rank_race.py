@@ -16,7 +16,7 @@ from contestants import HOLDFAST, RAW, TORCH_DCP, TORCH_DCP_4
 from disk import bytes_under, drop_caches, empty_folder, require_space
 from peak_memory import Peak
 from race import COLD, SAVE, Race
-from rank_crew import Crew, Job
+from rank_crew import Job, RankCrew
 from states import Shapes, byte_count
 
 RANKS = 2
@@ -54,7 +54,7 @@ def run_replica_race(
     say(f"{name}: {len(shapes)} tensors, {total / 1e9:.2f} GB on each of {OTHER_RANKS} ranks, {rounds} rounds")
     race = Race(state=name, tensors=len(shapes), total=total, rounds=rounds, phases=REPLICA_PHASES, ranks=OTHER_RANKS)
     places = [_place(short, OTHER_RANKS, folder) for short in field]
-    with Crew(OTHER_RANKS, shapes) as crew:
+    with RankCrew(OTHER_RANKS, shapes) as crew:
         _warm_up(crew, field, folder, OTHER_RANKS)
         for number in range(rounds):
             order = field if number % 2 == 0 else field[::-1]
@@ -69,7 +69,7 @@ def run_replica_race(
                         empty_folder(place)
                     else:
                         drop_caches(places)
-                    outcomes = crew.run(Job(contestant=short, is_save=phase == SAVE, folder=place, dim=None))
+                    outcomes = crew.do(Job(contestant=short, is_save=phase == SAVE, folder=place, dim=None))
                     seconds = max(outcome.seconds for outcome in outcomes)
                     contestant = RANK_CONTESTANTS[short]
                     race.seconds.setdefault(phase, {}).setdefault(contestant, []).append(seconds)
@@ -88,7 +88,7 @@ def _race(
     total = byte_count(shapes)
     say(f"{name}: {len(shapes)} tensors, {total / 1e9:.2f} GB on {RANKS} ranks, {rounds} rounds")
     race = Race(state=name, tensors=len(shapes), total=total, rounds=rounds, phases=RANK_PHASES, ranks=RANKS)
-    with Crew(RANKS, shapes) as crew:
+    with RankCrew(RANKS, shapes) as crew:
         _warm_up(crew, field, folder)
         for number in range(rounds):
             order = field if number % 2 == 0 else field[::-1]
@@ -105,9 +105,9 @@ def _measure_peaks(name: str, shapes: Shapes, *, folder: Path, say: Callable[[st
     empty_folder(_place("holdfast", RANKS, folder))
     peaks = []
     for phase in RANK_PHASES:
-        with Crew(RANKS, shapes) as crew:
+        with RankCrew(RANKS, shapes) as crew:
             drop_caches(_places(field, folder))
-            worst = max(crew.run(_job(phase, "holdfast", field, folder)), key=lambda outcome: outcome.beyond)
+            worst = max(crew.do(_job(phase, "holdfast", field, folder)), key=lambda outcome: outcome.beyond)
         peaks.append(Peak(state=name, operation=phase, total=worst.total, beyond=worst.beyond))
         say(f"  memory  {name}  {phase:26}  {worst.beyond / 2**20:6.0f} MiB beyond {worst.total / 1e9:.2f} GB")
     return peaks
@@ -117,27 +117,27 @@ def _write_on_other_ranks(shapes: Shapes, field: list[str], folder: Path) -> Non
     writers = [short for short in field if short != "raw"]
     if not writers:
         return
-    with Crew(OTHER_RANKS, shapes) as crew:
+    with RankCrew(OTHER_RANKS, shapes) as crew:
         for short in writers:
-            crew.run(Job(contestant=short, is_save=True, folder=empty_folder(_place(short, OTHER_RANKS, folder))))
+            crew.do(Job(contestant=short, is_save=True, folder=empty_folder(_place(short, OTHER_RANKS, folder))))
 
 
-def _warm_up(crew: Crew, field: list[str], folder: Path, ranks: int = RANKS) -> None:
+def _warm_up(crew: RankCrew, field: list[str], folder: Path, ranks: int = RANKS) -> None:
     """Let everyone do what is done once in a process, and once between ranks, before the first round."""
     for short in field:
         place = empty_folder(_place(short, ranks, folder))
         for is_save in (True, False):
-            crew.run(Job(contestant=short, is_save=is_save, folder=place, is_warm_up=True))
+            crew.do(Job(contestant=short, is_save=is_save, folder=place, is_warm_up=True))
 
 
-def _run_round(crew: Crew, order: list[str], folder: Path) -> Iterator[tuple[str, str, float]]:
+def _run_round(crew: RankCrew, order: list[str], folder: Path) -> Iterator[tuple[str, str, float]]:
     for phase in RANK_PHASES:
         for short in order:
             if phase == SAVE:
                 empty_folder(_place(short, RANKS, folder))
             else:
                 drop_caches(_places(order, folder))
-            yield phase, short, max(outcome.seconds for outcome in crew.run(_job(phase, short, order, folder)))
+            yield phase, short, max(outcome.seconds for outcome in crew.do(_job(phase, short, order, folder)))
 
 
 def _job(phase: str, short: str, field: list[str], folder: Path) -> Job:

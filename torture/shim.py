@@ -136,16 +136,11 @@ def built_shim() -> Path:
     return path
 
 
-def preloading() -> dict[str, str]:
-    """The environment of a process that has the shim loaded."""
-    return {**os.environ, "LD_PRELOAD": str(built_shim())}
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     if not hasattr(library, "torture_arm"):
-        raise RuntimeError("the shim is not loaded into this process; start it with preloading()")
+        raise RuntimeError("the shim is not loaded into this process; start it with LD_PRELOAD")
     library.torture_arm.argtypes = (
         ctypes.c_char_p,
         ctypes.c_uint32,

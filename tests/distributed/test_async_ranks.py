@@ -25,7 +25,7 @@ from holdfast.errors import BusyError, StorageError
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 TIMEOUT_S = 45.0
 
@@ -46,15 +46,15 @@ def save_four_times(path: str, stage: str, kind: AsyncCheckpointerType) -> list[
         handle = async_save(state, f"{path}/{number}", stage=stage, async_checkpointer_type=kind, prove=True)  # type: ignore[arg-type]
         handle.fence()
         handles.append(handle)
-    keys = [len(handle.result(TIMEOUT_S).state_dict_metadata) for handle in handles]
+    keys = [len(handle.result().state_dict_metadata) for handle in handles]
     release()
     return keys
 
 
 @pytest.mark.parametrize("stage", ["copy", "overlap"])
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_four_quick_saves_of_two_ranks_never_mix(pool: Pool, tmp_path: Path, stage: str, kind: Any) -> None:
-    assert pool.run(2, save_four_times, str(tmp_path), stage, kind, timeout_s=TIMEOUT_S) == [[3] * 4] * 2
+def test_four_quick_saves_of_two_ranks_never_mix(pool: Crew, tmp_path: Path, stage: str, kind: Any) -> None:
+    assert pool.run(2, save_four_times, str(tmp_path), stage, kind) == [[3] * 4] * 2
     for number in range(4):
         found = holdfast.load(tmp_path / str(number))
         assert found["weight"].unique().tolist() == [number]
@@ -68,13 +68,13 @@ def save_replicas(path: str) -> tuple[int, int]:
     state = {str(number): torch.full((250_000,), float(number)) for number in range(8)}
     held = prewarm(state)
     handle = async_save(state, path)
-    handle.result(TIMEOUT_S)
+    handle.result()
     staged = handle.bytes_total
     release()
     return held, staged
 
 
-def test_a_rank_copies_only_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_copies_only_what_it_writes(pool: Crew, tmp_path: Path) -> None:
     (held, staged), (other_held, other_staged) = pool.run(2, save_replicas, str(tmp_path / "checkpoint"))
     assert 8_000_000 <= staged + other_staged < 8_100_000
     assert 3_900_000 < staged < 4_100_000
@@ -112,15 +112,15 @@ def work_beside_a_save(path: str) -> bool:
         was_done = handle.done()
         allowed.set()
         holdfast.save({"own": torch.full((3,), float(rank))}, f"{path}/own{rank}", no_dist=True)
-        handle.result(TIMEOUT_S)
+        handle.result()
     finally:
         ImageFiles.write = write  # type: ignore[method-assign]
         release()
     return was_done
 
 
-def test_other_operations_go_on_beside_a_save(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, work_beside_a_save, str(tmp_path), timeout_s=TIMEOUT_S) == [False, False]
+def test_other_operations_go_on_beside_a_save(pool: Crew, tmp_path: Path) -> None:
+    assert pool.run(2, work_beside_a_save, str(tmp_path)) == [False, False]
     assert holdfast.load(tmp_path / "background")["a"].unique().tolist() == [4.0]
     assert holdfast.load(tmp_path / "own1")["own"].tolist() == [1.0] * 3
 
@@ -146,13 +146,13 @@ def fail_on_one(path: str) -> list[str]:
             said.append(str(error).partition("; ")[0])
     finally:
         ImageFiles.write = write  # type: ignore[method-assign]
-    async_save({"a": sharded(3.0)}, f"{path}/last").result(TIMEOUT_S)
+    async_save({"a": sharded(3.0)}, f"{path}/last").result()
     release()
     return said
 
 
-def test_a_failure_reaches_every_rank_and_the_next_save_of_all(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, fail_on_one, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_a_failure_reaches_every_rank_and_the_next_save_of_all(pool: Crew, tmp_path: Path) -> None:
+    first, second = pool.run(2, fail_on_one, str(tmp_path))
     assert second[0] == "StorageError"
     assert "no space" in first[0]
     assert "no space" in second[1]
@@ -172,7 +172,7 @@ def refuse_while_busy(path: str) -> str:
         except BusyError as error:
             said = str(error)
         allowed.set()
-        handle.result(TIMEOUT_S)
+        handle.result()
     finally:
         ImageFiles.write = write  # type: ignore[method-assign]
     TURNS.settle()
@@ -180,8 +180,8 @@ def refuse_while_busy(path: str) -> str:
     return said
 
 
-def test_a_busy_rank_makes_all_refuse(pool: Pool, tmp_path: Path) -> None:
-    said = pool.run(2, refuse_while_busy, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_a_busy_rank_makes_all_refuse(pool: Crew, tmp_path: Path) -> None:
+    said = pool.run(2, refuse_while_busy, str(tmp_path))
     assert all("save before this one is still" in each for each in said)
     assert not (tmp_path / "second").exists()
     assert holdfast.load(tmp_path / "first")["a"].unique().tolist() == [1.0]
@@ -214,13 +214,13 @@ def save_with_stagers(path: str) -> None:
             weight.to_local().fill_(-1)
             shard.fill_(-1)
             if turn:
-                handle.result(TIMEOUT_S)
+                handle.result()
         if stager is not None:
             stager.close()
 
 
-def test_stagers_copy_what_each_rank_has(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_with_stagers, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_stagers_copy_what_each_rank_has(pool: Crew, tmp_path: Path) -> None:
+    pool.run(2, save_with_stagers, str(tmp_path))
     for number in range(5):
         found = holdfast.load(tmp_path / str(number))
         assert found["weight"].unique().tolist() == [number]
@@ -253,7 +253,7 @@ def save_apart(path: str) -> list[str]:
         handle = async_save({"weight": weight, "step": rank}, storage_writer=writer, use_collectives=False)
         handle.wait_staged(TIMEOUT_S)
         weight.to_local().fill_(-1)
-        metadata = handle.result(TIMEOUT_S)
+        metadata = handle.result()
         assert set(metadata.state_dict_metadata) == {"weight", "step"}
         target = {"weight": sharded(5.0, rows=7), "step": None}
         reader: Any = dcp.FileSystemReader(f"{path}/{name}")
@@ -265,13 +265,13 @@ def save_apart(path: str) -> list[str]:
         planner = CannotPlan() if place == "fails" else None
         writer = holdfast.FileSystemWriter(f"{path}/fails") if place == "fails" else holdfast.NativeWriter(path)
         with pytest.raises(holdfast.CheckpointError) as caught:
-            async_save({"step": rank}, storage_writer=writer, planner=planner, use_collectives=False).result(TIMEOUT_S)
+            async_save({"step": rank}, storage_writer=writer, planner=planner, use_collectives=False).result()
         told.append(str(caught.value))
     return told
 
 
-def test_ranks_save_apart_from_each_other(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, save_apart, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_ranks_save_apart_from_each_other(pool: Crew, tmp_path: Path) -> None:
+    first, second = pool.run(2, save_apart, str(tmp_path))
     for name in ("ours", "unstaged", "torchs"):
         names = sorted(each.name for each in (tmp_path / name).iterdir())
         assert names == ["__0.metadata", "__0_0.distcp", "__1.metadata", "__1_0.distcp"]

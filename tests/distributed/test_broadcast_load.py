@@ -16,9 +16,7 @@ from holdfast.errors import CheckpointError, MismatchError
 from holdfast.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 45.0
+    from tools.crew import Crew
 
 
 def truth() -> dict[str, Any]:
@@ -67,9 +65,9 @@ def load_sharded(path: str, coordinator: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("coordinator", [0, 1])
-def test_every_rank_gets_its_part(pool: Pool, tmp_path: Path, coordinator: int) -> None:
+def test_every_rank_gets_its_part(pool: Crew, tmp_path: Path, coordinator: int) -> None:
     torch.save(truth(), tmp_path / "a.pt")
-    for rank, found in enumerate(pool.run(2, load_sharded, str(tmp_path / "a.pt"), coordinator, timeout_s=TIMEOUT_S)):
+    for rank, found in enumerate(pool.run(2, load_sharded, str(tmp_path / "a.pt"), coordinator)):
         assert torch.equal(found["weight"], truth()["model"]["weight"])
         assert found["local"] == (3, 2)[rank]
         assert torch.equal(found["bias"], truth()["model"]["bias"])
@@ -109,10 +107,10 @@ def load_wrongly(path: str, wrong: str) -> tuple[str, str, float]:
     ],
 )
 def test_what_does_not_fit_is_told_to_all_before_anything_is_touched(
-    pool: Pool, tmp_path: Path, wrong: str, kind: str, told: str
+    pool: Crew, tmp_path: Path, wrong: str, kind: str, told: str
 ) -> None:
     torch.save(truth(), tmp_path / "a.pt")
-    for name, message, count in pool.run(2, load_wrongly, str(tmp_path / "a.pt"), wrong, timeout_s=TIMEOUT_S):
+    for name, message, count in pool.run(2, load_wrongly, str(tmp_path / "a.pt"), wrong):
         assert (name, count) == (kind, 0)
         assert told in message
 
@@ -131,9 +129,9 @@ def load_in_subgroup(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_subgroup_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_subgroup_is_refused(pool: Crew, tmp_path: Path) -> None:
     torch.save(truth(), tmp_path / "a.pt")
-    for message in pool.run(3, load_in_subgroup, str(tmp_path / "a.pt"), timeout_s=TIMEOUT_S)[:2]:
+    for message in pool.run(3, load_in_subgroup, str(tmp_path / "a.pt"))[:2]:
         assert "all ranks of the default process group" in message
 
 

@@ -1,6 +1,6 @@
 """Real processes over real connections: payloads, subgroups, failures, death, stops, and nothing left behind.
 
-Limits are small where a test waits for them to pass; what is asserted about time is asserted with the limits in it.
+Limits are small where a test waits for them to pass. Everywhere else there is none, so whoever waits for it hangs.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import math
 import os
 import random
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,21 +27,21 @@ from holdfast._values.deadline import Patience
 from holdfast.errors import CheckpointError, RankLostError, StorageError
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-QUICK = Patience(beat_s=0.1, progress_s=1.5, settle_s=0.1, farewell_s=0.5)
-PATIENT = Patience()
+QUICK = Patience(beat_s=0.1, progress_s=4.0, settle_s=0.1, farewell_s=0.5)
+ENDLESS = Patience(progress_s=math.inf)
 
 
 def together(
-    group: dist.ProcessGroup | None = None, patience: Patience = PATIENT, coordinator: int = 0
+    group: dist.ProcessGroup | None = None, patience: Patience = ENDLESS, coordinator: int = 0
 ) -> ChannelRanks:
     return ChannelRanks(
         connect(group, coordinator=coordinator), encode=encode_message, decode=decode_message, patience=patience
     )
 
 
-def told(error: CheckpointError, started: float = 0.0) -> dict[str, Any]:
+def told(error: CheckpointError) -> dict[str, Any]:
     """What a test asserts of an error, as plain values."""
     return {
         "type": type(error).__name__,
@@ -51,7 +51,6 @@ def told(error: CheckpointError, started: float = 0.0) -> dict[str, Any]:
         "tracebacks": error.tracebacks,
         "rank": getattr(error, "rank", None),
         "phase": getattr(error, "phase", None),
-        "seconds": time.monotonic() - started,
     }
 
 
@@ -128,47 +127,44 @@ def fail(kind: str, failing: list[int], where: str) -> Any:
         return sum(parts)
 
     sum_over()
-    started = time.monotonic()
     found = None
     try:
         with together() as ranks:
             ranks.share("writing", local, merge)
     except CheckpointError as error:
-        found = told(error, started)
+        found = told(error)
     total = torch.ones(1)
     dist.all_reduce(total)
     return found, float(total), sum_over()
 
 
 def signal_self(rank: int, which: int, coordinator: int) -> Any:
-    """One rank kills or stops itself in its second phase; what the others raise, and how soon."""
+    """One rank kills or stops itself in its second phase; what the others raise."""
     sum_over()
-    started = time.monotonic()
 
     def local() -> None:
         if dist.get_rank() == rank:
             os.kill(os.getpid(), which)
 
     try:
-        with together(patience=QUICK, coordinator=coordinator) as ranks:
+        with together(patience=QUICK if which == signal.SIGSTOP else ENDLESS, coordinator=coordinator) as ranks:
             ranks.share("planning", lambda: None, lambda parts: None)
             ranks.share("writing", local, lambda parts: None)
     except CheckpointError as error:
-        return told(error, started)
+        return told(error)
 
 
 def hold_the_interpreter(rank: int, seconds: int) -> Any:
     """One rank does not let go of the interpreter's lock, as an extension may, and is waited for."""
     sum_over()
     hold = ctypes.PyDLL(None).sleep  # unlike CDLL, it does not release the lock
-    with together(patience=Patience(beat_s=0.1, progress_s=60.0)) as ranks:
+    with together(patience=Patience(beat_s=0.1, progress_s=math.inf)) as ranks:
         return ranks.share("writing", lambda: hold(seconds if dist.get_rank() == rank else 0), len)
 
 
 def fork_and_die(rank: int) -> Any:
     """A rank forks, and is killed; its child lives on with what it inherited."""
     sum_over()
-    started = time.monotonic()
     reading, writing = os.pipe()
 
     def local() -> None:
@@ -183,7 +179,7 @@ def fork_and_die(rank: int) -> Any:
         with together() as ranks:
             ranks.share("writing", local, lambda parts: None)
     except CheckpointError as error:
-        return told(error, started)
+        return told(error)
 
 
 def stop_and_continue(stopped: int) -> Any:
@@ -232,10 +228,10 @@ def after_the_coordinator_died() -> Any:
 
 def slow_but_alive() -> int:
     def local() -> int:
-        for step in range(30 if dist.get_rank() == 1 else 0):
+        for step in range(10 if dist.get_rank() == 1 else 0):
             ranks.progress(step)
             ranks.check()
-            threading.Event().wait(0.1)  # the work that takes its time
+            threading.Event().wait(0.5)  # the work that takes its time
         return 1
 
     sum_over()
@@ -244,20 +240,20 @@ def slow_but_alive() -> int:
 
 
 def hang_beating() -> Any:
-    released = threading.Event()
+    store = dist.distributed_c10d._get_default_store()
 
     def local() -> None:
         if dist.get_rank() == 1:
             ranks.progress(1_000_000)
-            released.wait(2.5)
+            store.wait(["given up"])
 
     sum_over()
-    started = time.monotonic()
     try:
         with together(patience=QUICK) as ranks:
             ranks.share("writing the checkpoint", local, lambda parts: None)
     except CheckpointError as error:
-        return told(error, started), sum_over()
+        store.set("given up", "")
+        return told(error), sum_over()
 
 
 def many_operations(count: int) -> tuple[Any, Any]:
@@ -271,7 +267,7 @@ def many_operations(count: int) -> tuple[Any, Any]:
 
     def operate(number: int) -> None:
         try:
-            with together(patience=Patience(settle_s=0.01)) as ranks:
+            with together(patience=Patience(settle_s=0.01, progress_s=math.inf)) as ranks:
                 payload = b"x" * (100_000 if number % 5 else 5_000_000)
                 ranks.scatter("planning", lambda: payload, lambda parts: parts)
                 ranks.share("writing", lambda: 1 // ((number % 10) or (dist.get_rank() - 1)), sum)
@@ -313,7 +309,7 @@ def keys_at_the_rendezvous() -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-def test_parts_and_wholes_go_where_they_belong(pool: Pool, world: int) -> None:
+def test_parts_and_wholes_go_where_they_belong(pool: Crew, world: int) -> None:
     everyone = list(range(world))
     assert pool.run(world, both_phases) == [
         (world, (10 * rank, everyone), [10 * one for one in everyone[::-1]]) for rank in everyone
@@ -321,18 +317,18 @@ def test_parts_and_wholes_go_where_they_belong(pool: Pool, world: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, (4 << 20) - 1, 50_000_000])
-def test_payloads_of_any_size_arrive_as_they_are(pool: Pool, size: int) -> None:
+def test_payloads_of_any_size_arrive_as_they_are(pool: Crew, size: int) -> None:
     world = 3
     digests = [hashlib.sha256(random.Random(rank).randbytes(size)).hexdigest() for rank in range(world)]
     assert pool.run(world, large_payloads, size) == [[*digests[1:], digests[0]]] * world
 
 
-def test_subgroups_have_channels_of_their_own(pool: Pool) -> None:
+def test_subgroups_have_channels_of_their_own(pool: Crew) -> None:
     found = pool.run(4, in_subgroups)
     assert found == [(True, [0, 2] if rank % 2 == 0 else [1, 3], True, 1, 6) for rank in range(4)]
 
 
-def test_a_subgroup_names_ranks_as_the_job_does(pool: Pool) -> None:
+def test_a_subgroup_names_ranks_as_the_job_does(pool: Crew) -> None:
     nobody, *found = pool.run(3, failure_in_subgroup)
     assert nobody is None
     for error in found:
@@ -349,7 +345,7 @@ def test_a_subgroup_names_ranks_as_the_job_does(pool: Pool) -> None:
     ],
 )
 def test_a_failing_rank_fails_all_with_its_class(
-    pool: Pool, kind: str, type_name: str, message: str, arrives_as: str
+    pool: Crew, kind: str, type_name: str, message: str, arrives_as: str
 ) -> None:
     found = pool.run(4, fail, kind, [1, 3], "local")
     for rank, (error, total, again) in enumerate(found):
@@ -358,29 +354,26 @@ def test_a_failing_rank_fails_all_with_its_class(
         assert error["failures"] == own
         assert error["cause"] == own.get(rank, "NoneType")
         assert "in local" in error["tracebacks"][1]
-        assert error["seconds"] < 2
         assert (total, again) == (4.0, 6)
 
 
-def test_a_failing_merge_fails_all(pool: Pool) -> None:
+def test_a_failing_merge_fails_all(pool: Crew) -> None:
     for error, total, again in pool.run(3, fail, "storage", [], "merge"):
         assert (error["type"], error["message"]) == ("StorageError", "rank 0: no space; free some")
         assert error["failures"] == {0: "StorageError"}
-        assert error["seconds"] < 2
         assert (total, again) == (3.0, 3)
 
 
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(("lost", "coordinator"), [(2, 0), (0, 0), (1, 1), (0, 1)])
-def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost: int, coordinator: int) -> None:
-    found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost], timeout_s=30)
+def test_a_rank_that_dies_or_stops_is_named(pool: Crew, which: int, lost: int, coordinator: int) -> None:
+    found = pool.run(3, signal_self, lost, int(which), coordinator, dies=[lost])
     survivors = [error for rank, error in enumerate(found) if rank != lost]
     for error in survivors:
         assert error["type"] == "RankLostError"
         assert error["rank"] == lost
         assert error["message"].startswith(f"rank {lost} ")
         assert list(error["failures"]) == [lost]
-        assert error["seconds"] < QUICK.progress_s + 5
     # Survivors of the coordinator speak for themselves, and may not have come to the next phase yet.
     phases = {error["phase"] for error in survivors}
     assert phases <= ({"writing"} if lost != coordinator else {"planning", "writing"})
@@ -388,58 +381,57 @@ def test_a_rank_that_dies_or_stops_is_named_in_time(pool: Pool, which: int, lost
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_a_rank_that_holds_the_interpreters_lock_is_not_dead(pool: Pool, busy: int) -> None:
+def test_a_rank_that_holds_the_interpreters_lock_is_not_dead(pool: Crew, busy: int) -> None:
     assert pool.run(2, hold_the_interpreter, busy, 3) == [2, 2]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_is_known_although_a_child_of_it_lives(pool: Pool, lost: int) -> None:
-    found = pool.run(2, fork_and_die, lost, dies=[lost], timeout_s=30)
+def test_a_killed_rank_is_known_although_a_child_of_it_lives(pool: Crew, lost: int) -> None:
+    found = pool.run(2, fork_and_die, lost, dies=[lost])
     assert found[1 - lost]["message"].startswith(f"rank {lost} is gone: ")
-    assert found[1 - lost]["seconds"] < 20
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_was_stopped_and_goes_on_hears_of_it_and_joins_the_next(pool: Pool, stopped: int) -> None:
-    for error, again in pool.run(3, stop_and_continue, stopped, timeout_s=30):
+def test_a_rank_that_was_stopped_and_goes_on_hears_of_it_and_joins_the_next(pool: Crew, stopped: int) -> None:
+    for error, again in pool.run(3, stop_and_continue, stopped):
         assert error["type"] == "RankLostError"
         assert error["rank"] == stopped
         assert again == 3
 
 
-def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool: Pool) -> None:
-    nobody, *found = pool.run(3, after_the_coordinator_died, dies=[0], timeout_s=40)
+def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool: Crew) -> None:
+    nobody, *found = pool.run(3, after_the_coordinator_died, dies=[0])
     assert nobody is None
     for lost, again, total in found:
         assert (lost["rank"], again["rank"], total) == (0, 0, 1)
         assert again["message"].startswith("rank 0 cannot be reached ")
 
 
-def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Pool) -> None:
+def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Crew) -> None:
     assert pool.run(2, slow_but_alive) == [2, 2]
 
 
-def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: Pool) -> None:
+def test_a_rank_that_beats_without_progress_is_named_with_phase_and_bytes(pool: Crew) -> None:
     for error, again in pool.run(2, hang_beating):
         assert error["type"] == "RankLostError"
         assert error["message"].startswith(
-            "rank 1 made no progress for 1.5 s in 'writing the checkpoint' (1,000,000 bytes done)"
+            "rank 1 made no progress for 4 s in 'writing the checkpoint' (1,000,000 bytes done)"
         )
         assert again == 1
 
 
-def test_operations_leave_no_thread_or_socket_behind(pool: Pool) -> None:
-    for before, after in pool.run(3, many_operations, 50, timeout_s=60):
+def test_operations_leave_no_thread_or_socket_behind(pool: Crew) -> None:
+    for before, after in pool.run(3, many_operations, 50):
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
-def test_a_group_without_a_store_meets_by_one_broadcast(pool: Pool) -> None:
+def test_a_group_without_a_store_meets_by_one_broadcast(pool: Crew) -> None:
     assert pool.run(2, without_a_store) == [(1, 1)] * 2
 
 
-def test_the_last_word_of_a_coordinator_that_ends_arrives_whole(pool: Pool) -> None:
+def test_the_last_word_of_a_coordinator_that_ends_arrives_whole(pool: Crew) -> None:
     assert pool.run(3, leave_at_once, 30_000_000, dies=[0]) == [None, 30_000_000, 30_000_000]
 
 
-def test_the_rendezvous_leaves_no_keys(pool: Pool) -> None:
+def test_the_rendezvous_leaves_no_keys(pool: Crew) -> None:
     assert pool.run(3, keys_at_the_rendezvous) == [[], [], []]

@@ -14,9 +14,7 @@ from holdfast import MetadataIndex, utils
 from holdfast.errors import CheckpointError, CorruptError, RankDisagreementError
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 45.0
+    from tools.crew import Crew
 
 
 class CannotPickle(ValueError):
@@ -49,9 +47,9 @@ def use_everything(coordinator: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "coordinator"), [(2, 0), (3, 2)])
-def test_results_arrive_where_they_should(pool: Pool, world: int, coordinator: int) -> None:
+def test_results_arrive_where_they_should(pool: Crew, world: int, coordinator: int) -> None:
     total = sum(range(world))
-    for rank, found in enumerate(pool.run(world, use_everything, coordinator, timeout_s=TIMEOUT_S)):
+    for rank, found in enumerate(pool.run(world, use_everything, coordinator)):
         assert found == {
             "is_coordinator": rank == coordinator,
             "broadcast_object": f"of {coordinator}",
@@ -83,9 +81,9 @@ def use_subgroups() -> tuple[int, int, Any, Any]:
     return wrapper.global_coordinator_rank, wrapper.get_rank(), shared, None
 
 
-def test_a_subgroup_works_alone_and_its_failures_stay_in_it(pool: Pool) -> None:
+def test_a_subgroup_works_alone_and_its_failures_stay_in_it(pool: Crew) -> None:
     failed = {1: "ZeroDivisionError('integer division or modulo by zero')"}
-    assert pool.run(4, use_subgroups, timeout_s=TIMEOUT_S) == [
+    assert pool.run(4, use_subgroups) == [
         (2, 0, [0, 2], None),
         (3, 0, [1, 3], failed),
         (2, 1, [0, 2], None),
@@ -142,10 +140,10 @@ STEPS = ["reduce_scatter", "all_reduce", "all_gather", "broadcast"]
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", ["plain", "own", "cannot pickle", "cannot unpickle"])
-def test_a_failure_on_one_rank_is_raised_on_all(pool: Pool, step: str, kind: str) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(pool: Crew, step: str, kind: str) -> None:
     culprit = 0 if step == "broadcast" else 1
     text = str(_error(kind, culprit))
-    for rank, seen in enumerate(pool.run(2, fail_in, step, kind, [culprit], "map", timeout_s=TIMEOUT_S)):
+    for rank, seen in enumerate(pool.run(2, fail_in, step, kind, [culprit], "map")):
         assert list(seen["failures"]) == [culprit]
         assert text in seen["failures"][culprit]
         assert seen["traced"] == [culprit]
@@ -161,8 +159,8 @@ def test_a_failure_on_one_rank_is_raised_on_all(pool: Pool, step: str, kind: str
         assert seen["after"] == [0, 1]
 
 
-def test_all_failures_are_told_and_the_lowest_rank_names_the_class(pool: Pool) -> None:
-    for seen in pool.run(3, fail_in, "all_reduce", "plain", [1, 2], "map", timeout_s=TIMEOUT_S):
+def test_all_failures_are_told_and_the_lowest_rank_names_the_class(pool: Crew) -> None:
+    for seen in pool.run(3, fail_in, "all_reduce", "plain", [1, 2], "map"):
         assert seen["failures"] == {1: "no, says 1", 2: "no, says 2"}
         assert seen["message"] == "rank 1: making it failed: ValueError: no, says 1"
         assert seen["after"] == [0, 1, 2]
@@ -170,17 +168,17 @@ def test_all_failures_are_told_and_the_lowest_rank_names_the_class(pool: Pool) -
 
 @pytest.mark.parametrize("step", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("kind", ["plain", "cannot pickle"])
-def test_a_failure_of_the_coordinators_reduction_is_raised_on_all(pool: Pool, step: str, kind: str) -> None:
-    for seen in pool.run(2, fail_in, step, kind, [], "reduce", timeout_s=TIMEOUT_S):
+def test_a_failure_of_the_coordinators_reduction_is_raised_on_all(pool: Crew, step: str, kind: str) -> None:
+    for seen in pool.run(2, fail_in, step, kind, [], "reduce"):
         assert list(seen["failures"]) == [0]
         assert "no, says 0" in seen["message"]
         assert seen["after"] == [0, 1]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_interrupt_leaves_its_rank_as_it_is_and_is_told_to_the_others(pool: Pool, step: str) -> None:
+def test_an_interrupt_leaves_its_rank_as_it_is_and_is_told_to_the_others(pool: Crew, step: str) -> None:
     culprit = 0 if step == "broadcast" else 1
-    seen = pool.run(2, fail_in, step, "interrupt", [culprit], "map", timeout_s=TIMEOUT_S)
+    seen = pool.run(2, fail_in, step, "interrupt", [culprit], "map")
     assert seen[culprit] == {"interrupted": True, "after": [0, 1]}
     assert seen[1 - culprit]["message"] == f"rank {culprit}: making it failed: KeyboardInterrupt: "
     assert seen[1 - culprit]["after"] == [0, 1]
@@ -202,8 +200,8 @@ def give_what_cannot_travel() -> list[str]:
     return messages
 
 
-def test_a_value_that_cannot_be_pickled_is_a_failure_and_no_hang(pool: Pool) -> None:
-    for messages in pool.run(2, give_what_cannot_travel, timeout_s=TIMEOUT_S):
+def test_a_value_that_cannot_be_pickled_is_a_failure_and_no_hang(pool: Crew) -> None:
+    for messages in pool.run(2, give_what_cannot_travel):
         assert len(messages) == 3
         assert messages[0].startswith("rank 1: giving failed: ")
         assert messages[1].startswith("rank 0: giving failed: ")
@@ -219,8 +217,8 @@ def compare_keys() -> tuple[list[str], str, dict[int, str]]:
     return sorted(utils._all_gather_keys(mine)), str(caught.value), caught.value.said
 
 
-def test_keys_are_gathered_and_compared_on_every_rank(pool: Pool) -> None:
-    for keys, message, said in pool.run(2, compare_keys, timeout_s=TIMEOUT_S):
+def test_keys_are_gathered_and_compared_on_every_rank(pool: Crew) -> None:
+    for keys, message, said in pool.run(2, compare_keys):
         assert keys == ["common", "own-1"]
         assert message == "rank 0 has no 'own-1', which other ranks have; give every rank the same keys"
         assert said == {0: "lacks ['own-1']"}
@@ -238,5 +236,5 @@ def find_shards() -> list[float]:
     return found.flatten().tolist()
 
 
-def test_the_local_piece_of_a_sharded_tensor_is_found_by_its_offset(pool: Pool) -> None:
-    assert pool.run(2, find_shards, timeout_s=TIMEOUT_S) == [[0.0, 1.0], [2.0, 3.0]]
+def test_the_local_piece_of_a_sharded_tensor_is_found_by_its_offset(pool: Crew) -> None:
+    assert pool.run(2, find_shards) == [[0.0, 1.0], [2.0, 3.0]]

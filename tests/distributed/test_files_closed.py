@@ -12,9 +12,7 @@ import holdfast
 from holdfast._native.sweep import sweep
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 45.0
+    from tools.crew import Crew
 
 
 def saving_twice(path: str) -> list[str]:
@@ -29,7 +27,7 @@ def _is_open(number: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{number}")
 
 
-def test_no_rank_keeps_a_data_file_open(pool: Pool, tmp_path: os.PathLike[str]) -> None:
+def test_no_rank_keeps_a_data_file_open(pool: Crew, tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "checkpoint")
-    assert pool.run(2, saving_twice, path, timeout_s=TIMEOUT_S) == [[], []]
+    assert pool.run(2, saving_twice, path) == [[], []]
     assert sweep(path).leftovers == ()

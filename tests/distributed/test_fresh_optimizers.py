@@ -28,9 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 90.0
 BATCH = 12
 TOLERANCE = 1e-3  # Muon computes in bfloat16
 
@@ -231,32 +230,30 @@ def compare(found: list[dict[str, list[float]]], expected: dict[str, list[float]
             assert values == (expected[name] if exactly else pytest.approx(expected[name], abs=TOLERANCE)), name
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("setup", [FSDP_1, FSDP_2, DDP_2])
-def test_every_optimizer_goes_on_as_it_would_have(pool: Pool, tmp_path: Path, setup: Setup) -> None:
-    expected = pool.run(setup.world, train_and_save, setup, str(tmp_path), ALL, timeout_s=TIMEOUT_S)
-    found = pool.run(setup.world, load_and_train, setup, str(tmp_path), ALL, timeout_s=TIMEOUT_S)
+def test_every_optimizer_goes_on_as_it_would_have(pool: Crew, tmp_path: Path, setup: Setup) -> None:
+    expected = pool.run(setup.world, train_and_save, setup, str(tmp_path), ALL)
+    found = pool.run(setup.world, load_and_train, setup, str(tmp_path), ALL)
     compare(found, expected[0], exactly=True)
     other = FSDP_2 if setup is DDP_2 else FSDP_4 if setup is FSDP_2 else PLAIN
-    found = pool.run(other.world, load_and_train, other, str(tmp_path), ALL, timeout_s=TIMEOUT_S)
+    found = pool.run(other.world, load_and_train, other, str(tmp_path), ALL)
     compare(found, expected[0], exactly=False)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("saver", [PLAIN, DDP_2, FSDP_1, FSDP_2, FSDP_4, HSDP, FSDP_TP])
-def test_from_every_layout_into_every_layout(pool: Pool, tmp_path: Path, saver: Setup) -> None:
-    expected = pool.run(saver.world, train_and_save, saver, str(tmp_path), ["adamw"], timeout_s=TIMEOUT_S)
+def test_from_every_layout_into_every_layout(pool: Crew, tmp_path: Path, saver: Setup) -> None:
+    expected = pool.run(saver.world, train_and_save, saver, str(tmp_path), ["adamw"])
     for loader in (PLAIN, DDP_2, FSDP_1, FSDP_2, FSDP_4, HSDP, FSDP_TP):
-        found = pool.run(loader.world, load_and_train, loader, str(tmp_path), ["adamw"], timeout_s=TIMEOUT_S)
+        found = pool.run(loader.world, load_and_train, loader, str(tmp_path), ["adamw"])
         compare(found, expected[0], exactly=loader == saver)
 
 
 @pytest.mark.parametrize("writer", ["torch", "dcp"])
-def test_from_torchs_format(pool: Pool, tmp_path: Path, writer: str) -> None:
+def test_from_torchs_format(pool: Crew, tmp_path: Path, writer: str) -> None:
     names = ["adamw", "factored", "groups", "two"]
-    expected = pool.run(2, train_and_save, FSDP_2, str(tmp_path), names, writer, timeout_s=TIMEOUT_S)
+    expected = pool.run(2, train_and_save, FSDP_2, str(tmp_path), names, writer)
     for loader in (FSDP_2, PLAIN):
-        found = pool.run(loader.world, load_and_train, loader, str(tmp_path), names, timeout_s=TIMEOUT_S)
+        found = pool.run(loader.world, load_and_train, loader, str(tmp_path), names)
         compare(found, expected[0], exactly=loader is FSDP_2)
 
 
@@ -281,9 +278,9 @@ def save_names(folder: str) -> None:
         holdfast.save({**state, "named": get_optimizer_state_dict(model, optimizer)}, f"{folder}/adamw")
 
 
-def test_what_nobody_can_place_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_names, str(tmp_path), timeout_s=TIMEOUT_S)
-    for said in pool.run(2, load_dicts, str(tmp_path), timeout_s=TIMEOUT_S):
+def test_what_nobody_can_place_is_refused(pool: Crew, tmp_path: Path) -> None:
+    pool.run(2, save_names, str(tmp_path))
+    for said in pool.run(2, load_dicts, str(tmp_path)):
         (key, message), (named, other) = said
         assert key == "optimizer 0.state"
         assert "put the optimizer itself into the target" in message
@@ -330,9 +327,9 @@ def load_late(path: str) -> tuple[int, int]:
         return report.bytes_read, everything.bytes_read
 
 
-def test_each_rank_reads_its_shard_alone(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_late, str(tmp_path / "late"), timeout_s=TIMEOUT_S)
-    (first, little), (second, all_of_it) = pool.run(2, load_late, str(tmp_path / "late"), timeout_s=TIMEOUT_S)
+def test_each_rank_reads_its_shard_alone(pool: Crew, tmp_path: Path) -> None:
+    pool.run(2, save_late, str(tmp_path / "late"))
+    (first, little), (second, all_of_it) = pool.run(2, load_late, str(tmp_path / "late"))
     half = 4 * ((1 << 20) + (1 << 10)) // 2
     assert half < first == second < half + (1 << 17)
     assert little < 1 << 17

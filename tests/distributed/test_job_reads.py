@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,9 +35,8 @@ from holdfast._ranks import meeting as network
 from holdfast._ranks.rendezvous import participants
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 90.0
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing; and many small ones.
 SHAPES = {"large": (1536, 1031), "wide": (8, 300_001), "small": (13, 5), "empty": (0, 4)}
@@ -137,10 +136,8 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Pool, tmp_path: Path, verify: bool) -> None:
-    counts = pool.run(
-        4, save_and_load, str(tmp_path / "step"), 1, "replicated", {"verify": verify}, timeout_s=TIMEOUT_S
-    )
+def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Crew, tmp_path: Path, verify: bool) -> None:
+    counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "replicated", {"verify": verify})
     read, sent = ([each[column] for each in counts] for column in (0, 1))
     assert STORED <= sum(read) <= STORED + PAGES
     assert max(read) - min(read) <= shared_fetch._SLOT_BYTES, "nobody reads much more than others"
@@ -149,17 +146,17 @@ def test_a_replicated_state_is_read_once_by_four_hosts_in_equal_parts(pool: Pool
 
 @pytest.mark.parametrize(("layout", "world", "size"), [("replicated", 5, 2), ("hybrid", 6, 2), ("hybrid", 8, 2)])
 def test_hosts_of_several_ranks_read_once_together(
-    pool: Pool, tmp_path: Path, layout: str, world: int, size: int
+    pool: Crew, tmp_path: Path, layout: str, world: int, size: int
 ) -> None:
     options = {} if world // size >= 4 else {"least": 2}
-    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, layout, options, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, layout, options)
     assert STORED <= sum(read for read, _ in counts) <= STORED + 2 * PAGES
     leaders = set(range(0, world, size))
     assert {rank for rank, (_, sent) in enumerate(counts) if sent > MIB} == leaders
 
 
-def test_shards_that_no_other_host_wants_are_not_sent(pool: Pool, tmp_path: Path) -> None:
-    counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "sharded", {}, timeout_s=TIMEOUT_S)
+def test_shards_that_no_other_host_wants_are_not_sent(pool: Crew, tmp_path: Path) -> None:
+    counts = pool.run(4, save_and_load, str(tmp_path / "step"), 1, "sharded", {})
     assert sum(read for read, _ in counts) <= STORED + PAGES
     assert sum(sent for _, sent in counts) < 10_000, "only wishes"
 
@@ -176,9 +173,9 @@ def test_shards_that_no_other_host_wants_are_not_sent(pool: Pool, tmp_path: Path
     ],
 )
 def test_otherwise_each_host_reads_for_itself(
-    pool: Pool, tmp_path: Path, world: int, size: int, options: dict[str, Any], times: int
+    pool: Crew, tmp_path: Path, world: int, size: int, options: dict[str, Any], times: int
 ) -> None:
-    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, "replicated", options, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, str(tmp_path / "step"), size, "replicated", options)
     assert times * STORED <= sum(read for read, _ in counts) <= times * (STORED + PAGES)
     assert sum(sent for _, sent in counts) < 10_000
 
@@ -216,8 +213,8 @@ def load_with_strangers(path: str) -> tuple[int, list[str]]:
     return report.bytes_read, fates
 
 
-def test_strangers_are_left_standing(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, load_with_strangers, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_strangers_are_left_standing(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(4, load_with_strangers, str(tmp_path / "step"))
     stored = 4 * torch.Size(SHAPES["large"]).numel()
     assert stored <= sum(read for read, _ in results) <= stored + PAGES, "and the hosts share all the same"
     assert [len(fates) for _, fates in results] == [0, 4, 0, 0]
@@ -248,9 +245,9 @@ def load_where_connecting_breaks(path: str, places: list[str]) -> list[int]:
     return read
 
 
-def test_hosts_that_cannot_connect_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
+def test_hosts_that_cannot_connect_read_for_themselves(pool: Crew, tmp_path: Path) -> None:
     places = ["listening", "connecting", "answering", "sharing memory"]
-    results = pool.run(4, load_where_connecting_breaks, str(tmp_path / "step"), places, timeout_s=TIMEOUT_S)
+    results = pool.run(4, load_where_connecting_breaks, str(tmp_path / "step"), places)
     stored = 4 * torch.Size(SHAPES["large"]).numel()
     for number, where in enumerate(places):
         assert all(result[number] >= stored for result in results), where
@@ -259,14 +256,13 @@ def test_hosts_that_cannot_connect_read_for_themselves(pool: Pool, tmp_path: Pat
 # What happens when something goes wrong in the middle.
 
 
-def told(error: CheckpointError, started: float) -> dict[str, Any]:
+def told(error: CheckpointError) -> dict[str, Any]:
     return {
         "kind": type(error).__name__,
         "message": str(error),
         "rank": getattr(error, "rank", None),
         "key": getattr(error, "key", None),
         "failures": sorted(error.failures),
-        "seconds": time.monotonic() - started,
     }
 
 
@@ -289,30 +285,28 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
             payload = memoryview(bytes([payload[0] ^ 1]) + bytes(payload[1:]))
         send(self, kind, number, payload, sent)
 
-    started = time.monotonic()
     with nothing_is_left(), hosts_of(1), contextlib.ExitStack() as stack:
         if where == "network" and dist.get_rank() == 1:
             stack.enter_context(mock.patch.object(carrier._Peer, "send", send_damaged))
         # So that each host has something to read.
         stack.enter_context(mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192))
         with pytest.raises(holdfast.CorruptError) as caught:
-            holdfast.load({"large": torch.zeros_like(truth)}, path, share="job")
-        result = told(caught.value, started)
+            holdfast.load({"large": torch.zeros_like(truth)}, path, share="job", deadline_s=math.inf)
+        result = told(caught.value)
         del caught
     return result
 
 
-def test_a_damaged_block_is_named_on_every_host(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, load_damaged, str(tmp_path / "step"), "file", timeout_s=TIMEOUT_S)
+def test_a_damaged_block_is_named_on_every_host(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(4, load_damaged, str(tmp_path / "step"), "file")
     for result in results:
         assert result["key"] == "large"
         assert "is damaged in bytes" in result["message"]
         assert len(result["failures"]) == 1
-        assert result["seconds"] < 10
 
 
-def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, load_damaged, str(tmp_path / "step"), "network", timeout_s=TIMEOUT_S)
+def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(4, load_damaged, str(tmp_path / "step"), "network")
     for result in results:
         assert result["key"] == "large"
         assert "read intact by rank 1" in result["message"]
@@ -335,40 +329,37 @@ def lose_a_rank(path: str, how: str, size: int, lost: int) -> dict[str, Any] | N
             raise ValueError("no reading here")
         return read(self, *arguments)
 
-    started = time.monotonic()
     try:
         with (
             hosts_of(size, least=2),
             mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192),
             mock.patch.object(InputFile, "_read_once", stop if dist.get_rank() == lost else read),
         ):
-            deadline_s = 60.0 if how == "killed" else 3.0
+            deadline_s = 5.0 if how == "stuck" else math.inf
             holdfast.load({"large": torch.zeros_like(truth)}, path, share="job", deadline_s=deadline_s)
     except CheckpointError as error:
-        result = told(error, started)
+        result = told(error)
     assert [thread.name for thread in threading.enumerate() if "carrier" in thread.name] == []
     return result
 
 
 @pytest.mark.parametrize(("how", "size", "lost"), [("killed", 2, 2), ("stuck", 1, 2), ("stuck", 2, 3)])
 def test_a_rank_that_is_lost_while_other_hosts_wait_for_it_is_named(
-    pool: Pool, tmp_path: Path, how: str, size: int, lost: int
+    pool: Crew, tmp_path: Path, how: str, size: int, lost: int
 ) -> None:
-    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), how, size, lost, timeout_s=TIMEOUT_S, dies={lost})
+    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), how, size, lost, dies={lost})
     for rank in {0, 1, 2, 3} - {lost}:
         result = results[rank]
         assert result["kind"] == "RankLostError", result
         assert result["rank"] == lost, result
         assert f"rank {lost} " in result["message"]
-        assert result["seconds"] < 30
 
 
-def test_a_rank_that_raises_fails_all_hosts_soon(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), "raises", 2, 1, timeout_s=TIMEOUT_S)
+def test_a_rank_that_raises_fails_all_hosts_at_once(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(4, lose_a_rank, str(tmp_path / "step"), "raises", 2, 1)
     for result in results:
         assert "no reading here" in result["message"]
         assert result["failures"] == [1]
-        assert result["seconds"] < 5
 
 
 # Memory.
@@ -390,6 +381,6 @@ def load_and_measure(path: str) -> int:
     return int(peak.split()[1]) * 1024 - before
 
 
-def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Pool, tmp_path: Path) -> None:
-    grown = pool.run(2, load_and_measure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Crew, tmp_path: Path) -> None:
+    grown = pool.run(2, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 192 * MIB, "less than what came from the other host or was read for it"

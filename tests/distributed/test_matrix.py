@@ -23,9 +23,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 60.0
 WORLDS = (1, 2, 3, 4, 6)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -139,18 +138,17 @@ def load_all(world: int, directory: str, task: int) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(pool: Crew, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("matrix")
     for world in WORLDS:
-        counts = pool.run(world, save_all, world, str(directory), world, timeout_s=TIMEOUT_S)
+        counts = pool.run(world, save_all, world, str(directory), world)
         assert counts == [len(keys_of(world))] * world
     return directory
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_layout_loads_into_every_layout(pool: Pool, checkpoints: Path, world: int) -> None:
-    results = pool.run(world, load_all, world, str(checkpoints), 100 + world, timeout_s=TIMEOUT_S)
+def test_every_layout_loads_into_every_layout(pool: Crew, checkpoints: Path, world: int) -> None:
+    results = pool.run(world, load_all, world, str(checkpoints), 100 + world)
     stored = {source: keys_of(source) for source in WORLDS}
     pairs = len(LAYOUTS[world]) * sum(map(len, stored.values()))
     assert [tensors for tensors, _ in results] == [pairs] * world

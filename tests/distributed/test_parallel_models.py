@@ -26,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 60.0
 BATCH = 12  # divides by every number of data parallel ranks here
 STEPS = 3
 TOLERANCE = 1e-4
@@ -174,13 +173,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Setup, tuple[str, li
 
 def saved_by(
     setup: Setup,
-    pool: Pool,
+    pool: Crew,
     saved: dict[Setup, tuple[str, list[float], dict[str, list[float]]]],
     factory: pytest.TempPathFactory,
 ) -> tuple[str, list[float], dict[str, list[float]]]:
     if setup not in saved:
         path = str(factory.mktemp("models") / setup.kind)
-        losses, weights = pool.run(setup.world, train_and_save, setup, path, timeout_s=TIMEOUT_S)[0]
+        losses, weights = pool.run(setup.world, train_and_save, setup, path)[0]
         saved[setup] = path, losses, weights
     return saved[setup]
 
@@ -203,19 +202,18 @@ PAIRS = [
 ]
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("source", "target"), PAIRS, ids=lambda setup: f"{setup.kind}-{'x'.join(map(str, setup.mesh))}"
 )
 def test_training_goes_on_where_it_was(
-    pool: Pool,
+    pool: Crew,
     tmp_path_factory: pytest.TempPathFactory,
     saved: dict[Setup, tuple[str, list[float], dict[str, list[float]]]],
     source: Setup,
     target: Setup,
 ) -> None:
     path, losses, weights = saved_by(source, pool, saved, tmp_path_factory)
-    results = pool.run(target.world, load_and_train, target, path, timeout_s=TIMEOUT_S)
+    results = pool.run(target.world, load_and_train, target, path)
     found_losses, found_weights = results[0]
     assert set(found_weights) == set(weights)
     if source == target:
@@ -227,9 +225,9 @@ def test_training_goes_on_where_it_was(
             assert found_weights[name] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name
 
 
-def test_the_model_that_loads_was_another_one_before(pool: Pool) -> None:
+def test_the_model_that_loads_was_another_one_before(pool: Crew) -> None:
     """What the other test compares would be worth nothing if seeds 1 and 2 gave the same model."""
-    first, second = pool.run(1, two_seeds, timeout_s=TIMEOUT_S)[0]
+    first, second = pool.run(1, two_seeds)[0]
     assert first != second
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,9 +22,7 @@ from holdfast._save_plan.coordinator import said_first as said_first_part
 from holdfast._save_plan.rounds import SavePlanning
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 45.0
+    from tools.crew import Crew
 
 
 # Load balancing.
@@ -59,10 +56,9 @@ def save_round_robin(path: str) -> list[str]:
     return sorted({item.index.fqn for item in planner.plan.items})
 
 
-@pytest.mark.timeout(90)
-def test_a_planner_that_deals_out_items_loses_none(pool: Pool, tmp_path: Path) -> None:
+def test_a_planner_that_deals_out_items_loses_none(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "dealt")
-    written = pool.run(2, save_round_robin, path, timeout_s=TIMEOUT_S)
+    written = pool.run(2, save_round_robin, path)
     assert written == [["own.0", "tied", "w0", "w2"], ["own.1", "step", "w1", "w3"]]
     found = holdfast.load(path)
     assert found["step"] == 7
@@ -89,11 +85,10 @@ def save_rank_data(path: str) -> Any:
     return holdfast.save(state, path, planner=RankDataPlanner()).planner_data
 
 
-@pytest.mark.timeout(90)
-def test_data_of_every_rank_is_in_the_metadata(pool: Pool, tmp_path: Path) -> None:
+def test_data_of_every_rank_is_in_the_metadata(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "data")
     expected = [{"seen by": 0}, {"seen by": 1}]
-    assert pool.run(2, save_rank_data, path, timeout_s=TIMEOUT_S) == [expected, expected]
+    assert pool.run(2, save_rank_data, path) == [expected, expected]
     with holdfast.open(path) as checkpoint:
         assert checkpoint.metadata.planner_data == expected
     assert list(holdfast.load(path)) == ["model", "step"]
@@ -133,9 +128,8 @@ def save_again_and_again(path: str) -> list[bool]:
     return sent
 
 
-@pytest.mark.timeout(120)
-def test_ranks_send_their_plans_only_when_they_change(pool: Pool, tmp_path: Path) -> None:
-    sent = pool.run(2, save_again_and_again, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_ranks_send_their_plans_only_when_they_change(pool: Crew, tmp_path: Path) -> None:
+    sent = pool.run(2, save_again_and_again, str(tmp_path))
     assert sent == [[True, False, True, False, True, False]] * 2
     for number, dtype in enumerate([torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2):
         found = holdfast.load(tmp_path / str(number))
@@ -157,9 +151,8 @@ def save_differently(path: str) -> list[str]:
     return seen
 
 
-@pytest.mark.timeout(90)
-def test_cached_plans_do_not_hide_different_contents(pool: Pool, tmp_path: Path) -> None:
-    for first, second, third in pool.run(2, save_differently, str(tmp_path), timeout_s=TIMEOUT_S):
+def test_cached_plans_do_not_hide_different_contents(pool: Crew, tmp_path: Path) -> None:
+    for first, second, third in pool.run(2, save_differently, str(tmp_path)):
         assert first == third == "saved"
         assert "'same' has other contents on rank 1" in second
 
@@ -215,10 +208,9 @@ def save_partly_tied(path: str) -> list[str]:
     return writer.keys
 
 
-@pytest.mark.timeout(90)
-def test_a_tied_key_is_asked_of_a_rank_that_has_it(pool: Pool, tmp_path: Path) -> None:
+def test_a_tied_key_is_asked_of_a_rank_that_has_it(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "tied")
-    assert pool.run(2, save_partly_tied, path, timeout_s=TIMEOUT_S) == [["first"], ["second"]]
+    assert pool.run(2, save_partly_tied, path) == [["first"], ["second"]]
     found = holdfast.load(path)
     assert found["second"] is found["first"]
     assert found["first"].tolist() == [0.0, 1.0, 2.0, 3.0]

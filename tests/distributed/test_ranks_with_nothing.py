@@ -12,9 +12,7 @@ import torch.distributed as dist
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 60.0
+    from tools.crew import Crew
 
 
 def fully(keeper: int) -> dict[str, Any]:
@@ -48,9 +46,9 @@ def save_on_one(folder: str, keeper: int, reader: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["save", "async_save", "torch"])
 @pytest.mark.parametrize(("world", "keeper", "reader"), [(2, 0, 1), (2, 1, 0), (4, 0, 0), (4, 2, 3), (3, -1, -1)])
 def test_a_rank_with_nothing_takes_part(
-    pool: Pool, tmp_path: Path, world: int, keeper: int, reader: int, how: str
+    pool: Crew, tmp_path: Path, world: int, keeper: int, reader: int, how: str
 ) -> None:
-    results = pool.run(world, save_on_one, str(tmp_path), keeper, reader, how, timeout_s=TIMEOUT_S)
+    results = pool.run(world, save_on_one, str(tmp_path), keeper, reader, how)
     everything = [] if keeper < 0 else ["nested.step", "weight"]
     for rank, (keys, values, loaded) in enumerate(results):
         assert keys == [everything] * 2
@@ -90,10 +88,7 @@ def refuse_state(folder: str, failing: int) -> Any:
 
 @pytest.mark.parametrize(("world", "failing"), [(2, 0), (2, 1), (4, 2)])
 def test_a_state_that_cannot_be_handed_back_on_one_rank_is_told_to_all(
-    pool: Pool, tmp_path: Path, world: int, failing: int
+    pool: Crew, tmp_path: Path, world: int, failing: int
 ) -> None:
     said = f"rank {failing}: handing back the state failed: ZeroDivisionError: odd"
-    assert (
-        pool.run(world, refuse_state, str(tmp_path / "some"), failing, timeout_s=TIMEOUT_S)
-        == [(said, [0.0, 0.0])] * world
-    )
+    assert pool.run(world, refuse_state, str(tmp_path / "some"), failing) == [(said, [0.0, 0.0])] * world

@@ -21,9 +21,8 @@ import holdfast
 from holdfast._torch_format.reader import FileSystemReader
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 60.0
 ROWS, COLUMNS = 1021, 301  # large enough to be read by range, and no multiple of anything
 
 Layouts = dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]
@@ -94,13 +93,12 @@ def load_with_holdfast(path: str) -> int:
     return report.bytes_read
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("writers", [1, 2, 4])
-def test_on_other_numbers_of_ranks(pool: Pool, tmp_path: Path, writers: int) -> None:
+def test_on_other_numbers_of_ranks(pool: Crew, tmp_path: Path, writers: int) -> None:
     path = str(tmp_path / "checkpoint")
-    pool.run(writers, save_with_torch, path, timeout_s=TIMEOUT_S)
+    pool.run(writers, save_with_torch, path)
     for readers in (1, 2, 3, 4):
-        pool.run(readers, load_with_holdfast, path, timeout_s=TIMEOUT_S)
+        pool.run(readers, load_with_holdfast, path)
     with holdfast.open(path) as checkpoint:
         for key in ("rows", "columns", "grid"):
             assert torch.equal(checkpoint[f"model.{key}"][...], truth(key))
@@ -126,12 +124,11 @@ def load_rows(path: str) -> int:
     return report.bytes_read
 
 
-@pytest.mark.timeout(90)
-def test_each_rank_reads_only_its_rows(pool: Pool, tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_rows(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    pool.run(2, save_rows, path, timeout_s=TIMEOUT_S)
+    pool.run(2, save_rows, path)
     share = 4096 * 512 * 4 // 4
-    for counted in pool.run(4, load_rows, path, timeout_s=TIMEOUT_S):
+    for counted in pool.run(4, load_rows, path):
         assert share <= counted <= share + 16 * 1024
 
 
@@ -143,12 +140,11 @@ def save_without_collectives(path: str) -> None:
         dcp.save({**state, f"own.{dist.get_rank()}": dist.get_rank()}, checkpoint_id=path, use_collectives=False)
 
 
-@pytest.mark.timeout(90)
-def test_metadata_of_each_rank_is_put_together(pool: Pool, tmp_path: Path) -> None:
+def test_metadata_of_each_rank_is_put_together(pool: Crew, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    pool.run(2, save_without_collectives, str(path), timeout_s=TIMEOUT_S)
+    pool.run(2, save_without_collectives, str(path))
     assert not (path / ".metadata").exists()
-    pool.run(3, load_rows, str(path), timeout_s=TIMEOUT_S)
+    pool.run(3, load_rows, str(path))
     assert set(FileSystemReader(path).read_metadata(rank=1).state_dict_metadata) == {"w", "same", "own.1"}
     with holdfast.open(path) as checkpoint:
         assert set(checkpoint) == {"w", "same", "own.0", "own.1"}

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 DIGESTS = Path(__file__).parents[1] / "compat" / "data" / "same_bytes.json"
 ATTEMPT = "same"
@@ -192,8 +192,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("world", [1, 4, 8])
-def test_the_files_of_every_layout_are_what_they_were(pool: Pool, tmp_path: Path, world: int) -> None:
-    pool.run(world, save_all, str(tmp_path), timeout_s=100)
+def test_the_files_of_every_layout_are_what_they_were(pool: Crew, tmp_path: Path, world: int) -> None:
+    pool.run(world, save_all, str(tmp_path))
     found = {layout.__name__: digests(tmp_path / layout.__name__) for layout in LAYOUTS}
     kept = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
     if os.environ.get("HOLDFAST_WRITE_DIGESTS"):

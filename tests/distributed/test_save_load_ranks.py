@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -23,9 +22,7 @@ import holdfast
 from holdfast import NativeReader
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 45.0
+    from tools.crew import Crew
 
 
 def numbered(*shape: int, start: float = 0.0) -> torch.Tensor:
@@ -90,13 +87,12 @@ def load_every_kind(path: str) -> dict[str, Any]:
     return {"unexpected": sorted(report.unexpected), "differences": report.differences}
 
 
-@pytest.mark.timeout(90)
-def test_every_kind_of_leaf_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_every_kind_of_leaf_on_every_rank(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "all")
-    keys = pool.run(3, save_every_kind, path, timeout_s=TIMEOUT_S)
+    keys = pool.run(3, save_every_kind, path)
     assert keys[0] == keys[1] == keys[2]
     assert {f"own.{rank}" for rank in range(3)} | {"first_ranks", "last_rank.bias", "tied.first"} <= set(keys[0])
-    for rank, seen in enumerate(pool.run(3, load_every_kind, path, timeout_s=TIMEOUT_S)):
+    for rank, seen in enumerate(pool.run(3, load_every_kind, path)):
         others = {f"own.{other}" for other in range(3) if other != rank}
         assert others <= set(seen["unexpected"])
         assert seen["differences"] == ()
@@ -123,10 +119,10 @@ def load_what_one_saved(path: str) -> list[float]:
     return found
 
 
-def test_several_ranks_load_what_one_process_saved(pool: Pool, tmp_path: Path) -> None:
+def test_several_ranks_load_what_one_process_saved(pool: Crew, tmp_path: Path) -> None:
     truth = numbered(11, 3)
     holdfast.save({"weight": truth, "step": 3}, tmp_path / "one")
-    found = pool.run(4, load_what_one_saved, str(tmp_path / "one"), timeout_s=TIMEOUT_S)
+    found = pool.run(4, load_what_one_saved, str(tmp_path / "one"))
     assert [number for part in found for number in part] == truth.flatten().tolist()
 
 
@@ -162,10 +158,9 @@ def move_subclass(path: str) -> tuple[list[float], list[float]]:
     return target.numbers.flatten().tolist(), target.scale.tolist()
 
 
-@pytest.mark.timeout(90)
-def test_tensor_subclasses_are_stored_once_and_filled_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_tensor_subclasses_are_stored_once_and_filled_on_every_rank(pool: Crew, tmp_path: Path) -> None:
     expected = numbered(12).tolist(), numbered(4, start=5).tolist()
-    assert pool.run(3, move_subclass, str(tmp_path / "scaled"), timeout_s=TIMEOUT_S) == [expected] * 3
+    assert pool.run(3, move_subclass, str(tmp_path / "scaled")) == [expected] * 3
 
 
 # ShardedTensor: several shards on one rank.
@@ -195,9 +190,8 @@ def move_shards(path: str) -> int:
     return len(target.local_shards())
 
 
-@pytest.mark.timeout(90)
-def test_sharded_tensors_with_several_local_shards_move_between_ranks(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, move_shards, str(tmp_path / "table"), timeout_s=TIMEOUT_S) == [1, 3]
+def test_sharded_tensors_with_several_local_shards_move_between_ranks(pool: Crew, tmp_path: Path) -> None:
+    assert pool.run(2, move_shards, str(tmp_path / "table")) == [1, 3]
     assert torch.equal(holdfast.load(tmp_path / "table")["table"], numbered(12, 5))
 
 
@@ -218,9 +212,8 @@ def save_in_subgroups(directory: str) -> list[float]:
     return found
 
 
-@pytest.mark.timeout(90)
-def test_subgroups_save_and_load_apart_from_each_other(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(4, save_in_subgroups, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_subgroups_save_and_load_apart_from_each_other(pool: Crew, tmp_path: Path) -> None:
+    found = pool.run(4, save_in_subgroups, str(tmp_path))
     assert found == [[2.0, 3.0], [3.0, 4.0], [0.0, 1.0], [1.0, 2.0]]
     assert set(holdfast.load(tmp_path / "group-1")) == {"common", "own.1", "own.3"}
 
@@ -236,8 +229,8 @@ def alone_among_others(directory: str) -> float:
     return -1.0
 
 
-def test_no_dist_needs_nobody_else(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(3, alone_among_others, str(tmp_path), timeout_s=TIMEOUT_S) == [0.0, -1.0, 2.0]
+def test_no_dist_needs_nobody_else(pool: Crew, tmp_path: Path) -> None:
+    assert pool.run(3, alone_among_others, str(tmp_path)) == [0.0, -1.0, 2.0]
 
 
 # What a rank reads.
@@ -268,9 +261,8 @@ def load_own_part(path: str) -> tuple[int, tuple[str, ...]]:
     return report.bytes_read, reader.opened
 
 
-@pytest.mark.timeout(90)
-def test_a_rank_reads_its_own_file_only_when_the_layout_is_the_same(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, load_own_part, str(tmp_path / "large"), timeout_s=TIMEOUT_S)
+def test_a_rank_reads_its_own_file_only_when_the_layout_is_the_same(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(3, load_own_part, str(tmp_path / "large"))
     local = ROWS_PER_RANK * 8 * 4
     for bytes_read, opened in results:
         assert local <= bytes_read <= local + (1 << 16)
@@ -287,9 +279,8 @@ def written_by_each(path: str, large: bool) -> list[int]:
     return sorted(os.path.getsize(os.path.join(path, name)) for name in os.listdir(path) if name.startswith("data-"))
 
 
-@pytest.mark.timeout(90)
-def test_what_all_ranks_hold_is_written_once_and_by_all_of_them(pool: Pool, tmp_path: Path) -> None:
-    sizes = pool.run(3, written_by_each, str(tmp_path / "ddp"), True, timeout_s=TIMEOUT_S)[0]
+def test_what_all_ranks_hold_is_written_once_and_by_all_of_them(pool: Crew, tmp_path: Path) -> None:
+    sizes = pool.run(3, written_by_each, str(tmp_path / "ddp"), True)[0]
     total = 4 * ((1 << 22) + 64 * 512 + (1 << 20))
     assert len(sizes) == 3
     assert total <= sum(sizes) <= total * 1.01

@@ -33,9 +33,8 @@ from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.default_planner import DefaultSavePlanner
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 90.0
 ATTEMPT = "fixed"
 
 
@@ -136,11 +135,10 @@ def same_files(one: Path, other: Path) -> list[str]:
     return names
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_real_processes_write_what_played_ranks_write(pool: Pool, tmp_path: Path, world: int) -> None:
+def test_real_processes_write_what_played_ranks_write(pool: Crew, tmp_path: Path, world: int) -> None:
     real, simulated = tmp_path / "real", tmp_path / "played"
-    keys = pool.run(world, save_together, str(real), timeout_s=TIMEOUT_S)
+    keys = pool.run(world, save_together, str(real))
     assert all(each == keys[0] for each in keys)
     play(str(simulated), world, [0] * world)
     assert len(same_files(real, simulated)) == world + 2 or world > 2  # a rank may have nothing to write
@@ -156,11 +154,10 @@ def bytes_by_rank(path: Path, world: int) -> list[int]:
     return [sum(file.stat().st_size for file in path.glob(f"data-*-{rank}-*")) for rank in range(world)]
 
 
-@pytest.mark.timeout(120)
-def test_ranks_on_several_hosts_write_what_they_write_when_played(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_on_several_hosts_write_what_they_write_when_played(pool: Crew, tmp_path: Path) -> None:
     hosts = [31, 31, 17, 31]
     real, simulated, on_one = (tmp_path / name for name in ("real", "played", "on one"))
-    pool.run(4, save_together, str(real), hosts, timeout_s=TIMEOUT_S)
+    pool.run(4, save_together, str(real), hosts)
     play(str(simulated), 4, hosts)
     same_files(real, simulated)
     play(str(on_one), 4, [17] * 4)
@@ -176,9 +173,8 @@ def save_replicas(path: str, hosts: list[int]) -> None:
             holdfast.save(state, f"{path}/{number}")
 
 
-@pytest.mark.timeout(120)
-def test_hosts_write_as_much_as_each_other(pool: Pool, tmp_path: Path) -> None:
-    pool.run(4, save_replicas, str(tmp_path), [31, 31, 17, 31], timeout_s=TIMEOUT_S)
+def test_hosts_write_as_much_as_each_other(pool: Crew, tmp_path: Path) -> None:
+    pool.run(4, save_replicas, str(tmp_path), [31, 31, 17, 31])
     for number in range(2):
         written = bytes_by_rank(tmp_path / str(number), 4)
         half = sum(written) / 2
@@ -201,11 +197,10 @@ def load_and_save_twice(path: str, hosts: list[int]) -> None:
             holdfast.save(state, storage_writer=NativeWriter(f"{path}/{number}", attempt=ATTEMPT))
 
 
-@pytest.mark.timeout(120)
-def test_a_restarted_job_arrives_at_the_plan_of_its_last_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    pool.run(4, load_and_save_twice, str(tmp_path), [31, 31, 17, 31], timeout_s=TIMEOUT_S)
+def test_a_restarted_job_arrives_at_the_plan_of_its_last_checkpoint(pool: Crew, tmp_path: Path) -> None:
+    pool.run(4, load_and_save_twice, str(tmp_path), [31, 31, 17, 31])
     # Another process group remembers nothing; other hosts, as many ranks on each.
-    pool.run(4, load_and_save_twice, str(tmp_path), [5, 5, 99, 5], timeout_s=TIMEOUT_S)
+    pool.run(4, load_and_save_twice, str(tmp_path), [5, 5, 99, 5])
     for number in range(1, 4):
         same_files(tmp_path / "0", tmp_path / str(number))
 
@@ -240,9 +235,8 @@ def save_and_count(path: str) -> list[list[int]]:
     return saves
 
 
-@pytest.mark.timeout(120)
-def test_later_saves_send_little_until_a_placement_changes(pool: Pool, tmp_path: Path) -> None:
-    for first, second, third, fourth in pool.run(4, save_and_count, str(tmp_path), timeout_s=TIMEOUT_S):
+def test_later_saves_send_little_until_a_placement_changes(pool: Crew, tmp_path: Path) -> None:
+    for first, second, third, fourth in pool.run(4, save_and_count, str(tmp_path)):
         assert len(first) >= 2
         assert len(second) == len(fourth) == 1
         assert second[0] <= 64
@@ -267,9 +261,8 @@ def save_sharded_tensor(path: str) -> None:
         holdfast.save({**state_of(rank, world), "sharded": sharded}, f"{path}/{number}")
 
 
-@pytest.mark.timeout(120)
-def test_a_sharded_tensor_is_saved_from_plans(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_sharded_tensor, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_a_sharded_tensor_is_saved_from_plans(pool: Crew, tmp_path: Path) -> None:
+    pool.run(2, save_sharded_tensor, str(tmp_path))
     for number in range(2):
         found = holdfast.load(tmp_path / str(number))
         assert torch.equal(found["sharded"], torch.cat([numbered(2, 3), numbered(2, 3) + 1]))

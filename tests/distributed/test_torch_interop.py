@@ -31,9 +31,8 @@ from holdfast.state_dict_loader import load_state_dict
 from holdfast.state_dict_saver import save_state_dict
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 60.0
 FEW_ROWS = 3  # fewer than ranks: some hold nothing of it
 
 
@@ -98,15 +97,14 @@ def torch_loads_native(path: str) -> None:
     assert_loaded(loaded)
 
 
-@pytest.mark.timeout(150)
-def test_torch_saves_and_loads_native_checkpoints_on_any_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_torch_saves_and_loads_native_checkpoints_on_any_number_of_ranks(pool: Crew, tmp_path: Path) -> None:
     for ranks in (1, 2, 4):
-        keys = pool.run(ranks, torch_saves_native, str(tmp_path / str(ranks)), timeout_s=TIMEOUT_S)
+        keys = pool.run(ranks, torch_saves_native, str(tmp_path / str(ranks)))
         assert all(each == keys[0] for each in keys)
         manifest = json.loads((tmp_path / str(ranks) / "manifest.json").read_text())
         assert manifest["writer"]["world_size"] == ranks
     for saved, loading in ((1, 4), (4, 2), (2, 1)):
-        pool.run(loading, torch_loads_native, str(tmp_path / str(saved)), timeout_s=TIMEOUT_S)
+        pool.run(loading, torch_loads_native, str(tmp_path / str(saved)))
     alone = holdfast.load(tmp_path / "4")
     assert torch.equal(alone["few"], numbered(FEW_ROWS, 2, start=200))
     assert torch.equal(alone["table"], numbered(8, 3, start=400))
@@ -147,10 +145,9 @@ def fails_and_goes_on(path: str) -> tuple[list[str], list[str], list[str]]:
     return seen[0], seen[1], seen[2]
 
 
-@pytest.mark.timeout(90)
-def test_a_failing_rank_publishes_nothing_and_the_next_save_sweeps(pool: Pool, tmp_path: Path) -> None:
+def test_a_failing_rank_publishes_nothing_and_the_next_save_sweeps(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    for before, failed, after in pool.run(2, fails_and_goes_on, path, timeout_s=TIMEOUT_S):
+    for before, failed, after in pool.run(2, fails_and_goes_on, path):
         assert set(before) < set(failed), "rank 0 could not know that rank 1 had failed"
         assert not [name for name in failed if name not in before and "-1-0" in name], "rank 1 knew, and swept"
         assert len(after) == len(before) == 4, "manifest, index, one data file for each rank: nothing else is left"
@@ -179,9 +176,8 @@ def saves_with_cached_plans(directory: str) -> int:
     return len(names_in(os.path.join(directory, "0")))
 
 
-@pytest.mark.timeout(90)
-def test_plans_that_torch_keeps_name_files_of_the_new_attempt(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, saves_with_cached_plans, str(tmp_path), timeout_s=TIMEOUT_S) == [4, 4]
+def test_plans_that_torch_keeps_name_files_of_the_new_attempt(pool: Crew, tmp_path: Path) -> None:
+    assert pool.run(2, saves_with_cached_plans, str(tmp_path)) == [4, 4]
 
 
 def saves_in_a_thread(path: str) -> None:
@@ -191,9 +187,8 @@ def saves_in_a_thread(path: str) -> None:
     future.result()  # type: ignore[union-attr]
 
 
-@pytest.mark.timeout(90)
-def test_torchs_async_save_in_threads(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, saves_in_a_thread, str(tmp_path / "x"), timeout_s=TIMEOUT_S)
+def test_torchs_async_save_in_threads(pool: Crew, tmp_path: Path) -> None:
+    pool.run(2, saves_in_a_thread, str(tmp_path / "x"))
     assert torch.equal(holdfast.load(tmp_path / "x")["a"], numbered(8))
 
 
@@ -214,7 +209,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.slow
 def test_torchs_async_save_in_a_process_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -240,9 +234,8 @@ def under_torchs_names(directory: str) -> None:
     assert "manifest.json" in names_in(os.path.join(directory, "native"))
 
 
-@pytest.mark.timeout(90)
-def test_native_storage_under_torchs_names(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, under_torchs_names, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_native_storage_under_torchs_names(pool: Crew, tmp_path: Path) -> None:
+    pool.run(2, under_torchs_names, str(tmp_path))
 
 
 # This library drives torch's planners and storages.
@@ -278,13 +271,12 @@ def torch_loads(path: str) -> None:
     assert_loaded(loaded)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(("planners", "storage"), [("torch", "native"), ("torch", "torch"), ("ours", "torch")])
-def test_planners_and_storages_of_torch(pool: Pool, tmp_path: Path, planners: str, storage: str) -> None:
-    seen = pool.run(4, drive_torchs, str(tmp_path), planners, storage, timeout_s=TIMEOUT_S)
+def test_planners_and_storages_of_torch(pool: Crew, tmp_path: Path, planners: str, storage: str) -> None:
+    seen = pool.run(4, drive_torchs, str(tmp_path), planners, storage)
     assert seen == ([4, 0, 0, 0] if planners == "torch" else [0] * 4)
     if storage == "torch":
-        pool.run(2, torch_loads, str(tmp_path / f"{planners}-{storage}"), timeout_s=TIMEOUT_S)
+        pool.run(2, torch_loads, str(tmp_path / f"{planners}-{storage}"))
 
 
 def noting(thing: Any, names: str, calls: list[str]) -> Any:
@@ -334,11 +326,10 @@ def calls_of(directory: str, library: str, coordinator: int) -> tuple[list[str],
     return saving, loading
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("coordinator", [0, 1])
-def test_every_rank_sees_the_calls_that_it_sees_from_torch(pool: Pool, tmp_path: Path, coordinator: int) -> None:
-    ours = pool.run(2, calls_of, str(tmp_path), "holdfast", coordinator, timeout_s=TIMEOUT_S)
-    torchs = pool.run(2, calls_of, str(tmp_path), "torch", coordinator, timeout_s=TIMEOUT_S)
+def test_every_rank_sees_the_calls_that_it_sees_from_torch(pool: Crew, tmp_path: Path, coordinator: int) -> None:
+    ours = pool.run(2, calls_of, str(tmp_path), "holdfast", coordinator)
+    torchs = pool.run(2, calls_of, str(tmp_path), "torch", coordinator)
     assert ours == torchs
     saving, loading = ours[coordinator]
     assert saving == SAVING.split()
@@ -383,12 +374,11 @@ def torch_loads_what_was_saved_apart(path: str) -> None:
     assert target["step"] == dist.get_rank()
 
 
-@pytest.mark.timeout(90)
-def test_ranks_save_and_load_apart_from_each_other(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_save_and_load_apart_from_each_other(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    for names in pool.run(2, saves_apart, path, False, timeout_s=TIMEOUT_S):
+    for names in pool.run(2, saves_apart, path, False):
         assert names == ["__0.metadata", "__0_0.distcp", "__1.metadata", "__1_0.distcp"]
-    pool.run(2, torch_loads_what_was_saved_apart, path, timeout_s=TIMEOUT_S)
+    pool.run(2, torch_loads_what_was_saved_apart, path)
 
 
 def apart(value: float) -> dict[str, Any]:
@@ -414,15 +404,14 @@ def saves_apart_by_our_writer(path: str) -> None:
     holdfast.save(own, storage_writer=holdfast.FileSystemWriter(path), use_collectives=False)
 
 
-@pytest.mark.timeout(90)
-def test_ranks_that_saved_apart_get_their_own_back(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_that_saved_apart_get_their_own_back(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    pool.run(2, saves_apart_by_our_writer, path, timeout_s=TIMEOUT_S)
+    pool.run(2, saves_apart_by_our_writer, path)
     own = [(1.0, [1.0, 1.0], True), (2.0, [2.0, 2.0], True)]
     for way in ("torch", "torch with our reader", "ours"):
-        assert pool.run(2, found_apart, path, way, timeout_s=TIMEOUT_S) == own
+        assert pool.run(2, found_apart, path, way) == own
     # One that was not there gets what the first has; what is in parts is whole on any number of ranks.
-    assert pool.run(3, found_apart, path, "ours", timeout_s=TIMEOUT_S) == [*own, own[0]]
+    assert pool.run(3, found_apart, path, "ours") == [*own, own[0]]
     assert holdfast.load(path)["step"] == 1.0
 
 
@@ -434,9 +423,8 @@ def fails_apart(path: str) -> str:
     return "no error"
 
 
-@pytest.mark.timeout(90)
-def test_a_rank_that_fails_alone_is_heard_of_by_all(pool: Pool, tmp_path: Path) -> None:
-    told = pool.run(2, fails_apart, str(tmp_path / "x"), timeout_s=TIMEOUT_S)
+def test_a_rank_that_fails_alone_is_heard_of_by_all(pool: Crew, tmp_path: Path) -> None:
+    told = pool.run(2, fails_apart, str(tmp_path / "x"))
     assert told[0] == told[1]
     assert "rank 1" in told[0]
     assert "no plan" in told[0]
@@ -456,9 +444,8 @@ def different_values_under_one_key(directory: str) -> tuple[Any, str]:
     return (mixed["step"], mixed["weight"].tolist()), str(caught.value)
 
 
-@pytest.mark.timeout(90)
-def test_different_values_under_one_key_are_mixed_by_torch_and_refused_here(pool: Pool, tmp_path: Path) -> None:
-    for mixed, told in pool.run(2, different_values_under_one_key, str(tmp_path), timeout_s=TIMEOUT_S):
+def test_different_values_under_one_key_are_mixed_by_torch_and_refused_here(pool: Crew, tmp_path: Path) -> None:
+    for mixed, told in pool.run(2, different_values_under_one_key, str(tmp_path)):
         assert mixed == (0, [1.0] * 3), "a state that no rank ever had"
         assert "has other contents on rank 1 than on rank 0" in told
     assert not (tmp_path / "ours" / "manifest.json").exists()
@@ -487,7 +474,6 @@ def fails_unspeakably(path: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.timeout(90)
-def test_an_exception_that_cannot_be_pickled_is_told_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, fails_unspeakably, str(tmp_path / "x"), timeout_s=TIMEOUT_S):
+def test_an_exception_that_cannot_be_pickled_is_told_on_every_rank(pool: Crew, tmp_path: Path) -> None:
+    for told in pool.run(2, fails_unspeakably, str(tmp_path / "x")):
         assert told.startswith("rank 1: planning the save failed: CannotTravel: it is broken")

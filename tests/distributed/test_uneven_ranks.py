@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
-TIMEOUT_S = 60.0
 WORLD = 3
 
 
@@ -44,8 +43,8 @@ def loads_with_an_empty_shard(path: str) -> list[tuple[Any, ...]]:
     return told
 
 
-def test_a_rank_without_elements_has_loaded_them_all(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(WORLD, loads_with_an_empty_shard, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_a_rank_without_elements_has_loaded_them_all(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(WORLD, loads_with_an_empty_shard, str(tmp_path))
     for rank, told in enumerate(results):
         for right, wrong in (told[:2], told[2:]):
             loaded, unexpected, unexpected_by_few, filled = right
@@ -82,8 +81,8 @@ def planners_on_one_rank(path: str) -> list[tuple[str, str]]:
     return told
 
 
-def test_a_planner_on_one_rank_alone_is_told_or_works(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(WORLD, planners_on_one_rank, str(tmp_path / "a"), timeout_s=TIMEOUT_S):
+def test_a_planner_on_one_rank_alone_is_told_or_works(pool: Crew, tmp_path: Path) -> None:
+    for told in pool.run(WORLD, planners_on_one_rank, str(tmp_path / "a")):
         for (kind, message), odd in zip(told[:4], (0, 1, 0, 1), strict=True):
             assert kind == "RankDisagreementError"
             assert "disagree on the planner" in message

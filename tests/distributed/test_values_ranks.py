@@ -20,10 +20,9 @@ import holdfast
 from holdfast.staging import DefaultStager
 
 if TYPE_CHECKING:
-    from pool import Pool
+    from tools.crew import Crew
 
 WORLD = 3
-TIMEOUT_S = 60.0
 LARGE = 6 << 20
 
 
@@ -87,10 +86,9 @@ def save_statistics(directory: str, way: str) -> dict[str, Any]:
     return {"told": told, "lines": lines.lines, "buffers": buffers}
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", ["native", "torch", "planner", "async", "stager"])
-def test_statistics_of_ranks_may_differ_and_the_lowest_are_saved(pool: Pool, tmp_path: Path, way: str) -> None:
-    results = pool.run(WORLD, save_statistics, str(tmp_path), way, timeout_s=TIMEOUT_S)
+def test_statistics_of_ranks_may_differ_and_the_lowest_are_saved(pool: Crew, tmp_path: Path, way: str) -> None:
+    results = pool.run(WORLD, save_statistics, str(tmp_path), way)
     first = results[0]["buffers"]
     differing = {key: 0 for key in first if any(not torch.equal(first[key], each["buffers"][key]) for each in results)}
     assert set(differing) >= {f"model.module.layers.{at}.running_{name}" for at in (1, 3) for name in ("mean", "var")}
@@ -126,9 +124,8 @@ def save_other_weights(directory: str) -> dict[str, str]:
     return told
 
 
-@pytest.mark.timeout(90)
-def test_parameters_and_plain_dicts_may_not_unless_they_are_named(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(WORLD, save_other_weights, str(tmp_path), timeout_s=TIMEOUT_S):
+def test_parameters_and_plain_dicts_may_not_unless_they_are_named(pool: Crew, tmp_path: Path) -> None:
+    for told in pool.run(WORLD, save_other_weights, str(tmp_path)):
         assert "replica_check=['model.bn.mean']) to keep that of rank 0" in told["plain"]
         assert "'loss' has other contents" in told["one"]
         assert told["both"] == "{'model.bn.mean': 0, 'loss': 0}"
@@ -165,9 +162,8 @@ def save_stages(directory: str) -> list[int | None]:
     return [stage[f"stage{rank}"].told, *(found[f"stage{number}"]["version"] for number in range(WORLD))]
 
 
-@pytest.mark.timeout(90)
-def test_versions_of_modules_that_one_rank_has(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(WORLD, save_stages, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_versions_of_modules_that_one_rank_has(pool: Crew, tmp_path: Path) -> None:
+    results = pool.run(WORLD, save_stages, str(tmp_path))
     assert results == [[1, 1, 2, 1], [2, 1, 2, 1], [1, 1, 2, 1]]
 
 
@@ -205,12 +201,11 @@ def load_tied(directory: str, form: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("form", ["native", "torch"])
-def test_tied_targets_on_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
+def test_tied_targets_on_ranks(pool: Crew, tmp_path: Path, form: str) -> None:
     size = 300_000
     values, ones = torch.arange(float(size)), torch.ones(size)
-    for rank, told in enumerate(pool.run(WORLD, load_tied, str(tmp_path), form, timeout_s=TIMEOUT_S)):
+    for rank, told in enumerate(pool.run(WORLD, load_tied, str(tmp_path), form)):
         mine = slice(rank * size // WORLD, (rank + 1) * size // WORLD)
         assert told["sharded, same"][0] == told["one rank, same"][0] == []
         assert torch.equal(told["sharded, same"][1], values[mine])

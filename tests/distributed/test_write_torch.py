@@ -24,9 +24,7 @@ from holdfast.errors import CheckpointError
 from holdfast.filesystem import FileSystemReader, FileSystemWriter
 
 if TYPE_CHECKING:
-    from pool import Pool
-
-TIMEOUT_S = 60.0
+    from tools.crew import Crew
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -114,16 +112,16 @@ def alone_torch_loads_all(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 4), (4, 2), (4, 1), (2, 2)])
-def test_torch_reads_it_on_any_number_of_ranks(pool: Pool, tmp_path: Path, writers: int, readers: int) -> None:
+def test_torch_reads_it_on_any_number_of_ranks(pool: Crew, tmp_path: Path, writers: int, readers: int) -> None:
     path = str(tmp_path / "checkpoint")
     options = {"thread_count": 2} if writers == 4 else {}
-    pool.run(writers, save_all, path, options, timeout_s=TIMEOUT_S)
-    assert pool.run(readers, torch_loads_all, path, timeout_s=TIMEOUT_S) == [[]] * readers
+    pool.run(writers, save_all, path, options)
+    assert pool.run(readers, torch_loads_all, path) == [[]] * readers
 
 
-def test_the_files_are_torchs(pool: Pool, tmp_path: Path) -> None:
+def test_the_files_are_torchs(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    pool.run(2, save_all, path, {}, timeout_s=TIMEOUT_S)
+    pool.run(2, save_all, path, {})
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     keys = alone_torch_loads_all(path)
     assert "second" in keys  # torch knows no tied weights: each key is stored
@@ -151,18 +149,18 @@ def load_from(url: str) -> list[str]:
     return different(target, expected)
 
 
-def test_a_url_is_written_and_read_by_all_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_a_url_is_written_and_read_by_all_ranks(pool: Crew, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/checkpoint"
-    pool.run(2, save_at, url, timeout_s=TIMEOUT_S)
+    pool.run(2, save_at, url)
     assert sorted(os.listdir(tmp_path / "checkpoint")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    assert pool.run(3, load_from, url, timeout_s=TIMEOUT_S) == [[]] * 3
-    assert pool.run(1, torch_loads_all, str(tmp_path / "checkpoint"), timeout_s=TIMEOUT_S) == [[]]
+    assert pool.run(3, load_from, url) == [[]] * 3
+    assert pool.run(1, torch_loads_all, str(tmp_path / "checkpoint")) == [[]]
 
 
-def test_holdfast_reads_it_on_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_holdfast_reads_it_on_another_number_of_ranks(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    pool.run(2, save_all, path, {}, timeout_s=TIMEOUT_S)
-    assert pool.run(3, load_ours, path, timeout_s=TIMEOUT_S) == [[]] * 3
+    pool.run(2, save_all, path, {})
+    assert pool.run(3, load_ours, path) == [[]] * 3
 
 
 class FailsOnRankOne(DefaultSavePlanner):
@@ -192,14 +190,14 @@ def torch_loads_small(path: str) -> tuple[int, float]:
     return target["step"], target["rows"].full_tensor().sum().item()
 
 
-def test_a_rank_that_fails_costs_only_the_new_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_fails_costs_only_the_new_checkpoint(pool: Crew, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    pool.run(4, save_small, path, 1, timeout_s=TIMEOUT_S)
+    pool.run(4, save_small, path, 1)
     before = sorted(os.listdir(path))
-    assert pool.run(2, replace_but_fail, path, timeout_s=TIMEOUT_S) == [before] * 2
+    assert pool.run(2, replace_but_fail, path) == [before] * 2
     total = numbered(8, 3).sum().item()
-    assert pool.run(2, torch_loads_small, path, timeout_s=TIMEOUT_S) == [(1, total)] * 2
-    pool.run(2, save_small, path, 3, timeout_s=TIMEOUT_S)
+    assert pool.run(2, torch_loads_small, path) == [(1, total)] * 2
+    pool.run(2, save_small, path, 3)
     # Two writers replaced four: the files of all four are gone.
     assert len(os.listdir(path)) == 3
-    assert pool.run(2, torch_loads_small, path, timeout_s=TIMEOUT_S) == [(3, 3 * total)] * 2
+    assert pool.run(2, torch_loads_small, path) == [(3, 3 * total)] * 2

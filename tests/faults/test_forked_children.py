@@ -53,7 +53,7 @@ def start_child(function: Callable[[], object]) -> int:
         status = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)
+            signal.alarm(300)
             function()
             status = 0
         except BaseException as error:
@@ -91,7 +91,7 @@ def held(monkeypatch: pytest.MonkeyPatch, kind: AsyncCheckpointerType) -> Iterat
         written = write(*arguments) if kind is THREAD else None  # then there is something to be removed
         if os.getpid() == parent:
             reached.set()
-            assert go.wait(30)
+            assert go.wait(300)
         return written or write(*arguments)
 
     monkeypatch.setattr(output, "write", waiting)
@@ -117,20 +117,20 @@ written, go, write = threading.Event(), threading.Event(), output.write
 def write_and_wait(*arguments):
     result = write(*arguments)
     written.set()
-    go.wait(30)
+    go.wait(300)
     return result
 
 output.write = write_and_wait
 kind = holdfast.AsyncCheckpointerType(kind)
 handle = holdfast.async_save({"weight": torch.arange(3000.0)}, path, async_checkpointer_type=kind)
-written.wait(30)
+written.wait(300)
 child = os.fork()
 if child == 0:
     del handle
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 go.set()
-handle.result(30)
+handle.result()
 print("saved")
 """
 
@@ -139,7 +139,7 @@ print("saved")
 def test_a_child_that_exits_leaves_the_files_of_its_parent_alone(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
     path = tmp_path / "checkpoint"
     command = [sys.executable, "-c", NORMAL_EXIT, str(path), kind.value]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "saved\n", "")
     assert torch.equal(holdfast.load(path)["weight"], torch.arange(3000.0))
 
@@ -148,29 +148,29 @@ def test_a_child_that_exits_leaves_the_files_of_its_parent_alone(tmp_path: Path,
 def test_parent_and_child_save_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: AsyncCheckpointerType
 ) -> None:
-    holdfast.async_save(state_of(1), tmp_path / "first", async_checkpointer_type=kind).result(30)
+    holdfast.async_save(state_of(1), tmp_path / "first", async_checkpointer_type=kind).result()
     with held(monkeypatch, kind) as reached:
         handle = holdfast.async_save(state_of(2), tmp_path / "parent", async_checkpointer_type=kind)
-        assert reached.wait(30)
+        assert reached.wait(300)
 
         def save() -> None:
-            holdfast.async_save(state_of(3), tmp_path / "child", async_checkpointer_type=kind).result(15)
+            holdfast.async_save(state_of(3), tmp_path / "child", async_checkpointer_type=kind).result()
             holdfast.save(state_of(4), tmp_path / "again")
 
         assert in_child(save) == 0
-    handle.result(30)
+    handle.result()
     for name, value in (("first", 1), ("parent", 2), ("child", 3), ("again", 4)):
         check(tmp_path / name, value)
 
 
 def test_a_handle_of_the_parent_raises_at_once_in_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = holdfast.async_save(state_of(1), tmp_path / "first")
-    done.result(30)
+    done.result()
     called = []
     with held(monkeypatch, THREAD) as reached:
         handle = holdfast.async_save(state_of(2), tmp_path / "second")
         handle.add_done_callback(called.append)
-        assert reached.wait(30)
+        assert reached.wait(300)
 
         def ask() -> None:
             with pytest.raises(holdfast.CheckpointError, match="forked from"):
@@ -184,7 +184,7 @@ def test_a_handle_of_the_parent_raises_at_once_in_the_child(tmp_path: Path, monk
 
         with handle._condition:  # as the thread that ends it would
             assert in_child(ask) == 0
-    handle.result(30)
+    handle.result()
     assert called == [handle]
 
 
@@ -205,18 +205,18 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
         def hold() -> None:
             with TURNS._lock, collector._lock, files._lock, file._lock:  # type: ignore[union-attr]
                 all_held.set()
-                go.wait(30)
+                go.wait(300)
 
         thread = threading.Thread(target=hold)
         thread.start()
-        assert all_held.wait(30)
+        assert all_held.wait(300)
 
         def work() -> None:
             assert checkpoint["weight"][-2:].tolist() == [1.0, 1.0]
             assert holdfast.load(tmp_path / "checkpoint")["step"] == 1
             holdfast.save(state_of(3), tmp_path / "own", planner=planner)
             handle = holdfast.async_save(state_of(4), tmp_path / "staged", async_stager=stager)
-            assert handle.result(15) is not None
+            assert handle.result() is not None
             with holdfast.open(tmp_path / "own") as own:
                 assert own["step"] == 3
 
@@ -258,7 +258,7 @@ def test_a_child_does_not_keep_the_files_of_a_dead_parent_locked(tmp_path: Path)
             os.write(writing, b"x")
             os.close(writing)
             os.read(read_end, 1)  # until the parent is gone, and longer
-            signal.alarm(20)
+            signal.alarm(300)
             signal.pause()
         os.read(reading, 1)
         os.write(writing, str(grandchild).encode())
@@ -351,7 +351,7 @@ def test_a_child_that_leaves_the_state_dict_it_was_forked_in_saves_nothing(tmp_p
 
 
 def _save_later(state: dict[str, Any], path: Path) -> None:
-    holdfast.async_save(state, path).result(30)
+    holdfast.async_save(state, path).result()
 
 
 def test_jobs_that_were_under_way_are_an_error_in_the_child() -> None:
@@ -364,7 +364,7 @@ def test_jobs_that_were_under_way_are_an_error_in_the_child() -> None:
                 if child:
                     statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
                 else:
-                    signal.alarm(20)
+                    signal.alarm(300)
             yield lambda: None
 
     for run in (

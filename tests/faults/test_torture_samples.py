@@ -13,10 +13,6 @@ from types import ModuleType
 
 import pytest
 
-import holdfast
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
 from torture.crew import Crew
 from torture.part import Options, PartResult
 from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short
@@ -29,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with closing(Crew(source=Path(holdfast.__file__).parents[1])) as crew:
+    with closing(Crew()) as crew:
         yield crew
 
 

@@ -36,8 +36,8 @@ def inner(tmp_path: Path) -> Callable[[], object]:
 def test_a_state_dict_may_save(tmp_path: Path) -> None:
     state = {"part": Calling(inner(tmp_path)), "step": 1}
     holdfast.prewarm(state)
-    holdfast.async_save(state, tmp_path / "outer").result(30)
-    holdfast.async_save(state, tmp_path / "staged", async_stager=BlockingAsyncStager()).result(30)
+    holdfast.async_save(state, tmp_path / "outer").result()
+    holdfast.async_save(state, tmp_path / "staged", async_stager=BlockingAsyncStager()).result()
     for name in ("outer", "staged"):
         assert holdfast.load(tmp_path / name)["step"] == 1
     assert holdfast.load(tmp_path / "inner") == {"inner": 1}
@@ -50,7 +50,7 @@ def test_a_progress_callback_may_save(tmp_path: Path) -> None:
         phases.append(handle.phase)
         holdfast.save({"inner": 1}, tmp_path / "inner")
 
-    holdfast.async_save({"step": 1, "weight": torch.ones(100)}, tmp_path / "outer", progress=save).result(30)
+    holdfast.async_save({"step": 1, "weight": torch.ones(100)}, tmp_path / "outer", progress=save).result()
     assert "writing" in phases
     assert phases[-1] == "published"
     assert holdfast.load(tmp_path / "inner") == {"inner": 1}
@@ -67,7 +67,7 @@ def test_an_asynchronous_save_within_another_is_an_error_at_once(tmp_path: Path,
     with pytest.raises(holdfast.BusyError, match="within an async_save"):
         holdfast.async_save({"part": Calling(holdfast.release)}, tmp_path / "outer")
     # And the turn has been given back.
-    holdfast.async_save({"step": 1}, tmp_path / "next").result(30)
+    holdfast.async_save({"step": 1}, tmp_path / "next").result()
     assert not (tmp_path / "outer").exists()
 
 
@@ -75,6 +75,6 @@ def test_what_is_called_when_a_save_is_done_may_save(tmp_path: Path) -> None:
     done: Future[AsyncSave] = Future()
     handle = holdfast.async_save({"step": 1}, tmp_path / "outer")
     handle.add_done_callback(lambda _: done.set_result(holdfast.async_save({"step": 2}, tmp_path / "next")))
-    handle.result(30)
-    done.result(30).result(30)
+    handle.result()
+    done.result().result()
     assert holdfast.load(tmp_path / "next")["step"] == 2

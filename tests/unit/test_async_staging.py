@@ -21,7 +21,7 @@ from holdfast._staging.memory import CUDA, Region
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._state.tensor_bytes import MemorySource, Source
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 300
 
 
 class PlayedTransfer:
@@ -136,7 +136,7 @@ def test_copy_returns_when_all_is_copied(tmp_path: Path, played: PlayedAccelerat
     handle = async_save(state, tmp_path / "checkpoint", prove=True)
     assert handle.staging_completion.done()
     spoil(state)
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert stored(tmp_path / "checkpoint") == EXPECTED
     assert played.log == ["issue"]
     assert list(played.pinned.values()) == [TURNS.memory.nbytes]
@@ -150,7 +150,7 @@ def test_overlap_returns_before_and_the_fence_waits(tmp_path: Path, played: Play
     handle.fence()
     spoil(state)
     handle.wait_staged(TIMEOUT_S)
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert stored(tmp_path / "checkpoint") == EXPECTED
 
 
@@ -162,7 +162,7 @@ def test_a_guarded_optimizer_steps_after_the_copies(tmp_path: Path, played: Play
     handle = async_save({"parameter": parameter}, tmp_path / "checkpoint", stage="overlap", prove=True)
     optimizer.step()
     assert "fence" in played.log
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert stored(tmp_path / "checkpoint") == {"parameter": [1.0]}
     assert parameter.unique().tolist() == [0.0]
     removable.remove()
@@ -178,7 +178,7 @@ def test_named_tensors_are_copied_before_overlap_returns(tmp_path: Path, played:
     assert played.log[0] == "issue"
     state["ema"].fill_(-1)
     state["host"].fill_(-1)
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert stored(tmp_path / "checkpoint") == EXPECTED
 
 
@@ -188,7 +188,7 @@ def test_the_proof_finds_what_was_changed_too_early(tmp_path: Path, played: Play
     state["ema"][99_999] = 0
     played.allowed.set()
     with pytest.raises(holdfast.InvalidStateError, match="'ema' changed between"):
-        handle.result(TIMEOUT_S)
+        handle.result()
     assert list((tmp_path / "checkpoint").iterdir()) == []
 
 
@@ -200,7 +200,7 @@ def test_device_clones_first(tmp_path: Path, played: PlayedAccelerator) -> None:
     handle.fence()
     assert not handle.done()
     played.allowed.set()
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert stored(tmp_path / "checkpoint") == EXPECTED
 
 
@@ -215,7 +215,7 @@ def test_device_copies_where_there_is_no_room(
     assert "no room for a clone" in caplog.text
     assert handle.staging_completion.done()
     spoil(state)
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert stored(tmp_path / "checkpoint") == EXPECTED
 
 
@@ -223,7 +223,7 @@ def test_a_bounded_snapshot_waits_for_the_callers_streams(tmp_path: Path, played
     state = state_on(played)
     handle = async_save(state, tmp_path / "checkpoint", max_host_bytes=1000)
     spoil(state)
-    handle.result(TIMEOUT_S)
+    handle.result()
     assert played.log == ["drain"]
     assert stored(tmp_path / "checkpoint") == EXPECTED
 
@@ -235,7 +235,7 @@ def test_prewarm_pins_once(tmp_path: Path, played: PlayedAccelerator) -> None:
     pinned = dict(played.pinned)
     assert len(pinned) == 1
     for number in range(3):
-        async_save(state, tmp_path / str(number)).result(TIMEOUT_S)
+        async_save(state, tmp_path / str(number)).result()
     assert played.pinned == pinned
 
 
@@ -260,9 +260,9 @@ def test_a_failing_copy_fails_the_save_and_holds_up_nobody(
             with pytest.raises(holdfast.CheckpointError, match="the device is gone"):
                 handle.wait_staged(TIMEOUT_S)
             with pytest.raises(holdfast.CheckpointError, match="the device is gone"):
-                handle.result(TIMEOUT_S)
+                handle.result()
     played.allowed.set()
-    async_save(state, tmp_path / "next").result(TIMEOUT_S)
+    async_save(state, tmp_path / "next").result()
     assert stored(tmp_path / "next") == EXPECTED
 
 

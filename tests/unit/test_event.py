@@ -17,10 +17,10 @@ def test_it_happens_once_and_for_all() -> None:
 
 def test_all_who_wait_are_woken() -> None:
     event, woken = Event(), []
-    threads = [threading.Thread(target=lambda: woken.append(event.wait(30))) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: woken.append(event.wait(300))) for _ in range(5)]
     for thread in threads:
         thread.start()
     event.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert woken == [True] * 5

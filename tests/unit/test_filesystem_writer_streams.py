@@ -312,7 +312,7 @@ def test_what_a_stream_says_is_an_error_of_storage(path: str) -> None:
 
 
 def test_threads_write_files_side_by_side() -> None:
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=300)
 
     class Meeting(Memory):
         @contextlib.contextmanager

@@ -331,7 +331,7 @@ def test_no_descriptor_stays_open(path: str) -> None:
     for _ in range(3):
         dcp.save({"a": torch.ones(4)}, storage_writer=writer)
         dcp.load({"a": torch.zeros(4)}, storage_reader=reader)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_use_collectives_is_not_for_native_storage(path: str) -> None:

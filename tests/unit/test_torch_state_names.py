@@ -65,4 +65,4 @@ def test_a_model_and_its_optimizer_go_through_a_checkpoint(path: str) -> None:
 def test_importing_the_library_does_not_import_torchs() -> None:
     code = "import sys, holdfast; sys.exit('torch.distributed.checkpoint' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
-    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment, timeout=300).returncode == 0

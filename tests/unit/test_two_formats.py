@@ -388,12 +388,12 @@ def test_two_savers_of_one_name_leave_nothing_of_what_they_replaced(
         found = real(*args)
         if threading.current_thread() is second:
             ready.set()
-            goes_on.wait(5)
+            goes_on.wait(300)
         return found
 
     monkeypatch.setattr(module, look, looking)
     second.start()
-    assert ready.wait(30)
+    assert ready.wait(300)
     first = threading.Thread(target=save, args=(path, kind, 2))
     first.start()
     first.join(0.2)  # which it may, or may not: it waits for its turn

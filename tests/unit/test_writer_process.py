@@ -35,7 +35,7 @@ def released() -> Iterator[None]:
 
 
 def save(path: Path, kind: AsyncCheckpointerType = PROCESS) -> None:
-    holdfast.async_save(STATE, path, async_checkpointer_type=kind).result(30)
+    holdfast.async_save(STATE, path, async_checkpointer_type=kind).result()
 
 
 def test_it_imports_nothing_from_the_working_directory_or_the_environment(
@@ -84,5 +84,5 @@ def test_names_need_not_be_unicode(tmp_path: Path, kind: AsyncCheckpointerType) 
     writer = holdfast.NativeWriter(full, attempt="taken")
     (full / "data-taken-0-0.safetensors").touch()
     with pytest.raises(holdfast.StorageError, match="full-") as caught:
-        holdfast.async_save(STATE, storage_writer=writer, async_checkpointer_type=kind).result(30)
+        holdfast.async_save(STATE, storage_writer=writer, async_checkpointer_type=kind).result()
     assert caught.value.path == str(full / "data-taken-0-0.safetensors")

@@ -25,7 +25,7 @@ class Board:
     """What threads that play ranks share; ``rounds`` has what was sent in each step, by rank."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.barrier = threading.Barrier(ranks, timeout=300)
         self.parts: list[Any] = [None] * ranks
         self.wholes: list[Any] = [None] * ranks
         self.rounds: list[list[Any]] = []
@@ -112,7 +112,7 @@ class Job:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(300)
         for result in results:
             if isinstance(result, Exception):
                 raise result

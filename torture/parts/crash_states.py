@@ -34,12 +34,12 @@ def run(options: Options) -> PartResult:
     choices, most = (60, 60) if options.quick else (_CHOICES, _STATES)
     cases = [
         {**case, "point": point, "choices": choices, "most": most, "seed": options.seed}
-        for case, outcome in options.crew.run(record_save, plain)
+        for case, outcome in options.crew.each(record_save, plain)
         for point in range(outcome["calls"] + 1)
     ]
     violations: list[str] = []
     chosen = states = 0
-    for done, (case, outcome) in enumerate(options.crew.run(judge_point, cases, limit_s=600.0), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(judge_point, cases, limit_s=600.0), start=1):
         options.progress(done, len(cases))
         chosen += outcome.get("chosen", 0)
         states += outcome.get("states", 0)

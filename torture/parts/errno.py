@@ -28,7 +28,7 @@ def run(options: Options) -> PartResult:
     # What is in memory is always cached.
     folders = {name: str(options.disk if name == "load, not cached" else options.folder) for name in OPERATIONS}
     plain = [{"folder": folder, "operation": operation} for operation, folder in folders.items()]
-    traced = {case["operation"]: outcome["calls"] for case, outcome in options.crew.run(trace_calls, plain)}
+    traced = {case["operation"]: outcome["calls"] for case, outcome in options.crew.each(trace_calls, plain)}
     cases = [
         {
             "folder": folders[operation],
@@ -47,7 +47,7 @@ def run(options: Options) -> PartResult:
         cases = random.Random(options.seed).sample(cases, 100)
     violations: list[str] = []
     tolerated = 0
-    for done, (case, outcome) in enumerate(options.crew.run(fail_at, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(fail_at, cases), start=1):
         options.progress(done, len(cases))
         tolerated += outcome.get("succeeded", 0) and case["code"] != "EINTR"
         if outcome.get("problem") or "failure" in outcome:
@@ -70,9 +70,9 @@ def run(options: Options) -> PartResult:
 def _torch_in_words(options: Options) -> str:
     """What torch's writer does when one of its calls, in any of four threads, finds the disk full."""
     plain: list[Case] = [{"folder": str(options.folder), "number": 0}]
-    (_, counted), *_ = options.crew.run(fill_torch_at, plain)
+    (_, counted), *_ = options.crew.each(fill_torch_at, plain)
     cases: list[Case] = [{**plain[0], "number": number} for number in range(1, counted["calls"] + 1)]
-    outcomes = [outcome for _, outcome in options.crew.run(fill_torch_at, cases)]
+    outcomes = [outcome for _, outcome in options.crew.each(fill_torch_at, cases)]
     silent = sum(outcome.get("problem") is not None for outcome in outcomes)
     return f"ENOSPC, thread_count=4, {len(cases)} points: {silent} saves returned and are not whole"
 

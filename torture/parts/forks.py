@@ -60,7 +60,7 @@ def run(options: Options) -> PartResult:
         for shape in (("small",) if options.quick else ("small", "slabs"))
     ]
     cases: list[Case] = []
-    for case, outcome in options.crew.run(count_calls, plain):
+    for case, outcome in options.crew.each(count_calls, plain):
         for kind in AT_CALLS:
             if kind == "asks for the save" and "async" not in case["operation"]:
                 continue
@@ -71,7 +71,7 @@ def run(options: Options) -> PartResult:
         cases = chosen.sample(cases, 20)
     violations: list[str] = []
     kinds: Counter[str] = Counter()
-    for done, (case, outcome) in enumerate(options.crew.run(fork_at, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(fork_at, cases), start=1):
         options.progress(done, len(cases))
         kinds[case["kind"]] += outcome.get("is_forked", True)
         if problem := outcome.get("problem") or outcome.get("failure"):

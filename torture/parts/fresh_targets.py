@@ -39,7 +39,7 @@ def run(options: Options) -> PartResult:
     cases = [{"folder": str(options.folder), "seed": options.seed + number} for number in range(_rounds(options))]
     violations: list[str] = []
     missing = 0
-    for done, (case, outcome) in enumerate(options.crew.run(load_what_is_missing, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(load_what_is_missing, cases), start=1):
         options.progress(done, len(cases))
         missing += outcome.get("missing", 0)
         if outcome.get("problem") or "failure" in outcome:

@@ -61,7 +61,7 @@ def run(options: Options) -> PartResult:
     """Find the points of each operation, interrupt at each of them, then send signals."""
     folder, chance = str(options.folder), random.Random(options.seed)
     names = chance.sample(list(OPERATIONS), 8) if options.quick else list(OPERATIONS)
-    found = options.crew.run(find_points, [{"folder": folder, "operation": name} for name in names])
+    found = options.crew.each(find_points, [{"folder": folder, "operation": name} for name in names])
     points = {case["operation"]: [Point(*point) for point in outcome["points"]] for case, outcome in found}
     cases: list[Case] = [
         {"folder": folder, "operation": name, "points": some}
@@ -89,7 +89,7 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     work_of = ((interrupt_at, cases), (send_signals, wounds), (interrupted_ranks.interrupt_rank, ranks))
     for function, work in work_of:
-        for case, outcome in options.crew.run(function, work, limit_s=600.0):
+        for case, outcome in options.crew.each(function, work, limit_s=600.0):
             problems = outcome.get("problems", [outcome.get("failure")])
             violations += [f"{case['operation']}: {problem}" for problem in problems]
             counts.update(outcome.get("counts", {}))

@@ -38,7 +38,7 @@ def run(options: Options) -> PartResult:
         for shape in shapes
     ]
     plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in ("fresh", "replacing")]
-    counted = [(case, outcome["calls"]) for case, outcome in options.crew.run(count_calls, plain)]
+    counted = [(case, outcome["calls"]) for case, outcome in options.crew.each(count_calls, plain)]
     cases = [
         {**case, "victim": victim, "number": number, "after": after}
         for case, calls_of in counted
@@ -51,7 +51,7 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     points: Counter[str] = Counter()
     torch_problems: Counter[str] = Counter()
-    for done, (case, outcome) in enumerate(options.crew.run(kill_at, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(kill_at, cases), start=1):
         options.progress(done, len(cases))
         points[case["library"]] += 1
         problem = outcome.get("problem") or outcome.get("failure")

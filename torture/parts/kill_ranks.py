@@ -31,7 +31,7 @@ def run(options: Options) -> PartResult:
     """Count the calls of each rank, then kill one rank at each of its own."""
     modes = saves.MODES[2:] if options.quick else saves.MODES
     plain = [{"folder": str(options.folder), "mode": mode} for mode in modes]
-    counted = {case["mode"]: outcome["calls"] for case, outcome in options.crew.run(count_calls, plain)}
+    counted = {case["mode"]: outcome["calls"] for case, outcome in options.crew.each(count_calls, plain)}
     cases = [
         {"folder": str(options.folder), "mode": mode, "rank": rank, "number": number, "action": int(action)}
         for mode in modes
@@ -44,7 +44,7 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     struck = 0
     workers = None if options.quick else _WORKERS
-    for done, (case, outcome) in enumerate(options.crew.run(kill_at, cases, workers=workers), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(kill_at, cases, workers=workers), start=1):
         options.progress(done, len(cases))
         struck += outcome.get("struck", 0)
         if outcome.get("problem") or "failure" in outcome:

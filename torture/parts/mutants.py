@@ -35,7 +35,7 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     injected = 0
     with closing(Crew()) as crew:  # which has not imported the package
-        for done, (case, outcome) in enumerate(crew.run(run_tests, cases, limit_s=2 * _TESTS_S), start=1):
+        for done, (case, outcome) in enumerate(crew.each(run_tests, cases, limit_s=2 * _TESTS_S), start=1):
             options.progress(done, len(cases))
             injected += case["bug"] is not None
             if "failure" in outcome:

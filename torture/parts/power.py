@@ -48,7 +48,7 @@ def run(options: Options) -> PartResult:
     ]
     cases = [
         {**case, "number": number, "action": int(action)}
-        for case, outcome in options.crew.run(count_calls, plain)
+        for case, outcome in options.crew.each(count_calls, plain)
         for number in range(outcome["calls"] + 1)
         for action in ((Action.CUT_BEFORE, Action.CUT_AFTER) if number else (Action.CUT_BEFORE,))
         if not options.quick or (case["library"] == "holdfast" and number % 6 == options.seed % 6)
@@ -56,7 +56,7 @@ def run(options: Options) -> PartResult:
     violations: list[str] = []
     points: Counter[str] = Counter()
     torch_problems: Counter[str] = Counter()
-    for done, (case, outcome) in enumerate(options.crew.run(cut_at, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(cut_at, cases), start=1):
         options.progress(done, len(cases))
         points[case["library"]] += 1
         problem = outcome.get("problem") or outcome.get("failure")

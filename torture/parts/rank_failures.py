@@ -74,7 +74,7 @@ def run(options: Options) -> PartResult:
         cases = cases[options.seed % 7 :: 12]
     violations: list[str] = []
     slowest = dict.fromkeys(_LIMIT_S, 0.0)
-    for done, (case, outcome) in enumerate(options.crew.run(suffer, cases, workers=_WORKERS), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(suffer, cases, workers=_WORKERS), start=1):
         options.progress(done, len(cases))
         name = "{operation} on {world} ranks, rank {rank}, {fault} in {phase}".format(**case)
         violations += [f"{name}: {problem}" for problem in outcome.get("problems", [outcome.get("failure")])]

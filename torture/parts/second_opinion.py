@@ -55,7 +55,7 @@ def run(options: Options) -> PartResult:
     plain: list[Case] = [{"folder": folder, "mode": mode} for mode in saves.MODES]
     violations: list[str] = []
     cases: list[Case] = []
-    for case, outcome in options.crew.run(compare_counts, plain):
+    for case, outcome in options.crew.each(compare_counts, plain):
         if outcome.get("problem") or "failure" in outcome:
             violations.append(f"{case['mode']}: {outcome.get('problem') or outcome['failure']}")
         else:
@@ -67,7 +67,7 @@ def run(options: Options) -> PartResult:
             ]
     if options.quick:
         cases = random.Random(options.seed).sample(cases, 4)
-    for done, (case, outcome) in enumerate(options.crew.run(disturb, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(disturb, cases), start=1):
         options.progress(done, len(cases))
         if outcome.get("problem") or "failure" in outcome:
             what = "killed" if case["kill"] else "EIO"

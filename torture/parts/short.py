@@ -36,7 +36,7 @@ def run(options: Options) -> PartResult:
         for shape in _SHAPES
     ]
     cases: list[Case] = []
-    for case, outcome in options.crew.run(count_calls, plain):
+    for case, outcome in options.crew.each(count_calls, plain):
         cases += [
             {**case, "kind": "shorten", "number": number, "how": how, "times": times}
             for how in SHORT_BY
@@ -55,7 +55,7 @@ def run(options: Options) -> PartResult:
         cases = random.Random(options.seed).sample(cases, 60)
     violations: list[str] = []
     struck = {"shorten": 0, "sync": 0, "limit": 0, "full": 0}
-    for done, (case, outcome) in enumerate(options.crew.run(disturb, cases), start=1):
+    for done, (case, outcome) in enumerate(options.crew.each(disturb, cases), start=1):
         options.progress(done, len(cases))
         struck[case["kind"]] += outcome.get("struck", 0)
         if outcome.get("problem") or "failure" in outcome:

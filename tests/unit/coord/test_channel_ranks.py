@@ -6,6 +6,7 @@ Locks and events order everything; where a test needs time to pass for a rank, i
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -30,8 +31,8 @@ from holdfast.errors import (
     StorageError,
 )
 
-QUICK = Patience(beat_s=0.05, progress_s=1.0, settle_s=0.1, farewell_s=0.5)
-LONG = Patience(beat_s=0.05, progress_s=60.0, settle_s=0.1, farewell_s=0.5)
+QUICK = Patience(beat_s=0.05, progress_s=4.0, settle_s=0.1, farewell_s=0.5)
+LONG = Patience(beat_s=0.05, progress_s=math.inf, settle_s=0.1, farewell_s=0.5)
 
 
 class Job:
@@ -69,7 +70,7 @@ class Job:
 
         everyone = [self.ranks(rank, **options) for rank in range(len(self.channels))]
         with ThreadPoolExecutor(len(everyone)) as threads:
-            return [future.result(30) for future in [threads.submit(one, ranks) for ranks in everyone]]
+            return [future.result() for future in [threads.submit(one, ranks) for ranks in everyone]]
 
     def kill(self, rank: int) -> None:
         """End the connections of a rank, as the end of its process does."""
@@ -120,7 +121,7 @@ def test_failures_that_happen_together_are_told_together() -> None:
     meet = threading.Barrier(4)
 
     def local(ranks: ChannelRanks) -> None:
-        meet.wait(10)
+        meet.wait(300)
         if ranks.rank in (1, 3):
             raise (NotFoundError if ranks.rank == 1 else ValueError)(f"of {ranks.rank}")
 
@@ -179,7 +180,7 @@ def test_work_hears_of_failures_elsewhere_by_check() -> None:
 
     def local(ranks: ChannelRanks) -> None:
         if ranks.rank == 1:
-            assert busy.wait(10)
+            assert busy.wait(300)
             raise StorageError("full")
         busy.set()
         for step in range(10_000):
@@ -211,32 +212,35 @@ def test_what_fails_on_one_alone_is_raised_on_every_rank(failing: int) -> None:
 
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) -> None:
-    released = threading.Event()
+    given_up = threading.Barrier(3)
 
     def local(ranks: ChannelRanks) -> None:
         if ranks.rank == stuck:
             ranks.follow(lambda: 4000, lambda: "data-1")
             ranks.progress(96)
-            released.wait(10)
+            given_up.wait(300)
+
+    def work(ranks: ChannelRanks) -> None:
+        try:
+            ranks.share("writing", lambda: local(ranks), lambda parts: None)
+        finally:
+            if ranks.rank != stuck:
+                given_up.wait(300)
 
     job = Job(3)
-    timer = threading.Timer(2.5, released.set)
-    timer.start()
-    found = job.run(lambda ranks: ranks.share("writing", lambda: local(ranks), lambda parts: None), patience=QUICK)
-    timer.join()
-    for error in found:
+    for error in job.run(work, patience=QUICK):
         assert type(error) is RankLostError
         assert (error.rank, error.phase) == (stuck, "writing")
-        said = f"rank {stuck} made no progress for 1 s in 'writing' (4,096 bytes done, at 'data-1'); "
+        said = f"rank {stuck} made no progress for 4 s in 'writing' (4,096 bytes done, at 'data-1'); "
         assert str(error).startswith(said)
     assert job.run(lambda ranks: ranks.share("writing", lambda: 1, sum)) == [3, 3, 3]
 
 
 def test_a_slow_rank_that_makes_progress_is_left_alone() -> None:
     def local(ranks: ChannelRanks) -> int:
-        for step in range(8 if ranks.rank == 1 else 0):
+        for step in range(10 if ranks.rank == 1 else 0):
             ranks.progress(step)
-            threading.Event().wait(0.25)
+            threading.Event().wait(0.5)
             ranks.check()
         return 1
 
@@ -247,12 +251,12 @@ def test_a_rank_that_never_comes_is_named() -> None:
     job = Job(3)
     job.channels.pop()
     found = job.run(lambda ranks: ranks.share("planning", lambda: 1, sum), patience=QUICK)
-    assert [str(error) for error in found] == ["rank 2 did not come to 'planning' within 1 s; look at that rank"] * 2
+    assert [str(error) for error in found] == ["rank 2 did not come to 'planning' within 4 s; look at that rank"] * 2
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:
     ranks = Job(2).ranks(1, patience=QUICK)
-    with pytest.raises(RankLostError, match="rank 0 did not come to 'planning' within 1 s"), ranks:
+    with pytest.raises(RankLostError, match="rank 0 did not come to 'planning' within 4 s"), ranks:
         ranks.share("planning", lambda: 1, sum)
 
 
@@ -330,7 +334,7 @@ def test_a_connection_that_broke_is_made_again() -> None:
 def test_strangers_are_left_standing() -> None:
     job = Job(2)
     for said in (b"GET / HTTP/1.1\r\n" * 9, HELLO.pack(MAGIC, bytes(32), 1), HELLO.pack(MAGIC, job.address.token, 7)):
-        with socket.create_connection(("127.0.0.1", job.address.port), timeout=10) as stranger:
+        with socket.create_connection(("127.0.0.1", job.address.port), timeout=300) as stranger:
             stranger.sendall(said)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b""
@@ -395,7 +399,7 @@ def test_two_operations_may_be_open_at_once() -> None:
             a = first.share("saving", lambda: 1, sum)
             b = second.share("loading", lambda: 10, sum)
             a += first.share("saving on", lambda: 2, sum)
-        assert one.result(10) == (a, b) == (6, 20)
+        assert one.result() == (a, b) == (6, 20)
 
 
 def test_ranks_are_used_inside_with_and_once() -> None:
@@ -410,10 +414,10 @@ def test_ranks_are_used_inside_with_and_once() -> None:
 
 def test_work_that_took_longer_than_the_deadline_is_no_hang_once_it_is_done() -> None:
     def local(ranks: ChannelRanks) -> int:
-        threading.Event().wait(1.3)  # nobody waits meanwhile, and nobody tells of progress
+        threading.Event().wait(6.5)  # nobody waits meanwhile, and nobody tells of progress
         while ranks.is_coordinator and 1 not in ranks._parts.get(1, {}):
             threading.Event().wait(0.01)
         return 1
 
-    rarely = Patience(beat_s=1.1, progress_s=1.2)
+    rarely = Patience(beat_s=3.0, progress_s=6.0)
     assert Job(2).run(lambda ranks: ranks.share("writing", lambda: local(ranks), sum), patience=rarely) == [2, 2]

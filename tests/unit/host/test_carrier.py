@@ -135,7 +135,7 @@ def test_what_one_host_reads_reaches_all_others_through_few_slots(reads: int) ->
         hosts = range(4)
         futures = [pool.submit(work, made[host], carriers[host], job, host) for host in hosts]
         for host, future in zip(hosts, futures, strict=True):
-            assert future.result(timeout=60) == [read for read in range(reads) if reader[read] != host]
+            assert future.result() == [read for read in range(reads) if reader[read] != host]
         for each in carriers:
             each.close()
         assert "holdfast-carrier" not in {thread.name for thread in threading.enumerate()}
@@ -147,7 +147,7 @@ def test_wishes_of_all_hosts_reach_each(length: int) -> None:
     with links(4) as made, ThreadPoolExecutor(4) as pool:
         carriers, _ = carriers_on(made)
         futures = [pool.submit(each.gather_wishes, row) for each, row in zip(carriers, rows, strict=True)]
-        assert [future.result(timeout=60) for future in futures] == [rows] * 4
+        assert [future.result() for future in futures] == [rows] * 4
         for each in carriers:
             each.close()
 

@@ -104,7 +104,7 @@ def test_a_system_that_cannot_share_gives_no_link_and_leaves_nothing_open(
     assert visits[0].invite(places[0], LAYOUT, fill) is None
     for visit in visits:
         visit.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_one_that_cannot_be_reached_means_no_link_for_all() -> None:
@@ -114,7 +114,7 @@ def test_one_that_cannot_be_reached_means_no_link_for_all() -> None:
     assert visits[0].invite(places[0], LAYOUT, fill) is None
     for visit in visits:
         visit.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_what_was_not_left_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_something_else_that_was_left_is_no_link(message: bytes) -> None:
     assert visits[1].join(places[1]) is None
     for visit in visits:
         visit.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_without_a_place_to_leave_things_a_rank_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,7 +322,7 @@ def test_memory_stays_below_a_quarter_gibibyte(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr

@@ -97,7 +97,6 @@ def test_save_itself_takes_what_the_program_has_expanded(tmp_path: Path) -> None
     assert torch.equal(holdfast.load(tmp_path / "a")["rows"], torch.arange(3.0).expand(1000, 3))
 
 
-@pytest.mark.timeout(30)
 def test_lists_that_share_lists_end(tmp_path: Path) -> None:
     for leaf in (1, torch.ones(1)):
         shared: Any = [leaf]

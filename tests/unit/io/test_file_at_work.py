@@ -47,14 +47,14 @@ def test_a_call_that_hangs_goes_before_later_ones(tmp_path: Path, monkeypatch: p
 
         def hang(*arguments: object) -> int:
             entered.set()
-            leave.wait(10)
+            leave.wait(300)
             return 10
 
         with monkeypatch.context() as patched:
             patched.setattr(call, hang)
             thread = threading.Thread(target=work)
             thread.start()
-            assert entered.wait(10)
+            assert entered.wait(300)
         posix.write_new(tmp_path / "later", b"1")
         assert posix.file_at_work(tmp_path) == "stuck"
         leave.set()

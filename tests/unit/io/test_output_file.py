@@ -167,7 +167,7 @@ def test_threads_that_are_refused_together_all_go_on(tmp_path: Path, monkeypatch
     def refusing_together(descriptor: int, data: memoryview, offset: int) -> int:
         if offset not in first_tries:
             first_tries.append(offset)
-            barrier.wait(timeout=30)
+            barrier.wait(300)
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return write(descriptor, data, offset)
 

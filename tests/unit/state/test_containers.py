@@ -29,7 +29,6 @@ def shared(levels: int, make: Callable[[Any], Any], leaf: Any) -> Any:
     return leaf
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("leaf", [1, torch.ones(1), "text"], ids=["number", "tensor", "text"])
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_containers_without_end_are_refused_before_anything_is_written(name: str, leaf: Any, tmp_path: Path) -> None:

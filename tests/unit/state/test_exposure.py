@@ -50,7 +50,7 @@ def test_other_mappings_become_dicts() -> None:
     assert type(exposed["a"]) is dict
 
 
-@pytest.mark.parametrize("state", [[1], None, torch.ones(1), Box(1), "text"], ids=repr)
+@pytest.mark.parametrize("state", [[1], None, torch.ones(1), Box(1), "text"], ids=lambda state: type(state).__name__)
 def test_a_state_is_a_mapping(state: Any) -> None:
     with pytest.raises(InvalidStateError, match="a state is a dict of names to values"):
         expose(state)

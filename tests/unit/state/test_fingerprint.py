@@ -142,7 +142,7 @@ def test_sets_have_the_same_fingerprint_in_every_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=300,
         ).stdout
         for seed in ("1", "2")
     }

@@ -144,7 +144,9 @@ CASES: list[tuple[Callable[[], Any], tuple[Any, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("build", "path", "expected"), CASES, ids=lambda value: repr(value) if value else "build")
+@pytest.mark.parametrize(
+    ("build", "path", "expected"), CASES, ids=lambda value: "build" if callable(value) else repr(value)
+)
 def test_elements_are_set_in_place(build: Callable[[], Any], path: tuple[Any, ...], expected: Any) -> None:
     container = build()
     inner = container.get("a")

@@ -33,7 +33,6 @@ def nothing(module: str, name: str) -> Any:
     [(b"\x80\x04}", b"Ns."), (b"\x80\x04\x8f(", b"\x90."), (b"\x80\x04(", b"\x91."), (b"\x80\x04}(", b"Nu.")],
     ids=["key", "set", "frozenset", "keys"],
 )
-@pytest.mark.timeout(20)
 def test_a_key_that_doubles_is_refused_at_once(begin: bytes, end: bytes, put: str) -> None:
     with pytest.raises(CorruptError):
         unpickle(begin + doubling(70, put=put) + end, nothing, what="it")
