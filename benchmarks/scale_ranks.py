@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast._native.report import ShortReport, WrittenFile
+from holdfast._native.report import WriteReport, WrittenFile
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import rows_digest
 from holdfast._save_plan.coordinator import Asked, Coordinator, Final, Named, Offer, Outcome, said_first
@@ -110,7 +110,7 @@ class Crew:
         assert asked.groups is not None
         return np.full(asked.groups.count, 7, dtype="<u8").tobytes()
 
-    def report(self, rank: int, final: Final) -> ShortReport:
+    def report(self, rank: int, final: Final) -> WriteReport:
         """What ``rank`` sends after writing: its chunks one after the other in one file."""
         assert final.choice is not None
         plan = chosen_columns(self.columns(rank), final.choice.chosen, final.choice.heads, planning=final.token)
@@ -121,14 +121,13 @@ class Crew:
         ends = header + np.cumsum(nbytes)
         blocks = int(block_counts(nbytes).sum())
         name = f"data-{ATTEMPT}-{rank}-0.safetensors"
-        return ShortReport(
+        return WriteReport(
             planning=final.token,
             files=[WrittenFile(name=name, bytes=int(ends[-1]), header=header, digest=rank)],
             row=plan.planned[row].astype(np.uint16),
             file=np.zeros(len(row), dtype=np.uint8),
             offset=(ends - nbytes).astype(np.uint32),
             digests=np.random.default_rng(rank).integers(1, 2**63, blocks, dtype=np.uint64),
-            blobs={},
             tensors={},
             values={} if STEP not in plan.keys else {STEP: 7},
             versions={},

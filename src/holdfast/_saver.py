@@ -275,7 +275,7 @@ class Saving:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
-            planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
+            planner.keeps_empty_dicts = writer.keeps_empty_dicts
         exposed, meta, leads = self.expose(state), writer.storage_meta(), ranks.is_coordinator
         if isinstance(planner, DefaultSavePlanner):
             planner.buffers = frozenset(self._owners.buffers)

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +48,7 @@ from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.metadata import STORAGE_TYPES, Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteColumns, write_columns
-from holdfast.storage import StorageWriter, WriteResult
+from holdfast.storage import PlannedReport, StorageWriter, WriteResult
 
 _PHASE = "planning the save"
 
@@ -72,14 +72,6 @@ class _Memory:
     def __init__(self) -> None:
         self.remembered: list[_Remembered] = []
         self.outcomes: list[Outcome] = []
-
-
-@runtime_checkable
-class PlannedReport(Protocol):
-    """What storage says of a written plan without repeating it: ``plan`` is given to it where the plan is known."""
-
-    planning: bytes
-    plan: Callable[[], WriteColumns] | None
 
 
 class SavePlanning:
@@ -240,11 +232,12 @@ class SavePlanning:
         """``results``; reports that say only what the plan does not say are told of the plan."""
         assert self._coordinator is not None
         outcome = self._coordinator.outcome
+        bound = list(results)
         for rank, result in enumerate(results):
             report: object = result.columns if isinstance(result, LazyList) else None
             if outcome is not None and isinstance(report, PlannedReport) and report.planning == outcome.token:
-                report.plan = partial(self._coordinator.plan_of, rank)
-        return results
+                bound[rank] = LazyList(report.with_plan(partial(self._coordinator.plan_of, rank)))
+        return bound
 
     def sketched(self) -> Metadata | Sketch:
         """What the coordinator tells the others of the metadata: few words where nobody has changed it."""
