@@ -14,7 +14,7 @@ from thread_ranks import ATTEMPT, Job, same_layout, states
 import holdfast
 from holdfast import DefaultSavePlanner, NativeWriter, SavePlan
 from holdfast._native.report import WriteReport
-from holdfast._save_plan.coordinator import Sketch
+from holdfast._save_plan.rounds import Sketch
 from holdfast._values.lazy import LazyList
 from holdfast.planner import write_columns
 

@@ -9,7 +9,7 @@ the same. What a rank holds follows from layout and rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -139,6 +139,11 @@ class Members:
 
     layout: Layout
     ranks: np.ndarray
+
+
+def all_keys(layouts: Iterable[Layout]) -> list[str]:
+    """The keys of all of them, each where it comes first."""
+    return list(dict.fromkeys(key for layout in layouts for key in layout.keys))
 
 
 def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Members]:
