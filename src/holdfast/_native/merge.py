@@ -162,7 +162,9 @@ def _chunks_as_reported(tensors: Mapping[str, WrittenTensor], reports: Sequence[
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     tensor, lo, length = tensor[order], lo[order], length[order]
-    for fault in check_coverage(tensor, lo, length, widened(padded(shapes, fill=1), width, 1)):
+    sizes = widened(padded(shapes, fill=1), width, 1)
+    is_whole = np.array_equal(tensor, np.arange(len(sizes))) and not lo.any() and np.array_equal(length, sizes)
+    for fault in () if is_whole else check_coverage(tensor, lo, length, sizes):
         key = list(tensors)[fault.tensor]
         raise InvalidStateError(f"what was written of {key!r} is not whole: {fault.detail}", key=key)
     nbytes = _joined([each.nbytes for each in boxes])[order]

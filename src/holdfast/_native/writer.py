@@ -18,7 +18,6 @@ from holdfast._engine.read import uses_cuda
 from holdfast._io import posix
 from holdfast._native.catalog import check_user_metadata, with_planner_data
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
-from holdfast._native.manifest import encode_manifest
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Chunk, Packer, Placed, slabs_for
 from holdfast._native.paths import check_key, encode_path
@@ -237,30 +236,18 @@ class NativeWriter(StorageWriter):
         self.close()
 
     def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
+        versions: Versions = {}
+        for report in reversed(reports):  # of a module on several ranks, what the first of them says
+            for key, modules in report.versions.items():
+                versions.setdefault(key, {}).update(modules)
         manifest, index = merge_reports(
             metadata,
             reports,
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
-            user_metadata=encode_value(self._kept(metadata, reports), key="planner_data"),
+            user_metadata=encode_value(with_planner_data(self.user_metadata, metadata, versions), key="planner_data"),
         )
-        publish(
-            self.path,
-            encode_manifest(manifest),
-            attempt=self._attempt,
-            index_name=manifest.index.name,
-            index=index,
-            data_files=[(file.name, file.bytes) for file in manifest.files],
-            overwrite=self.overwrite,
-        )
-
-    def _kept(self, metadata: Metadata, reports: list[WriteReport]) -> dict[str, Any]:
-        """What the manifest keeps beside the state: of a module on several ranks, what the first of them says."""
-        versions: Versions = {}
-        for report in reversed(reports):
-            for key, modules in report.versions.items():
-                versions.setdefault(key, {}).update(modules)
-        return with_planner_data(self.user_metadata, metadata, versions)
+        publish(self.path, manifest, index, overwrite=self.overwrite)
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""
@@ -296,9 +283,7 @@ class NativeWriter(StorageWriter):
         if held is not None:
             held.close()
 
-    def conclude(self) -> None:
-        """Let go of the data files of a save that is published."""
-        self.close()
+    conclude = close
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": None, "_check": _go_on}

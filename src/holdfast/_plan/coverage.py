@@ -73,14 +73,6 @@ def check_coverage(
         lo=np.asarray(lo, dtype=np.int64),
         length=np.asarray(length, dtype=np.int64),
     )
-    if (
-        boxes.lo.shape == sizes.shape == boxes.length.shape
-        and np.array_equal(boxes.tensor, np.arange(len(sizes)))
-        and not boxes.lo.any()
-        and np.array_equal(boxes.length, sizes)
-        and bool((sizes >= 0).all())
-    ):
-        return []  # every tensor in one box, as one process has most
     if len(boxes.tensor) and not 0 <= boxes.tensor.min() <= boxes.tensor.max() < len(sizes):
         raise ValueError(f"boxes name tensors outside of the {len(sizes)} that there are")
     if len(boxes.tensor) > _BOXES_AT_ONCE and bool((boxes.tensor[1:] >= boxes.tensor[:-1]).all()):
