@@ -227,7 +227,7 @@ class Saving:
         def set_up() -> None:
             before()
             self._set_up(state)
-            self._check_process()
+            self._check_process()  # what it called may have forked
 
         host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)

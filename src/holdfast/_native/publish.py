@@ -210,9 +210,9 @@ def _files_of(directory: str, heads: list[str]) -> list[str]:
 def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool) -> None:
     """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
-    Its data files must be there. Where only its durability could not be confirmed, it stays, and so do the files of the one that it replaced: the
-    disk may come back with either. AlreadyPublishedError when there is one and ``overwrite`` is not set: of several
-    savers exactly one succeeds.
+    Its data files must be there. Where only its durability could not be confirmed, it stays, and so do the files of the
+    one that it replaced: the disk may come back with either. AlreadyPublishedError when there is one and ``overwrite``
+    is not set: of several savers exactly one succeeds.
     """
     attempt, encoded = manifest.attempt, encode_manifest(manifest)
     target = os.path.join(directory, MANIFEST_NAME)
