@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast._native.report import ShortReport, WrittenFile
+from holdfast._native.report import WriteReport, WrittenFile
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import rows_digest
-from holdfast._save_plan.coordinator import Asked, Coordinator, Final, Named, Offer, Outcome, said_first
+from holdfast._save_plan.coordinator import Again, Asked, Final, Offer, Outcome, coordinated, decoded
 from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, Members, described
 from holdfast._save_plan.local import properties_of
-from holdfast._save_plan.rounds import SavePlanning
+from holdfast._save_plan.rounds import plan_save
 from holdfast._save_plan.together import chosen_columns
 from holdfast._state.modes import collector_paused
 from holdfast._torch_codec.pickles import decode_message, encode_message
@@ -34,7 +35,7 @@ from holdfast._values.digest import block_counts, name_words
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.metadata import Metadata
-from holdfast.planner import TensorHead, WriteColumns
+from holdfast.planner import SavePlan, TensorHead, WriteColumns
 
 DTYPE = torch.bfloat16
 ATTEMPT = "scale"
@@ -110,7 +111,7 @@ class Crew:
         assert asked.groups is not None
         return np.full(asked.groups.count, 7, dtype="<u8").tobytes()
 
-    def report(self, rank: int, final: Final) -> ShortReport:
+    def report(self, rank: int, final: Final) -> WriteReport:
         """What ``rank`` sends after writing: its chunks one after the other in one file."""
         assert final.choice is not None
         plan = chosen_columns(self.columns(rank), final.choice.chosen, final.choice.heads, planning=final.token)
@@ -121,14 +122,13 @@ class Crew:
         ends = header + np.cumsum(nbytes)
         blocks = int(block_counts(nbytes).sum())
         name = f"data-{ATTEMPT}-{rank}-0.safetensors"
-        return ShortReport(
+        return WriteReport(
             planning=final.token,
             files=[WrittenFile(name=name, bytes=int(ends[-1]), header=header, digest=rank)],
             row=plan.planned[row].astype(np.uint16),
             file=np.zeros(len(row), dtype=np.uint8),
             offset=(ends - nbytes).astype(np.uint32),
             digests=np.random.default_rng(rank).integers(1, 2**63, blocks, dtype=np.uint64),
-            blobs={},
             tensors={},
             values={} if STEP not in plan.keys else {STEP: 7},
             versions={},
@@ -149,18 +149,27 @@ class Play:
 
     def plan(self, messages: list[bytes]) -> tuple[float, list[Final], Metadata]:
         """The seconds of the coordinator, what each rank is told in the end, and the metadata."""
-        coordinator = Coordinator(DefaultSavePlanner(), self._writer, self.outcomes, layout=self.crew.layout)
+        planner, layout, rounds = DefaultSavePlanner(), self.crew.layout, None
         seconds, self.received = 0.0, 0
         while True:
             self.received += sum(map(len, messages))
             start = time.perf_counter()
-            told = coordinator.merge([decode_message(message) for message in messages])
+            parts = [decode_message(message) for message in messages]
+            told: Sequence[Asked | Final | SavePlan]
+            metadata = None
+            try:
+                if rounds is None:
+                    rounds = coordinated(parts, planner, self._writer, outcomes=self.outcomes, layout=layout)
+                    told = next(rounds)
+                else:
+                    told = rounds.send(parts)
+            except StopIteration as end:
+                told, metadata = end.value.answers, end.value.metadata
             answers = [encode_message(answer) for answer in told]
             seconds += time.perf_counter() - start
             finals = [decode_message(answer) for answer in answers]
-            if isinstance(finals[0], Final):
-                assert coordinator.metadata is not None
-                return seconds, finals, coordinator.metadata
+            if metadata is not None:
+                return seconds, finals, metadata
             messages = [encode_message(self.crew.reply(rank, asked)) for rank, asked in enumerate(finals)]
 
     def publish(self, metadata: Metadata, reports: list[bytes]) -> float:
@@ -200,8 +209,8 @@ class PlayedRanks:
 
     def scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
         """What the coordinator is taken to answer."""
-        self.sent.append(said_first(local()))
-        known = isinstance(self.sent[-1], Named)
+        self.sent.append(decoded(local()))
+        known = isinstance(self.sent[-1], Again)
         return Final(
             token=self._final.token,
             storage_data=self._final.storage_data,
@@ -245,14 +254,11 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
         planner, writer = DefaultSavePlanner(), NativeWriter(folder)
         planner.ranks = crew.ranks
 
-        def set_up(planner: DefaultSavePlanner = planner) -> None:
-            planner.set_up_planner(state)
-
         start = time.perf_counter()
-        SavePlanning(planner, writer, ranks, name=1, host=1).run(set_up)  # type: ignore[arg-type]
+        plan_save(planner, writer, ranks, partial(planner.set_up_planner, state), name=1, host=1)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
-    assert all(isinstance(said, Named) for said in ranks.sent[1:])
+    assert all(isinstance(said, Again) for said in ranks.sent[1:])
     return seconds[0], min(seconds[1:])
 
 

@@ -13,8 +13,7 @@ from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast._ranks.rendezvous import DEADLINE_S, host_name, mesh_rank, participants
-from holdfast._save_plan.coordinator import Sketch
-from holdfast._save_plan.rounds import SavePlanning
+from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._state.modes import collector_paused
 from holdfast._state.stateful_values import Owners, expose
@@ -213,8 +212,7 @@ class Saving:
         self.planner = as_save_planner(planner)
         self.ranks = ranks
         self._use_collectives = use_collectives
-        host = host_name() if ranks.size > 1 else UNKNOWN_HOST
-        self._planning = SavePlanning(self.planner, self.writer, ranks, name=mesh_rank(), host=host)
+        self._planned: PlannedSave | None = None
         self._owners = Owners()
         self._prepared = 0
         self._prepared_lock = threading.Lock()
@@ -229,9 +227,11 @@ class Saving:
         def set_up() -> None:
             before()
             self._set_up(state)
-            self._check_process()
+            self._check_process()  # what it called may have forked
 
-        return self._planning.run(set_up)
+        host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
+        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)
+        return self._planned.plan
 
     def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """``state`` with the state of the objects in it; what is a buffer is remembered, whoever copies it."""
@@ -264,8 +264,16 @@ class Saving:
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
         self._check_process()
-        told = self.ranks.share("writing the checkpoint", write, self._publish)
-        metadata = self.ranks.alone("describing the checkpoint", lambda: self._planning.metadata(told))
+        planned = self._planned
+        assert planned is not None
+
+        def publish(results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
+            assert planned.metadata is not None
+            self.writer.finish(planned.metadata, planned.with_plans(results))
+            return planned.told()
+
+        told = self.ranks.share("writing the checkpoint", write, publish)
+        metadata = self.ranks.alone("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
@@ -275,14 +283,9 @@ class Saving:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
-            planner.keeps_empty_dicts = isinstance(writer, NativeWriter)
+            planner.keeps_empty_dicts = writer.keeps_empty_dicts
         exposed, meta, leads = self.expose(state), writer.storage_meta(), ranks.is_coordinator
         if isinstance(planner, DefaultSavePlanner):
             planner.buffers = frozenset(self._owners.buffers)
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
-
-    def _publish(self, results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
-        planning = self._planning
-        self.writer.finish(planning.planned, planning.bound(results))
-        return planning.sketched()

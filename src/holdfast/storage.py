@@ -14,12 +14,13 @@ import io
 import os
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch.futures import Future
 
+from holdfast._values.lazy import Columns
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
-from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult"]
 
@@ -33,6 +34,18 @@ class WriteResult:
     storage_data: Any
 
 
+@runtime_checkable
+class PlannedReport(Protocol):
+    """Results as columns that leave out what the plan says, for a coordinator that knows it as ``planning``."""
+
+    @property
+    def planning(self) -> bytes: ...
+
+    def with_plan(self, plan: Callable[[], WriteColumns]) -> Columns[WriteResult]:
+        """The same with the plan, which is made when somebody looks."""
+        ...
+
+
 class StorageWriter(abc.ABC):
     """Writes the items of a plan to a medium and publishes the whole."""
 
@@ -41,6 +54,9 @@ class StorageWriter(abc.ABC):
 
     file_at_work: str = ""
     """The file that is being written, where the storage knows: what others are told of a rank that hangs."""
+
+    keeps_empty_dicts: bool = False
+    """Whether dicts that have nothing in them are kept, as leaves of their own."""
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -114,7 +114,7 @@ PLACES = [
     ("channel_ranks", "__exit__"),
     ("channel_ranks", "_see_received"),
     ("exposure", "_exposed"),
-    ("planning", "_said_first"),
+    ("rounds", "said_first"),
     ("writer", "write_data"),
     ("publish", "publish"),
     ("reader", "read_data"),

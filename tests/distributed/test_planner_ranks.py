@@ -17,9 +17,8 @@ from torch.futures import Future
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, SavePlan, WriteItem, WriteResult
-from holdfast._save_plan.coordinator import Named
-from holdfast._save_plan.coordinator import said_first as said_first_part
-from holdfast._save_plan.rounds import SavePlanning
+from holdfast._save_plan.coordinator import Again, decoded
+from holdfast._save_plan.rounds import RankPlanning
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -104,15 +103,15 @@ def save_again_and_again(path: str) -> list[bool]:
     subgroup = dist.new_group(list(range(world)))
     sent: list[bool] = []
 
-    said_first = SavePlanning._said_first
+    said_first = RankPlanning.said_first
 
-    def say_and_note(planning: SavePlanning) -> Any:
-        said = said_first(planning)
-        sent.append(not isinstance(said_first_part(said), Named))
+    def say_and_note(planning: RankPlanning, ranks: int) -> Any:
+        said = said_first(planning, ranks)
+        sent.append(not isinstance(decoded(said), Again))
         return said
 
     def save(number: int, state: dict[str, Any], group: Any = None) -> None:
-        with mock.patch.object(SavePlanning, "_said_first", say_and_note):
+        with mock.patch.object(RankPlanning, "said_first", say_and_note):
             holdfast.save(state, f"{path}/{number}", process_group=group)
 
     def state(fill: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

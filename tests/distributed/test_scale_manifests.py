@@ -27,8 +27,8 @@ import holdfast
 from holdfast import NativeWriter
 from holdfast import _saver as saver
 from holdfast._ranks.channel_ranks import ChannelRanks
-from holdfast._save_plan.coordinator import Asked, Final
-from holdfast._save_plan.rounds import SavePlanning
+from holdfast._save_plan.coordinator import Asked
+from holdfast._save_plan.rounds import RankPlanning, _PlanMemory
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.default_planner import DefaultSavePlanner
 
@@ -89,41 +89,32 @@ def played(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Alone:
-    """The ranks as SavePlanning sees them, when somebody else carries the messages."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.is_coordinator = rank, size, rank == 0
-        self.kept: dict[object, Any] = {}
-
-
 def play(path: str, world: int, hosts: list[int]) -> None:
     """Save as ``world`` ranks would, one after the other in each step."""
     planners = [DefaultSavePlanner() for _ in range(world)]
     writers = [NativeWriter(path, attempt=ATTEMPT) for _ in range(world)]
-    plannings: list[SavePlanning] = []
+    plannings: list[RankPlanning] = []
     parts: list[Any] = []
     for rank in range(world):
         with played(rank, world):
             planners[rank].ranks = world
             planners[rank].set_up_planner(state_of(rank, world))
             writers[rank].set_up_storage_writer(rank == 0)
-            alone: Any = Alone(rank, world)
-            plannings.append(SavePlanning(planners[rank], writers[rank], alone, name=rank, host=hosts[rank]))
-            parts.append(plannings[rank]._said_first())
-    answers = plannings[0]._merged([decode_message(encode_message(part)) for part in parts])
+            memory = _PlanMemory()
+            plannings.append(RankPlanning(planners[rank], writers[rank], memory, name=rank, host=hosts[rank]))
+            parts.append(plannings[rank].said_first(world))
+    answers = plannings[0].merged([decode_message(encode_message(part)) for part in parts])
     while isinstance(answers[0], Asked):
-        parts = [planning._reply(asked) for planning, asked in zip(plannings, answers, strict=True)]
-        answers = plannings[0]._merged([decode_message(encode_message(part)) for part in parts])
-    results = []
+        parts = [planning.reply(asked) for planning, asked in zip(plannings, answers, strict=True)]
+        answers = plannings[0].merged([decode_message(encode_message(part)) for part in parts])
+    plans, results = [], []
     for rank, answer in enumerate(answers):
-        plan = (
-            plannings[rank]._finished(decode_message(encode_message(answer))) if isinstance(answer, Final) else answer
-        )
+        plans.append(plannings[rank].planned(decode_message(encode_message(answer))))
         planner = planners[rank]
-        result = writers[rank].write_data(planner.finish_plan(plan), planner).wait()
+        result = writers[rank].write_data(planner.finish_plan(plans[rank].plan), planner).wait()
         results.append(decode_message(encode_message(result)))
-    writers[0].finish(plannings[0].planned, plannings[0].bound(results))
+    assert plans[0].metadata is not None
+    writers[0].finish(plans[0].metadata, plans[0].with_plans(results))
 
 
 def same_files(one: Path, other: Path) -> list[str]:

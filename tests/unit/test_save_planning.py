@@ -14,7 +14,7 @@ from thread_ranks import ATTEMPT, Job, same_layout, states
 import holdfast
 from holdfast import DefaultSavePlanner, NativeWriter, SavePlan
 from holdfast._native.report import WriteReport
-from holdfast._save_plan.coordinator import Sketch
+from holdfast._save_plan.rounds import Sketch
 from holdfast._values.lazy import LazyList
 from holdfast.planner import write_columns
 
@@ -56,7 +56,7 @@ def test_reports_are_short(tmp_path: Path) -> None:
     many = {f"w{number}": torch.ones(4) * number for number in range(400)}
     job.save([many, many])
     reports = [result.columns for result in job.board.rounds[-1] if isinstance(result, LazyList)]
-    assert sum(len(report.key) for report in reports if isinstance(report, WriteReport)) == 400
+    assert sum(len(report.row) for report in reports if isinstance(report, WriteReport)) == 400
     assert sum(job.board.bytes[-1]) <= 400 * (24 + 8) + 2 * 700
     for key, leaf in job.loaded().items():
         assert torch.equal(leaf, many[key])

@@ -87,7 +87,7 @@ def test_a_coordinator_that_forgot_asks_again(tmp_path: Path) -> None:
     job.save(states())
     job.kept[0].clear()
     job.save(states())
-    assert job.sent(0) == ["Offer", "Named", "Named"]
+    assert job.sent(0) == ["Offer", "Again", "Again"]
     assert job.sent(1) == ["NoneType", "bytes", "bytes"]
     assert job.loaded()["step"] == 7
 
@@ -97,7 +97,7 @@ def test_a_rank_that_forgot_is_told_again(tmp_path: Path) -> None:
     job.save(states())
     job.kept[2].clear()
     job.save(states())
-    assert job.sent(0) == ["Named", "Named", "Offer"]
+    assert job.sent(0) == ["Again", "Again", "Offer"]
     assert job.loaded()["own.2"].tolist() == [2.0, 2.0]
     job.save(states())
     assert not job.was_planned_again

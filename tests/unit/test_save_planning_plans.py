@@ -27,7 +27,7 @@ def test_a_planner_of_another_class_gets_all_plans(tmp_path: Path) -> None:
     job = Job(2, tmp_path, KeepsAllPlans)
     for _ in range(2):
         job.save(states(2))
-        assert job.sent(0) == ["Whole"] * 2
+        assert job.sent(0) == ["LocalPlan"] * 2
         planner = job.planners[0]
         assert isinstance(planner, KeepsAllPlans)
         assert [len(keys) for keys in planner.seen] == [7, 7]
@@ -39,7 +39,7 @@ def test_ranks_with_a_short_way_send_plans_where_the_coordinator_has_none(tmp_pa
     makers = iter([KeepsAllPlans, DefaultSavePlanner, DefaultSavePlanner])
     job.make = lambda: next(makers)()
     job.save(states())
-    assert job.sent(1) == ["NoneType", "Whole", "Whole"]
+    assert job.sent(1) == ["NoneType", "LocalPlan", "LocalPlan"]
     assert job.loaded()["own.1"].tolist() == [1.0, 1.0]
 
 
@@ -69,7 +69,7 @@ class Shards(torch.Tensor):
 def test_a_leaf_that_follows_no_rule_is_planned_by_its_boxes_and_remembered(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     halves = [Shards.of(4, 2 * rank, torch.arange(2.0) + 2 * rank) for rank in range(2)]
-    for sent in ("Offer", "Named"):
+    for sent in ("Offer", "Again"):
         job.save([{"w": half, "step": 1} for half in halves])
         assert job.sent(0) == [sent] * 2
         assert job.loaded()["w"].tolist() == [0.0, 1.0, 2.0, 3.0]

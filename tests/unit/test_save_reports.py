@@ -14,9 +14,8 @@ from thread_ranks import ATTEMPT, Job, states
 
 import holdfast
 from holdfast import Metadata
-from holdfast._native import file_layout as work
-from holdfast._native import merge
-from holdfast._native.report import ShortReport, WriteReport, report_of
+from holdfast._native import merge, writer
+from holdfast._native.report import report_of
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.planner import write_columns
 
@@ -37,10 +36,8 @@ def test_short_reports_make_the_same_bytes_as_long_ones(
     job = Job(ranks, tmp_path)
     job.save(rich(ranks))
     merged = job.board.rounds[-1]
-    for report in map(report_of, merged):
-        assert isinstance(report, WriteReport)
-        assert report.short is not None
-    monkeypatch.setattr(work, "shortened", lambda report, plan, rows: report)
+    assert all(report_of(result).planning for result in merged)
+    monkeypatch.setattr(merge, "_plan_of_all", lambda metadata, reports: None)
     job.save(rich(ranks))
     for name in (f"index-{ATTEMPT}.safetensors", "manifest.json"):
         short, long = ((tmp_path / number / name).read_bytes() for number in ("1", "2"))
@@ -49,45 +46,51 @@ def test_short_reports_make_the_same_bytes_as_long_ones(
         assert torch.equal(holdfast.load(tmp_path / number)["large"], rich(1)[0]["large"])
 
 
-def test_a_short_report_in_full_is_the_long_one(tmp_path: Path) -> None:
+def test_a_report_that_was_sent_without_its_plan_says_the_same_with_it(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     job.save(rich(2))
     for rank, result in enumerate(job.board.rounds[-1]):
-        long = report_of(result)
-        assert isinstance(long, WriteReport)
-        short = decode_message(encode_message(long))
-        assert isinstance(short, ShortReport)
-        columns = write_columns(job.planners[rank].plan.items)
-        short.plan = lambda columns=columns: columns
-        full = short.whole()
-        assert sorted(map(repr, map(full.item, range(len(full))))) == sorted(
-            map(repr, map(long.item, range(len(long))))
-        )
+        sent = report_of(result)
+        received = report_of(decode_message(encode_message(result)))
+        with pytest.raises(holdfast.InternalError, match="not known here"):
+            received.item(0)
+        bound = received.with_plan(lambda rank=rank: write_columns(job.planners[rank].plan.items))
+        assert list(map(repr, map(bound.item, range(len(bound))))) == list(map(repr, map(sent.item, range(len(sent)))))
+
+
+def test_results_that_somebody_looked_at_say_the_same(tmp_path: Path) -> None:
+    job = Job(2, tmp_path)
+    job.save(rich(2))
+    for result in job.board.rounds[-1]:
+        report = report_of(result)
+        again = report_of([report.item(row) for row in range(len(report))])
+        assert list(map(repr, map(again.item, range(len(again))))) == [
+            repr(report.item(row)) for row in range(len(report))
+        ]
 
 
 @pytest.mark.parametrize("fault", ["offset", "row", "digests", "file"])
 def test_reports_that_are_not_whole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     found: list[Any] = []
-    keep = merge.short_reports
+    keep = writer.merge_reports
 
-    def spoilt(metadata: Metadata, reports: Any) -> Any:
-        plan, shorts = keep(metadata, reports) or (None, None)
-        assert shorts is not None
-        short = shorts[1]
-        found.append(short)
+    def spoilt(metadata: Metadata, reports: Any, **options: Any) -> Any:
+        report = reports[1]
+        found.append(report)
+        assert report.planning
         if fault == "offset":
-            short = dataclasses.replace(short, offset=short.offset + np.uint32(8))
+            report = dataclasses.replace(report, offset=report.offset + np.uint32(8))
         elif fault == "digests":
-            short = dataclasses.replace(short, digests=short.digests[:-1])
+            report = dataclasses.replace(report, digests=report.digests[:-1])
         elif fault == "file":
-            short = dataclasses.replace(short, files=[dataclasses.replace(short.files[0], bytes=1 << 20)])
+            report = dataclasses.replace(report, files=[dataclasses.replace(report.files[0], bytes=1 << 20)])
         else:
-            short = dataclasses.replace(short, row=np.zeros_like(short.row))
-        return plan, [shorts[0], short]
+            report = dataclasses.replace(report, row=np.zeros_like(report.row))
+        return keep(metadata, [reports[0], report], **options)
 
-    monkeypatch.setattr(merge, "short_reports", spoilt)
+    monkeypatch.setattr(writer, "merge_reports", spoilt)
     job = Job(2, tmp_path)
-    with pytest.raises(holdfast.CheckpointError, match=r"not whole|not written once"):
+    with pytest.raises(holdfast.CheckpointError, match=r"not whole|not the same chunks"):
         job.save([{f"w{number}": torch.ones(64) for number in range(6)}] * 2)
     assert len(found) == 1
     with pytest.raises(holdfast.NotFoundError):

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter
 from holdfast import _saver as saver
-from holdfast._save_plan.coordinator import said_first
+from holdfast._save_plan.coordinator import decoded
 from holdfast._saver import Saving, _save
 from holdfast._torch_codec.pickles import decode_message, encode_message
 
@@ -124,13 +124,13 @@ class Job:
     def sent(self, number: int) -> list[str]:
         """The kind of what each rank sent in a round."""
         return [
-            type(part).__name__ if not isinstance(part, bytes) or number else type(said_first(part)).__name__
+            type(part).__name__ if not isinstance(part, bytes) or number else type(decoded(part)).__name__
             for part in self.board.rounds[number]
         ]
 
     @property
     def was_planned_again(self) -> bool:
-        return set(self.sent(0)) != {"Named"}
+        return set(self.sent(0)) != {"Again"}
 
 
 def states(ranks: int = 3, **changes: Any) -> list[dict[str, Any]]:

@@ -1,195 +1,38 @@
 """All ranks' reports into one index and one manifest, checked to be whole. Pure: reports in, bytes out.
 
-What was planned is known by layout, tensor for tensor; a report says where a rank's rows went. Work is done per rank
-and per tensor on columns, never per chunk, and columns are no wider than they have to be.
+Where the coordinator planned for all ranks, it knows every chunk, and reports say where their rows went: work is done
+per rank and per tensor on columns, never per chunk. Otherwise the reports say everything, and it is checked that
+their chunks make up the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from holdfast._native.index import ChunkIndex, check_index, encode_index
+from holdfast._native.index import ChunkIndex, encode_index
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer, TensorEntry, ValueEntry, WriterEntry
 from holdfast._native.paths import encode_path
-from holdfast._native.report import ShortReport, WriteReport, WrittenTensor, planned_tensor
+from holdfast._native.report import WriteReport, WrittenTensor, planned_tensor
 from holdfast._native.values import Json
-from holdfast._save_plan.from_layouts import LayoutPlan
+from holdfast._plan.coverage import check_coverage
+from holdfast._plan.holdings import widened
+from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import Path, stored_paths
 from holdfast._values.digest import block_counts, digest, to_hex
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyDict
-from holdfast.errors import CorruptError, InternalError, InvalidStateError
+from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata
-
-
-class ShortMerge:
-    """The reports of all ranks on one plan: ``tensors`` by key, in order, and the ``index`` of their chunks."""
-
-    def __init__(self, plan: LayoutPlan, reports: Sequence[ShortReport]) -> None:
-        self._plan = plan
-        self._reports = reports
-        self.tensors = self._tensors()
-        self.index = self._index()
-
-    def _tensors(self) -> dict[str, WrittenTensor]:
-        """What was written under each key that is not a value in the manifest."""
-        said: dict[str, WrittenTensor] = {}
-        for report in self._reports:
-            for key, tensor in (*report.blobs.items(), *report.tensors.items()):
-                if said.setdefault(key, tensor) != tensor:
-                    raise InvalidStateError(f"{key!r} was written in different ways by two ranks", key=key)
-        tensors = {}
-        for key, head in zip(self._plan.keys, self._plan.heads, strict=True):
-            written = said.get(key)
-            if written is None and head is not None:
-                written = planned_tensor(head)
-                if head.alias_of in said:
-                    written = tied(written, said[head.alias_of])
-            if written is not None:
-                tensors[key] = written
-        return tensors
-
-    def _index(self) -> ChunkIndex:
-        plan = self._plan
-        first = np.zeros(len(plan.keys) + 1, dtype=np.int64)  # the first chunk of each key
-        boxes: list[tuple[np.ndarray, np.ndarray]] = []
-        sizes: list[np.ndarray] = []
-        volumes: dict[int, np.ndarray] = {}
-        for which, key in enumerate(plan.keys):
-            tensor, chunks = self.tensors.get(key), plan.chunks[which]
-            count = 0
-            if tensor is not None and tensor.alias_of is None:
-                lo, length = chunks.lo, chunks.length
-                if plan.heads[which] is None:  # a value that became a chunk
-                    lo, length = np.zeros((1, 1), dtype=np.int64), np.array([tensor.shape], dtype=np.int64)
-                if id(length) not in volumes:
-                    volumes[id(length)] = length.prod(axis=1, dtype=np.int64)
-                count = len(lo)
-                boxes.append((lo, length))
-                sizes.append(volumes[id(length)] * DTYPES[tensor.dtype].itemsize)
-            first[which + 1] = first[which] + count
-        nbytes = np.concatenate(sizes) if sizes else np.zeros(0, dtype=np.int64)
-        file, offset, digests = self._placed(first, nbytes)
-        rows = [len(lo) for lo, _ in boxes]
-        stored = [number for number, tensor in enumerate(self.tensors.values()) if tensor.alias_of is None]
-        return ChunkIndex(
-            tensor=np.repeat(np.array(stored, dtype=np.uint32), rows),
-            file=file,
-            offset=offset,
-            bytes=nbytes,
-            lo=_stacked([lo for lo, _ in boxes], rows, 0),
-            length=_stacked([length for _, length in boxes], rows, 1),
-            digests=digests,
-        )
-
-    def _placed(self, first: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """File, offset and digests of all chunks; every chunk was written once, every file is filled by its chunks."""
-        written = self._plan.written
-        file = np.empty(len(nbytes), dtype=np.uint32)
-        offset = np.full(len(nbytes), -1, dtype=np.int64)
-        blocks = block_counts(nbytes)
-        starts = np.cumsum(blocks) - blocks
-        is_single = bool((blocks == 1).all())
-        digests = np.empty(int(blocks.sum()), dtype=np.uint64)
-        files = placed = 0
-        for rank, report in enumerate(self._reports):
-            _, keys, numbers = written.of(rank)
-            row = report.row[report.row >= 0]
-            chunk = first[keys[row]] + numbers[row]
-            if report.blobs:
-                blobs = [first[self._plan.numbers[key]] for key in report.blobs]
-                chunk = np.concatenate([chunk, np.array(blobs, dtype=np.int64)])
-            size = nbytes[chunk]
-            _check_filled(report, rank, size)
-            file[chunk] = report.file + np.uint32(files)
-            offset[chunk] = report.offset
-            if is_single:
-                digests[starts[chunk]] = report.digests
-            else:
-                digests[_runs(starts[chunk], blocks[chunk])] = report.digests
-            files += len(report.files)
-            placed += len(chunk)
-        if placed != len(nbytes) or (len(offset) and int(offset.min()) < 0):
-            missing = int(np.argmin(offset)) if len(offset) else 0
-            key = self._plan.keys[int(np.searchsorted(first, missing, side="right")) - 1]
-            raise InternalError(f"a chunk of {key!r} was planned but not written once; please report it")
-        return file, offset, digests
-
-
-def short_reports(
-    metadata: Metadata, reports: Sequence[WriteReport | ShortReport]
-) -> tuple[LayoutPlan, list[ShortReport]] | None:
-    """The plan by which all reports are short, and these; None where one of them is not, or the plan is not known."""
-    entries = metadata.state_dict_metadata
-    plan = entries.source if isinstance(entries, LazyDict) else None
-    if not isinstance(plan, LayoutPlan) or plan.ranks != len(reports):
-        return None
-    shorts = []
-    for report in reports:
-        short = report.short if isinstance(report, WriteReport) else report
-        if short is None or short.files is not report.files:
-            return None
-        shorts.append(short)
-    return (plan, shorts) if len({short.planning for short in shorts}) == 1 else None
-
-
-def tied(tensor: WrittenTensor, first: WrittenTensor) -> WrittenTensor:
-    """``tensor``, which shares the bytes of ``first``."""
-    return WrittenTensor(
-        dtype=first.dtype,
-        shape=first.shape,
-        requires_grad=tensor.requires_grad,
-        alias_of=tensor.alias_of,
-        kind=tensor.kind,
-        quantizer=first.quantizer,
-    )
-
-
-def _check_filled(report: ShortReport, rank: int, size: np.ndarray) -> None:
-    """InvalidStateError unless the chunks of each file follow each other from its header to its end."""
-    if len(size) != len(report.offset) or int(block_counts(size).sum()) != len(report.digests):
-        raise InvalidStateError(f"what rank {rank} wrote is not whole: its report has other chunks than its plan")
-    begin = report.offset.astype(np.int64)
-    end = begin + size
-    last = np.flatnonzero(np.diff(report.file, append=len(report.files)))
-    expected = np.empty_like(begin)
-    expected[1:] = end[:-1]
-    starts = np.concatenate([[0], last[:-1] + 1])
-    used = report.file[last].astype(np.int64)
-    if len(begin):
-        expected[starts] = [report.files[number].header for number in used.tolist()]
-    if (
-        len(used) != len(report.files)
-        or (begin != expected).any()
-        or [report.files[number].bytes for number in used.tolist()] != end[last].tolist()
-    ):
-        raise InvalidStateError(f"what rank {rank} wrote is not whole: its chunks do not fill its files")
-
-
-def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers from each start on, so many, one run after the other."""
-    before = np.cumsum(counts) - counts
-    shift: np.ndarray = np.repeat(starts - before, counts)
-    return shift + np.arange(len(shift))
-
-
-def _stacked(tables: Sequence[np.ndarray], rows: Sequence[int], fill: int) -> np.ndarray:
-    """The tables one below the other, the narrow ones filled up with ``fill``."""
-    width = max((table.shape[1] for table in tables), default=0)
-    stacked = np.full((sum(rows), width), fill, dtype=np.int64)
-    start = 0
-    for table, count in zip(tables, rows, strict=True):
-        stacked[start : start + count, : table.shape[1]] = table
-        start += count
-    return stacked
+from holdfast.planner import padded
 
 
 def merge_reports(
     metadata: Metadata,
-    reports: Sequence[WriteReport | ShortReport],
+    reports: Sequence[WriteReport],
     *,
     attempt: str,
     versions: tuple[str, str, str],
@@ -200,13 +43,9 @@ def merge_reports(
     InvalidStateError unless that is everything ``metadata`` promises, each tensor tiled exactly.
     """
     paths = stored_paths(metadata)
-    short = short_reports(metadata, reports)
-    if short is not None:
-        merged = ShortMerge(*short)
-        tensors, reports = merged.tensors, short[1]
-    else:
-        wholes = [report.whole() if isinstance(report, ShortReport) else report for report in reports]
-        tensors, reports = _tensors(metadata, wholes), wholes
+    plan = _plan_of_all(metadata, reports)
+    written = _written_as_reported(reports) if plan is None else _written_as_planned(plan, reports)
+    tensors = {key: _settled(key, written) for key in metadata.state_dict_metadata if key in written}
     values = {key: json for report in reports for key, json in report.values.items()}
     missing = [key for key in metadata.state_dict_metadata if key not in tensors and key not in values]
     if missing:
@@ -217,7 +56,8 @@ def merge_reports(
         for file in report.files
     )
     entries = tuple(_entry(key, tensor, paths.get(key)) for key, tensor in tensors.items())
-    data = encode_index(merged.index if short is not None else _checked_index(wholes, files, entries))
+    chunks = _chunks_as_reported(tensors, reports) if plan is None else _chunks_as_planned(plan, tensors, reports)
+    data = encode_index(_index(chunks, reports))
     holdfast, torch, python = versions
     manifest = Manifest(
         requires=("pickle",) if any(tensor.kind == "pickle" for tensor in tensors.values()) else (),
@@ -236,22 +76,31 @@ def merge_reports(
     return manifest, data
 
 
-def _checked_index(
-    reports: Sequence[WriteReport], files: tuple[FileEntry, ...], entries: tuple[TensorEntry, ...]
-) -> ChunkIndex:
-    index = _index(reports, {entry.key: number for number, entry in enumerate(entries)})
-    try:
-        check_index(index, files=files, tensors=entries, path="the new checkpoint")
-    except CorruptError as error:
-        raise InvalidStateError(f"what was written is not whole: {error.message}", key=error.key) from error
-    return index
+def _plan_of_all(metadata: Metadata, reports: Sequence[WriteReport]) -> JointPlan | None:
+    """The plan that all reports are on; None where they are not on one, or it is not known."""
+    entries = metadata.state_dict_metadata
+    plan = entries.source if isinstance(entries, LazyDict) else None
+    plannings = {report.planning for report in reports}
+    is_of_all = len(plannings) == 1 and all(plannings)
+    return plan if isinstance(plan, JointPlan) and plan.ranks == len(reports) and is_of_all else None
 
 
-def _tensors(metadata: Metadata, reports: Sequence[WriteReport]) -> dict[str, WrittenTensor]:
-    """What was written under each key, in the order of ``metadata``."""
+def _written_as_planned(plan: JointPlan, reports: Sequence[WriteReport]) -> dict[str, WrittenTensor]:
+    """What was written under each key that is not a value in the manifest."""
+    written = {key: planned_tensor(head) for key, head in zip(plan.keys, plan.heads, strict=True) if head is not None}
+    said: dict[str, WrittenTensor] = {}
+    for report in reports:
+        for key, tensor in report.tensors.items():
+            if said.setdefault(key, tensor) != tensor:
+                raise InvalidStateError(f"{key!r} was written in different ways by two ranks", key=key)
+    return {**written, **said}
+
+
+def _written_as_reported(reports: Sequence[WriteReport]) -> dict[str, WrittenTensor]:
+    """The same, where every rank says it."""
     written: dict[str, WrittenTensor] = {}
     for report in reports:
-        for key, tensor in (*zip(report.keys, report.tensors, strict=True), *report.aliases.items()):
+        for key, tensor in report.written.items():
             known = written.setdefault(key, tensor)
             if known != tensor:
                 raise InvalidStateError(
@@ -259,7 +108,7 @@ def _tensors(metadata: Metadata, reports: Sequence[WriteReport]) -> dict[str, Wr
                     f"and as {tensor.dtype} {list(tensor.shape)} by another",
                     key=key,
                 )
-    return {key: _settled(key, written) for key in metadata.state_dict_metadata if key in written}
+    return written
 
 
 def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
@@ -270,7 +119,7 @@ def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
     first = written.get(tensor.alias_of)
     if first is None:
         raise InvalidStateError(f"{key!r} is planned as the same as {tensor.alias_of!r}, which nobody wrote", key=key)
-    return tied(tensor, first)
+    return msgspec.structs.replace(tensor, dtype=first.dtype, shape=first.shape, quantizer=first.quantizer)
 
 
 def _entry(key: str, tensor: WrittenTensor, path: Path | None) -> TensorEntry:
@@ -287,36 +136,145 @@ def _entry(key: str, tensor: WrittenTensor, path: Path | None) -> TensorEntry:
     )
 
 
-def _index(reports: Sequence[WriteReport], ids: Mapping[str, int]) -> ChunkIndex:
-    """The chunks of all reports, sorted by tensor and place, with their digests in the same order."""
-    width = max((report.lo.shape[1] for report in reports), default=0)
-    first_file = np.cumsum([0, *(len(report.files) for report in reports)])
-    first_digest = np.cumsum([0, *(len(report.digests) for report in reports)])
+class _Chunks(NamedTuple):
+    """All chunks in the order of the index; ``of_report`` has the numbers of those of each report."""
 
-    def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    tensor: np.ndarray
+    lo: np.ndarray
+    length: np.ndarray
+    nbytes: np.ndarray
+    of_report: list[np.ndarray]
 
-    def widened(table: np.ndarray, fill: int) -> np.ndarray:
-        return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=fill)
 
-    tensor = joined(
-        [np.array([ids.get(key, -1) for key in report.keys], dtype=np.int64)[report.key] for report in reports]
-    )
+def _chunks_as_reported(tensors: Mapping[str, WrittenTensor], reports: Sequence[WriteReport]) -> _Chunks:
+    """The chunks of all reports by tensor and place; InvalidStateError unless they tile the tensors exactly."""
+    ids = {key: number for number, key in enumerate(tensors)}
+    boxes = [report.boxes for report in reports]
+    shapes = [tensor.shape if tensor.alias_of is None else (0,) for tensor in tensors.values()]
+    width = max([*(each.lo.shape[1] for each in boxes), *map(len, shapes)], default=0)
+    numbers = [np.array([ids.get(key, -1) for key in report.columns.keys], dtype=np.int64) for report in reports]
+    tensor = _joined([number[each.key] for number, each in zip(numbers, boxes, strict=True)])
     if (tensor < 0).any():
         raise InternalError("a rank wrote a key that the metadata does not have")
-    lo = joined([widened(report.lo, 0) for report in reports]).reshape(len(tensor), width)
+    lo = _joined([widened(each.lo, width, 0) for each in boxes]).reshape(len(tensor), width)
+    length = _joined([widened(each.length, width, 1) for each in boxes]).reshape(len(tensor), width)
     order = np.lexsort((*lo.T[::-1], tensor))
-    starts = joined([report.first_block()[:-1] + first_digest[rank] for rank, report in enumerate(reports)])[order]
-    nbytes = joined([report.nbytes for report in reports])[order]
-    counts = joined([np.diff(report.first_block()) for report in reports])[order]
-    ends = np.cumsum(counts)
-    gather = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
-    return ChunkIndex(
-        tensor=tensor[order],
-        file=joined([report.file + first_file[rank] for rank, report in enumerate(reports)])[order],
-        offset=joined([report.offset for report in reports])[order],
-        bytes=nbytes,
-        lo=lo[order],
-        length=joined([widened(report.length, 1) for report in reports]).reshape(len(tensor), width)[order],
-        digests=joined([report.digests for report in reports])[gather].astype(np.uint64),
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    tensor, lo, length = tensor[order], lo[order], length[order]
+    sizes = widened(padded(shapes, fill=1), width, 1)
+    is_whole = np.array_equal(tensor, np.arange(len(sizes))) and not lo.any() and np.array_equal(length, sizes)
+    for fault in () if is_whole else check_coverage(tensor, lo, length, sizes):
+        key = list(tensors)[fault.tensor]
+        raise InvalidStateError(f"what was written of {key!r} is not whole: {fault.detail}", key=key)
+    nbytes = _joined([each.nbytes for each in boxes])[order]
+    return _Chunks(tensor, lo, length, nbytes, np.split(place, np.cumsum([len(each.key) for each in boxes])[:-1]))
+
+
+def _chunks_as_planned(
+    plan: JointPlan, tensors: Mapping[str, WrittenTensor], reports: Sequence[WriteReport]
+) -> _Chunks:
+    """The chunks that were planned; nothing is sorted or checked, because the planner did it."""
+    first = np.zeros(len(plan.keys) + 1, dtype=np.int64)  # the first chunk of each key
+    lows: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    volumes: dict[int, np.ndarray] = {}
+    for which, key in enumerate(plan.keys):
+        tensor, chunks = tensors.get(key), plan.chunks[which]
+        first[which + 1] = first[which]
+        if tensor is not None and tensor.alias_of is None:
+            lo, length = chunks.lo, chunks.length
+            if plan.heads[which] is None:  # a value that became a chunk
+                lo, length = np.zeros((1, 1), dtype=np.int64), np.array([tensor.shape], dtype=np.int64)
+            if id(length) not in volumes:
+                volumes[id(length)] = length.prod(axis=1, dtype=np.int64)
+            lows.append(lo)
+            lengths.append(length)
+            sizes.append(volumes[id(length)] * DTYPES[tensor.dtype].itemsize)
+            first[which + 1] += len(lo)
+    stored = [number for number, tensor in enumerate(tensors.values()) if tensor.alias_of is None]
+    of_report = []
+    for rank, report in enumerate(reports):
+        _, keys, numbers = plan.written.of(rank)
+        of_report.append(first[keys[report.row]] + numbers[report.row])
+    return _Chunks(
+        tensor=np.repeat(np.array(stored, dtype=np.uint32), list(map(len, sizes))),
+        lo=_stacked(lows, 0),
+        length=_stacked(lengths, 1),
+        nbytes=_joined(sizes),
+        of_report=of_report,
     )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _stacked(tables: Sequence[np.ndarray], fill: int) -> np.ndarray:
+    """The tables one below the other, the narrow ones filled up with ``fill``."""
+    width = max((table.shape[1] for table in tables), default=0)
+    stacked = np.full((sum(map(len, tables)), width), fill, dtype=np.int64)
+    start = 0
+    for table in tables:
+        stacked[start : start + len(table), : table.shape[1]] = table
+        start += len(table)
+    return stacked
+
+
+def _index(chunks: _Chunks, reports: Sequence[WriteReport]) -> ChunkIndex:
+    """Where all chunks are; every chunk was written once, and every file is filled by its chunks."""
+    nbytes = chunks.nbytes
+    file: np.ndarray = np.empty(len(nbytes), dtype=np.uint32)
+    offset = np.full(len(nbytes), -1, dtype=np.int64)
+    blocks = block_counts(nbytes)
+    starts = np.cumsum(blocks) - blocks
+    is_single = bool((blocks == 1).all())
+    digests = np.empty(int(blocks.sum()), dtype=np.uint64)
+    files = placed = 0
+    for rank, (report, mine) in enumerate(zip(reports, chunks.of_report, strict=True)):
+        _check_filled(report, rank, nbytes[mine])
+        file[mine] = report.file + np.uint32(files)
+        offset[mine] = report.offset
+        digests[starts[mine] if is_single else _runs(starts[mine], blocks[mine])] = report.digests
+        files += len(report.files)
+        placed += len(mine)
+    if placed != len(nbytes) or (len(offset) and int(offset.min()) < 0):
+        raise InternalError("what was planned and what was written once are not the same chunks; please report it")
+    return ChunkIndex(
+        tensor=chunks.tensor,
+        file=file,
+        offset=offset,
+        bytes=nbytes,
+        lo=chunks.lo,
+        length=chunks.length,
+        digests=digests,
+    )
+
+
+def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The numbers from each start on, so many, one run after the other."""
+    before = np.cumsum(counts) - counts
+    shift: np.ndarray = np.repeat(starts - before, counts)
+    return shift + np.arange(len(shift))
+
+
+def _check_filled(report: WriteReport, rank: int, size: np.ndarray) -> None:
+    """InvalidStateError unless the chunks of each file follow each other from its header to its end."""
+    if len(size) != len(report.offset) or int(block_counts(size).sum()) != len(report.digests):
+        raise InvalidStateError(f"what rank {rank} wrote is not whole: its report has other chunks than its plan")
+    begin = report.offset.astype(np.int64)
+    end = begin + size
+    last = np.flatnonzero(np.diff(report.file, append=len(report.files)))
+    expected = np.empty_like(begin)
+    expected[1:] = end[:-1]
+    starts = np.concatenate([[0], last[:-1] + 1])
+    used = report.file[last].astype(np.int64)
+    if len(begin):
+        expected[starts] = [report.files[number].header for number in used.tolist()]
+    if (
+        len(used) != len(report.files)
+        or (begin != expected).any()
+        or [report.files[number].bytes for number in used.tolist()] != end[last].tolist()
+    ):
+        raise InvalidStateError(f"what rank {rank} wrote is not whole: its chunks do not fill its files")

@@ -226,14 +226,11 @@ class Packer:
     ) -> Iterator[Callable[[], None]]:
         for job in self._jobs(chunks, open_file):
             self._check()
-            yield partial(write_pages, job, self._filled(job, ring), ring)
+            yield partial(write_pages, job, filled_slab(job, ring, self._fill), ring)
         self._on_filled()
 
-    def _filled(self, job: _Job, ring: SlabRing) -> Slab:
-        """A slab with the blocks of ``job`` in it, hashed."""
-        return filled_slab(job, ring, self._fill)
-
     def _fill(self, job: _Job, slab: Slab) -> None:
+        """Put the blocks of ``job`` into ``slab``, and take their digests there."""
         view, digests, filled = slab.view, self.digests, 0
         for number, (source, start, stop, at, slot) in enumerate(job.blocks):
             if not isinstance(source, DistantSource):

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from holdfast._io import locks, posix
-from holdfast._native.manifest import Manifest, decode_manifest
+from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast._process import Ending, forget_in_child
 from holdfast._torch_codec.metadata_file import METADATA_NAME, NOTE_PREFIX, data_files_of, metadata_name
 from holdfast._values.digest import digest, to_hex
@@ -44,6 +44,7 @@ from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError
 
 MANIFEST_NAME = "manifest.json"
 _MOST_NOTE_BYTES = 256
+_FIRST_APART = metadata_name(0)  # of rank 0, where ranks saved apart
 
 Format = Literal["native", "torch"]
 
@@ -149,7 +150,7 @@ def other_format_stays(directory: str, own: Format) -> AlreadyPublishedError:
 
 def _heads(directory: str) -> dict[Format, str]:
     """The file whose presence is the checkpoint, for each format that has one."""
-    torchs = next((name for name in (METADATA_NAME, metadata_name(0)) if _exists(directory, name)), None)
+    torchs = next((name for name in (METADATA_NAME, _FIRST_APART) if _exists(directory, name)), None)
     found: dict[Format, str] = {"native": MANIFEST_NAME} if _exists(directory, MANIFEST_NAME) else {}
     return found if torchs is None else {**found, "torch": torchs}
 
@@ -206,25 +207,16 @@ def _files_of(directory: str, heads: list[str]) -> list[str]:
     return sorted(names)
 
 
-def publish(
-    directory: str,
-    manifest: bytes,
-    *,
-    attempt: str,
-    index_name: str,
-    index: bytes,
-    data_files: Iterable[tuple[str, int]],
-    overwrite: bool,
-) -> None:
+def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool) -> None:
     """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
-    ``data_files`` are the names and sizes of the files that hold its data, and must be there.
-    Where only its durability could not be confirmed, it stays, and so do the files of the one that it replaced: the
-    disk may come back with either. AlreadyPublishedError when there is one and ``overwrite`` is not set: of several
-    savers exactly one succeeds.
+    Its data files must be there. Where only its durability could not be confirmed, it stays, and so do the files of the
+    one that it replaced: the disk may come back with either. AlreadyPublishedError when there is one and ``overwrite``
+    is not set: of several savers exactly one succeeds.
     """
+    attempt, encoded = manifest.attempt, encode_manifest(manifest)
     target = os.path.join(directory, MANIFEST_NAME)
-    index_path = os.path.join(directory, index_name)
+    index_path = os.path.join(directory, manifest.index.name)
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
     turn = Turn(directory, "native", name=attempt)
     passing = Ending(turn.pass_on)
@@ -234,12 +226,12 @@ def publish(
     with contextlib.ExitStack() as held, passing, passing:
         try:
             held.enter_context(locks.new_file(index_path, index))
-            for name, size in data_files:
-                _check_data_file(os.path.join(directory, name), size)
-            posix.write_new(staged, manifest)
+            for file in manifest.files:
+                _check_data_file(os.path.join(directory, file.name), file.bytes)
+            posix.write_new(staged, encoded)
             turn.take()
             replaced = _published_files(directory) if overwrite else []
-            turn.announce(manifest, overwrite=overwrite)
+            turn.announce(encoded, overwrite=overwrite)
             # Otherwise a crash might keep the name of the manifest, and lose that of the index.
             posix.sync_directory(directory)
             if overwrite:

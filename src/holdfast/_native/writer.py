@@ -17,13 +17,12 @@ from holdfast._engine.images import FileImage, WrittenImage
 from holdfast._engine.read import uses_cuda
 from holdfast._io import posix
 from holdfast._native.catalog import check_user_metadata, with_planner_data
-from holdfast._native.file_layout import Image, StagedFiles, WriterWork
-from holdfast._native.manifest import encode_manifest
+from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Chunk, Packer, Placed, slabs_for
 from holdfast._native.paths import check_key, encode_path
 from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, may_be_published, publish
-from holdfast._native.report import ShortReport, WriteReport, WrittenFile, report_of
+from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
 from holdfast._torch_classes.adapt import final_save_plan
@@ -54,6 +53,8 @@ class NativeWriter(StorageWriter):
     the id in the names of this save's files (a random one by default). ``allow_pickle`` stores values that have no
     typed form as pickles, which only readers that allow it too will load. ``user_metadata`` is kept in the manifest.
     """
+
+    keeps_empty_dicts = True
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class NativeWriter(StorageWriter):
             written = image.written(files.write(image.files, memory))
         return self._written(staged.work, written, image.placed, image.digests)
 
-    def _work(self, plan: SavePlan, planner: SavePlanner, *, is_ordered: bool = False) -> WriterWork:
+    def _work(self, plan: SavePlan, planner: SavePlanner, *, is_ordered: bool = False) -> WriterFiles:
         """What there is to write for the attempt that the plan names; what failed before is removed."""
         plan, planner = final_save_plan(plan, planner)
         number = plan.storage_data
@@ -189,13 +190,13 @@ class NativeWriter(StorageWriter):
         if number.is_spent:
             # Nobody could tell this rank the attempt; finish gives its files the names that they should have.
             number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer)
-            plan = dataclasses.replace(plan, storage_data=number)
         else:
             self._attempt = number.attempt
         number.is_spent = True
-        return WriterWork(plan, planner, path=self.path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
+        path = os.path.join(self.path, f"data-{number.attempt}-{number.writer}")
+        return files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
 
-    def _pack(self, work: WriterWork, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
+    def _pack(self, work: WriterFiles, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
         with self._holding(packer):
             files = packer.write(chunks, work.next_file)
         return self._written(work, files, packer.placed, packer.digests)
@@ -213,7 +214,7 @@ class NativeWriter(StorageWriter):
             raise
 
     def _written(
-        self, work: WriterWork, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]
+        self, work: WriterFiles, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]
     ) -> MutableSequence[WriteResult]:
         if files:
             posix.sync_directory(self.path)
@@ -234,31 +235,19 @@ class NativeWriter(StorageWriter):
         self._unfinished = None
         self.close()
 
-    def _publish(self, metadata: Metadata, reports: list[WriteReport | ShortReport]) -> None:
+    def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
+        versions: Versions = {}
+        for report in reversed(reports):  # of a module on several ranks, what the first of them says
+            for key, modules in report.versions.items():
+                versions.setdefault(key, {}).update(modules)
         manifest, index = merge_reports(
             metadata,
             reports,
             attempt=self._attempt,
             versions=(__version__, str(torch.__version__), platform.python_version()),
-            user_metadata=encode_value(self._kept(metadata, reports), key="planner_data"),
+            user_metadata=encode_value(with_planner_data(self.user_metadata, metadata, versions), key="planner_data"),
         )
-        publish(
-            self.path,
-            encode_manifest(manifest),
-            attempt=self._attempt,
-            index_name=manifest.index.name,
-            index=index,
-            data_files=[(file.name, file.bytes) for file in manifest.files],
-            overwrite=self.overwrite,
-        )
-
-    def _kept(self, metadata: Metadata, reports: list[WriteReport | ShortReport]) -> dict[str, Any]:
-        """What the manifest keeps beside the state: of a module on several ranks, what the first of them says."""
-        versions: Versions = {}
-        for report in reversed(reports):
-            for key, modules in report.versions.items():
-                versions.setdefault(key, {}).update(modules)
-        return with_planner_data(self.user_metadata, metadata, versions)
+        publish(self.path, manifest, index, overwrite=self.overwrite)
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""
@@ -266,13 +255,11 @@ class NativeWriter(StorageWriter):
             self._held.remove()
         self.close()
 
-    def _named(self, report: WriteReport | ShortReport, writer: int) -> WriteReport | ShortReport:
+    def _named(self, report: WriteReport, writer: int) -> WriteReport:
         """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""
         prefix = f"data-{self._attempt}-"
         if all(file.name.startswith(prefix) for file in report.files):
             return report
-        if isinstance(report, ShortReport):
-            report = report.whole()
         files = list(report.files)
         for number, file in enumerate(files):
             if not file.name.startswith(prefix):
@@ -296,9 +283,7 @@ class NativeWriter(StorageWriter):
         if held is not None:
             held.close()
 
-    def conclude(self) -> None:
-        """Let go of the data files of a save that is published."""
-        self.close()
+    conclude = close
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": None, "_check": _go_on}

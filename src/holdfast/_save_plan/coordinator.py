@@ -7,27 +7,27 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import struct
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from holdfast._plan.shares import host_numbers
-from holdfast._save_plan.from_layouts import Layout, LayoutPlan, classes_of
+from holdfast._save_plan.from_layouts import Layout, LayoutPlan, Members, all_keys, classes_of
 from holdfast._save_plan.from_plans import check_contents
 from holdfast._save_plan.together import Chosen, chosen_columns
 from holdfast._torch_codec.pickles import encode_message
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, cached_property
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
-from holdfast.metadata import Metadata
+from holdfast.metadata import STORAGE_TYPES, Metadata
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, WriteColumns
 from holdfast.storage import StorageWriter
 
 _OFFER = struct.Struct("<c16sQI?Q")
-_NAMED = struct.Struct("<c8s")
+_AGAIN = struct.Struct("<c8s")
 
 
 class Offer(NamedTuple):
@@ -40,41 +40,31 @@ class Offer(NamedTuple):
     host: int
 
     def encoded(self) -> bytes:
-        """The offer as it is sent."""
         return _OFFER.pack(b"o", *self)
 
 
-class Named(NamedTuple):
+class Again(NamedTuple):
     """The planning that had the same offer, and the digests of what this rank has in common with others now."""
 
     token: bytes
     digests: bytes
 
     def encoded(self) -> bytes:
-        """The same as it is sent."""
-        return _NAMED.pack(b"n", self.token) + self.digests
+        return _AGAIN.pack(b"n", self.token) + self.digests
 
 
-class Whole(NamedTuple):
+class LocalPlan(NamedTuple):
     """All that a rank plans to write, and its host."""
 
     plan: SavePlan
     host: int
 
 
-def said_first(part: Any) -> Any:
-    """What a rank sent first: an Offer, a Named, or a Whole."""
+def decoded(part: object) -> object:
+    """What a rank said first: an Offer, an Again, or a LocalPlan."""
     if not isinstance(part, bytes):
         return part
-    return Offer(*_OFFER.unpack(part)[1:]) if part[:1] == b"o" else Named(part[1 : _NAMED.size], part[_NAMED.size :])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Asked:
-    """What the coordinator wants to know: "offer", "layout", "contents" of ``groups``, "details", "plan", "nothing"."""
-
-    what: str
-    groups: Groups | None = None
+    return Offer(*_OFFER.unpack(part)[1:]) if part[:1] == b"o" else Again(part[1 : _AGAIN.size], part[_AGAIN.size :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,27 +77,56 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """What the metadata of the whole is made of: the classes of ranks, encoded, and the order of their keys.
+class Asked:
+    """What the coordinator wants to know: "offer", "layout", "contents" of ``groups``, "details", "plan", "nothing"."""
 
-    Without ``classes`` all ranks have the receiver's layout.
-    """
+    what: str
+    groups: Groups | None = None
 
-    classes: bytes | None
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recipe:
+    """What the plan of all is made of, for ranks that did not make it: they do when somebody looks at the metadata."""
+
+    classes: Sequence[Members] = ()
     order: np.ndarray
     names: np.ndarray
     to_lowest_rank: bool
     hosts: np.ndarray | None
 
+    @cached_property
+    def keys(self) -> list[str]:
+        """All keys in the order that the metadata has them in."""
+        keys = all_keys(members.layout for members in self.classes)
+        return [keys[place] for place in self.order.tolist()]
+
+    @cached_property
+    def plan(self) -> LayoutPlan:
+        """The plan, made again."""
+        hosts = None if self.hosts is None else self.hosts.astype(np.int64)
+        names = self.names.astype(np.int64)
+        return LayoutPlan(self.classes, self.keys, names, to_lowest_rank=self.to_lowest_rank, hosts=hosts)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def item(self, row: int) -> STORAGE_TYPES:
+        """What the metadata says of key number ``row``."""
+        return self.plan.item(row)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choice:
-    """What a rank writes, and ``heads``: the keys that all ranks together say something else of than this one."""
+    """What a rank writes, and ``heads``: the keys that all ranks together say something else of than this one.
+
+    ``classes`` are those of the recipe, encoded once for all ranks; None where all ranks have the receiver's layout.
+    """
 
     chosen: Chosen
     heads: dict[str, TensorHead | None]
     groups: Groups
-    job: Job
+    classes: bytes | None
+    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,16 +134,8 @@ class Final:
     """The end of planning ``token``; without ``choice``, the rank writes what it wrote after it the last time."""
 
     token: bytes
-    storage_data: Any
+    storage_data: object
     choice: Choice | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sketch:
-    """The metadata of planning ``token`` in so few words that every rank can make it of what it knows."""
-
-    token: bytes
-    rest: Metadata
 
 
 KEPT_PLANNINGS = 4
@@ -132,7 +143,10 @@ KEPT_PLANNINGS = 4
 
 _TOKEN_BYTES = 8
 _KEPT_LAYOUTS = 64
-_Round = Generator[list[Asked | None], list[Any], list[Any]]
+
+Found = TypeVar("Found")
+Rounds = Generator[list[Asked], list[object], Found]
+"""Yields what is asked of each rank, is sent what they reply, and returns what came of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,193 +154,185 @@ class Outcome:
     """What the coordinator keeps of a planning."""
 
     token: bytes
-    offers: list[Offer]
     layouts: list[Layout]
     manner: object
     plan: LayoutPlan
-    job: Job
+    classes: bytes | None
+    recipe: Recipe
+
+    def columns_of(self, rank: int) -> WriteColumns:
+        """What ``rank`` makes of what it is told; for planners and storage that look at the plans of all."""
+        plan = self.plan
+        return chosen_columns(plan.rows_of(rank), plan.chosen(rank), plan.changed_heads(rank), planning=self.token)
 
 
-class Coordinator:
-    """One planning, as the coordinator sees it; ``layout`` is its own, None where it has none to offer.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decision:
+    """What each rank is told, and the metadata of what they write; ``outcome`` where it was planned by layouts."""
 
-    ``outcomes`` are those of plannings before, the newest last.
+    answers: Sequence[Final | SavePlan]
+    metadata: Metadata
+    outcome: Outcome | None = None
+
+
+_NOTHING = Asked(what="nothing")
+
+
+def coordinated(
+    parts: list[object],
+    planner: SavePlanner,
+    writer: StorageWriter,
+    *,
+    outcomes: list[Outcome],
+    layout: Layout | None,
+) -> Rounds[Decision]:
+    """Plan for all ranks, after what they said first.
+
+    ``outcomes`` are those of plannings before, the newest last. ``layout`` is the coordinator's own, if it has one.
     """
+    if not isinstance(planner, DefaultSavePlanner) or any(isinstance(part, LocalPlan) for part in parts):
+        return (yield from _from_plans(parts, planner, writer))
+    parts = [decoded(part) for part in parts]
+    manner = planner.flatten_state_dict, planner.dedup_save_to_lowest_rank
+    outcome = _planned_before(parts, outcomes, manner)
+    if outcome is not None:
+        digests = [part.digests for part in parts if isinstance(part, Again)]
+    else:
+        offers = yield from _offers(parts)
+        before = [each for outcome in outcomes for each in outcome.layouts]
+        layouts = yield from _layouts(offers, before if layout is None else [layout, *before])
+        outcome = _planned(offers, layouts, planner, manner)
+        digests = []
+        if any(offer.looks for offer in offers) and len(outcome.plan.compared.row):
+            replies = yield [Asked(what="contents", groups=_groups(outcome.plan, rank)) for rank in range(len(offers))]
+            digests = [reply for reply in replies if isinstance(reply, bytes)]
+    differing = yield from _compared(outcome.plan, digests)
+    outcomes[:] = [*[each for each in outcomes if each.token != outcome.token][-KEPT_PLANNINGS + 1 :], outcome]
+    knowing = [isinstance(part, Again) and part.token == outcome.token for part in parts]
+    return _decided(outcome, planner, writer, knowing=knowing, differing=differing)
 
-    def __init__(
-        self, planner: SavePlanner, writer: StorageWriter, outcomes: list[Outcome], *, layout: Layout | None
-    ) -> None:
-        self._planner = planner
-        self._writer = writer
-        self._outcomes = outcomes
-        self._layout = layout
-        self._round: _Round | None = None
-        self._differing: dict[str, int] = {}
-        self.metadata: Metadata | None = None
-        self.outcome: Outcome | None = None
 
-    def plan_of(self, rank: int) -> WriteColumns:
-        """The plan of ``rank``, where all was planned by layout."""
-        assert self.outcome is not None
-        return _columns_of(self.outcome, rank)
+def _from_plans(parts: list[object], planner: SavePlanner, writer: StorageWriter) -> Rounds[Decision]:
+    """What the planner decides when it sees the plans of all ranks."""
+    if not all(isinstance(part, LocalPlan) for part in parts):
+        replies = yield [_NOTHING if isinstance(part, LocalPlan) else Asked(what="plan") for part in parts]
+        parts = [part if isinstance(part, LocalPlan) else reply for part, reply in zip(parts, replies, strict=True)]
+    local = [part for part in parts if isinstance(part, LocalPlan)]
+    if isinstance(planner, DefaultSavePlanner):
+        planner.hosts = host_numbers([part.host for part in local])
+    plans, metadata = planner.create_global_plan([part.plan for part in local])
+    return Decision(answers=writer.prepare_global_plan(plans), metadata=metadata)
 
-    def merge(self, parts: list[Any]) -> list[Any]:
-        """What each rank is told, or asked, after what all of them have said."""
-        try:
-            if self._round is None:
-                self._round = self._coordinated(parts)
-                asked = next(self._round)
-            else:
-                asked = self._round.send(parts)
-        except StopIteration as end:
-            answers: list[Any] = end.value
-            return answers
-        return [each or Asked(what="nothing") for each in asked]
 
-    def _coordinated(self, parts: list[Any]) -> _Round:
-        if any(isinstance(part, Whole) for part in parts) or self._layout is None:
-            return (yield from self._planned_whole(parts))
-        parts = [said_first(part) for part in parts]
-        outcome = self._named_by_all(parts)
-        if outcome is not None:
-            said = [part.digests for part in parts]
-        else:
-            offers = yield from self._offers(parts)
-            layouts = yield from self._described(offers)
-            plan = self._laid_out(offers, layouts)
-            outcome = Outcome(
-                token=secrets.token_bytes(_TOKEN_BYTES),
-                offers=offers,
-                layouts=[Layout(text=layout.text, paths=layout.paths) for layout in layouts[:_KEPT_LAYOUTS]],
-                manner=self._manner,
-                plan=plan,
-                job=_job(plan),
-            )
-            said = []
-            if any(offer.looks for offer in offers) and len(plan.compared.row):
-                said = yield [Asked(what="contents", groups=_groups(plan, rank)) for rank in range(len(parts))]
-        yield from self._compared(outcome.plan, said)
-        return self._finals(outcome, parts)
+def _planned_before(parts: list[object], outcomes: list[Outcome], manner: object) -> Outcome | None:
+    """The planning that every rank names, unless its outcome would be another now."""
+    tokens = {part.token if isinstance(part, Again) else b"" for part in parts}
+    known = (each for each in outcomes if {each.token} == tokens and each.manner == manner)
+    return next(known, None)
 
-    @property
-    def _manner(self) -> object:
-        assert isinstance(self._planner, DefaultSavePlanner)
-        return self._planner.flatten_state_dict, self._planner.dedup_save_to_lowest_rank
 
-    def _named_by_all(self, parts: list[Any]) -> Outcome | None:
-        """The planning that every rank names, unless its outcome would be another now."""
-        token = parts[0].token if isinstance(parts[0], Named) else b""
-        if not all(isinstance(part, Named) and part.token == token for part in parts):
-            return None
-        known = next((each for each in self._outcomes if each.token == token), None)
-        return known if known is not None and known.manner == self._manner else None
-
-    def _offers(self, parts: list[Any]) -> Generator[list[Asked | None], list[Any], list[Offer]]:
-        """The offers of all ranks: where a rank names a planning, the one that it made then."""
-        before = {outcome.token: outcome.offers for outcome in self._outcomes}
-        offers = [
-            part if isinstance(part, Offer) else before[part.token][rank] if part.token in before else None
-            for rank, part in enumerate(parts)
+def _offers(parts: list[object]) -> Rounds[list[Offer]]:
+    """The offers of all ranks; those that named a planning are asked for them."""
+    if not all(isinstance(part, Offer) for part in parts):
+        replies = yield [_NOTHING if isinstance(part, Offer) else Asked(what="offer") for part in parts]
+        parts = [
+            part if isinstance(part, Offer) else decoded(reply) for part, reply in zip(parts, replies, strict=True)
         ]
-        if None in offers:
-            again = yield [Asked(what="offer") if offer is None else None for offer in offers]
-            offers = [offer or said_first(again[rank]) for rank, offer in enumerate(offers)]
-        return [offer for offer in offers if offer is not None]
+    return [part for part in parts if isinstance(part, Offer)]
 
-    def _described(self, offers: list[Offer]) -> Generator[list[Asked | None], list[Any], list[Layout]]:
-        """The distinct layouts, by the lowest rank that has them: where one is not known, that rank describes it."""
-        assert self._layout is not None
-        lowest: dict[bytes, int] = {}
-        for rank, offer in enumerate(offers):
-            lowest.setdefault(offer.fingerprint, rank)
-        before = (layout for outcome in self._outcomes for layout in outcome.layouts)
-        known = {layout.fingerprint: layout for layout in (self._layout, *before)}
-        asked: list[Asked | None] = [None] * len(offers)
-        for fingerprint, rank in lowest.items():
-            if fingerprint not in known:
-                asked[rank] = Asked(what="layout")
-        if any(asked):
-            for layout in (yield asked):
-                if layout is not None:
-                    known[layout.fingerprint] = layout
-        return [known[fingerprint] for fingerprint in lowest]
 
-    def _laid_out(self, offers: list[Offer], layouts: list[Layout]) -> LayoutPlan:
-        """The plan of all."""
-        assert isinstance(self._planner, DefaultSavePlanner)
-        numbers = {layout.fingerprint: number for number, layout in enumerate(layouts)}
-        layout_of_rank = np.array([numbers[offer.fingerprint] for offer in offers])
-        plan = LayoutPlan(
-            classes_of(layouts, layout_of_rank),
-            list(dict.fromkeys(key for layout in layouts for key in layout.keys)),
-            np.array([offer.name for offer in offers], dtype=np.int64),
-            to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
-            hosts=host_numbers([offer.host for offer in offers]),
-        )
-        said = np.array([offer.rows for offer in offers], dtype=np.uint64)
-        if not np.array_equal(plan.row_digests(), said):
-            raise InternalError("the rows of a rank are not what its layout says; please report it")
-        return plan
+def _layouts(offers: list[Offer], before: list[Layout]) -> Rounds[list[Layout]]:
+    """The distinct layouts, by the lowest rank that has them: where one is not known, that rank describes it."""
+    lowest: dict[bytes, int] = {}
+    for rank, offer in enumerate(offers):
+        lowest.setdefault(offer.fingerprint, rank)
+    known = {layout.fingerprint: layout for layout in before}
+    unknown = {rank for fingerprint, rank in lowest.items() if fingerprint not in known}
+    if unknown:
+        replies = yield [Asked(what="layout") if rank in unknown else _NOTHING for rank in range(len(offers))]
+        known |= {layout.fingerprint: layout for layout in replies if isinstance(layout, Layout)}
+    return [known[fingerprint] for fingerprint in lowest]
 
-    def _compared(self, plan: LayoutPlan, said: list[bytes]) -> Generator[list[Asked | None], list[Any], None]:
-        """RankDisagreementError where ranks hold different contents and may not; only then is asked which."""
-        differing = _differing(plan, said)
-        if not len(differing):
-            return
-        groups = [_groups(plan, rank, differing) for rank in range(plan.ranks)]
-        details = yield [Asked(what="details", groups=each) if each.count else None for each in groups]
-        tables = []
-        for rank, (each, found) in enumerate(zip(groups, details, strict=True)):
-            columns = plan.rows_of(rank)
-            if not each.count:
-                tables.append(columns)
-                continue
-            fingerprint = np.zeros(len(columns), dtype=np.uint64)
-            fingerprint[each.rows] = found
-            # In the order of the state, so that the first key that differs there is the one to be named.
-            order = np.argsort([plan.numbers[columns.keys[which]] for which in columns.key.tolist()], kind="stable")
-            tables.append(_reordered(columns, fingerprint, order))
-        self._differing = check_contents(tables)
 
-    def _finals(self, outcome: Outcome, parts: list[Any]) -> list[Any]:
-        """What every rank is told; ``planner`` and storage are told of the whole."""
-        plan, planner = outcome.plan, self._planner
-        assert isinstance(planner, DefaultSavePlanner)
-        others = [each for each in self._outcomes if each.token != outcome.token]
-        self._outcomes[:] = [*others[-KEPT_PLANNINGS + 1 :], outcome]
-        metadata = planner.with_paths(plan.metadata(), [members.layout.paths for members in plan.classes])
-        metadata = dataclasses.replace(metadata, differing=self._differing)
-        made = [
-            SavePlan(LazyList.later(partial(_columns_of, outcome, rank)), planner_data=metadata.planner_data)
-            for rank in range(plan.ranks)
-        ]
-        planner.global_plan, planner.metadata = made, metadata
-        prepared = self._writer.prepare_global_plan(made)
-        self.metadata, self.outcome = metadata, outcome
-        answers: list[Any] = []
-        for rank, final in enumerate(prepared):
-            if (
-                final.items is not made[rank].items
-                or not isinstance(final.items, LazyList)
-                or not final.items.is_unmade
-            ):
-                answers.append(final)  # storage has looked at it, and may have changed it
-                continue
-            part = parts[rank]
-            knows = isinstance(part, Named) and part.token == outcome.token
-            choice = None if knows else _choice(outcome, rank)
+def _planned(offers: list[Offer], layouts: list[Layout], planner: DefaultSavePlanner, manner: object) -> Outcome:
+    numbers = {layout.fingerprint: number for number, layout in enumerate(layouts)}
+    layout_of_rank = np.array([numbers[offer.fingerprint] for offer in offers])
+    classes = classes_of(layouts, layout_of_rank)
+    plan = LayoutPlan(
+        classes,
+        all_keys(layouts),
+        np.array([offer.name for offer in offers], dtype=np.int64),
+        to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        hosts=host_numbers([offer.host for offer in offers]),
+    )
+    said = np.array([offer.rows for offer in offers], dtype=np.uint64)
+    if not np.array_equal(plan.row_digests(), said):
+        raise InternalError("the rows of a rank are not what its layout says; please report it")
+    place = {key: number for number, key in enumerate(all_keys(members.layout for members in classes))}
+    # Ranks that have nothing are in no class.
+    is_everyone = len(classes) == 1 and len(classes[0].ranks) == len(offers)
+    return Outcome(
+        token=secrets.token_bytes(_TOKEN_BYTES),
+        layouts=[Layout(text=layout.text, paths=layout.paths) for layout in layouts[:_KEPT_LAYOUTS]],
+        manner=manner,
+        plan=plan,
+        classes=None if is_everyone else encode_message(classes),
+        recipe=Recipe(
+            order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
+            names=_narrow(plan.names),
+            to_lowest_rank=plan.to_lowest_rank,
+            hosts=None if plan.hosts is None else _narrow(plan.hosts),
+        ),
+    )
+
+
+def _compared(plan: LayoutPlan, digests: list[bytes]) -> Rounds[dict[str, int]]:
+    """The keys that differ and may; RankDisagreementError for others. Only where digests differ is asked which."""
+    differing = _differing(plan, digests)
+    if not len(differing):
+        return {}
+    groups = [_groups(plan, rank, differing) for rank in range(plan.ranks)]
+    details = yield [Asked(what="details", groups=each) if each.count else _NOTHING for each in groups]
+    tables = []
+    for rank, (each, found) in enumerate(zip(groups, details, strict=True)):
+        columns = plan.rows_of(rank)
+        if not isinstance(found, np.ndarray):
+            tables.append(columns)
+            continue
+        fingerprint = np.zeros(len(columns), dtype=np.uint64)
+        fingerprint[each.rows] = found
+        # In the order of the state, so that the first key that differs there is the one to be named.
+        order = np.argsort([plan.numbers[columns.keys[which]] for which in columns.key.tolist()], kind="stable")
+        tables.append(_reordered(columns, fingerprint, order))
+    return check_contents(tables)
+
+
+def _decided(
+    outcome: Outcome,
+    planner: DefaultSavePlanner,
+    writer: StorageWriter,
+    *,
+    knowing: list[bool],
+    differing: dict[str, int],
+) -> Decision:
+    """What every rank is told, those ``knowing`` the outcome little; planner and storage are told of the whole."""
+    plan = outcome.plan
+    metadata = planner.with_paths(plan.metadata(), [members.layout.paths for members in plan.classes])
+    metadata = dataclasses.replace(metadata, differing=differing)
+    made = [
+        SavePlan(LazyList.later(partial(outcome.columns_of, rank)), planner_data=metadata.planner_data)
+        for rank in range(plan.ranks)
+    ]
+    planner.global_plan, planner.metadata = made, metadata
+    answers: list[Final | SavePlan] = []
+    for rank, final in enumerate(writer.prepare_global_plan(made)):
+        items = final.items
+        if items is made[rank].items and isinstance(items, LazyList) and items.is_unmade:
+            choice = None if knowing[rank] else _choice(outcome, rank)
             answers.append(Final(token=outcome.token, storage_data=final.storage_data, choice=choice))
-        return answers
-
-    def _planned_whole(self, parts: list[Any]) -> _Round:
-        """What the planner decides when it sees the plans of all ranks."""
-        if not all(isinstance(part, Whole) for part in parts):
-            again = yield [None if isinstance(part, Whole) else Asked(what="plan") for part in parts]
-            parts = [part if isinstance(part, Whole) else again[rank] for rank, part in enumerate(parts)]
-        if isinstance(self._planner, DefaultSavePlanner):
-            self._planner.hosts = host_numbers([part.host for part in parts])
-        plans, self.metadata = self._planner.create_global_plan([part.plan for part in parts])
-        return list(self._writer.prepare_global_plan(plans))
+        else:
+            answers.append(final)  # storage has looked at it, and may have changed it
+    return Decision(answers=answers, metadata=metadata, outcome=outcome)
 
 
 def _groups(plan: LayoutPlan, rank: int, chosen: np.ndarray | None = None) -> Groups:
@@ -356,21 +362,6 @@ def _differing(plan: LayoutPlan, said: list[bytes]) -> np.ndarray:
     return np.flatnonzero((largest > smallest) & (largest > 0))
 
 
-def _job(plan: LayoutPlan) -> Job:
-    """What ranks need to make the metadata."""
-    keys = dict.fromkeys(key for members in plan.classes for key in members.layout.keys)
-    place = {key: number for number, key in enumerate(keys)}
-    # Ranks that have nothing are in no class.
-    is_everyone = len(plan.classes) == 1 and len(plan.classes[0].ranks) == len(plan.names)
-    return Job(
-        classes=None if is_everyone else encode_message(list(plan.classes)),
-        order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
-        names=_narrow(plan.names),
-        to_lowest_rank=plan.to_lowest_rank,
-        hosts=None if plan.hosts is None else _narrow(plan.hosts),
-    )
-
-
 def _choice(outcome: Outcome, rank: int) -> Choice:
     """What ``rank`` writes, and what it needs to know to remember it."""
     plan = outcome.plan
@@ -384,14 +375,9 @@ def _choice(outcome: Outcome, rank: int) -> Choice:
         ),
         heads=plan.changed_heads(rank),
         groups=_groups(plan, rank),
-        job=outcome.job,
+        classes=outcome.classes,
+        recipe=outcome.recipe,
     )
-
-
-def _columns_of(outcome: Outcome, rank: int) -> WriteColumns:
-    """What ``rank`` makes of what it is told; for planners and storage that look at the plans of all."""
-    plan = outcome.plan
-    return chosen_columns(plan.rows_of(rank), plan.chosen(rank), plan.changed_heads(rank), planning=outcome.token)
 
 
 def _reordered(columns: WriteColumns, fingerprint: np.ndarray, order: np.ndarray) -> WriteColumns:

@@ -9,7 +9,7 @@ the same. What a rank holds follows from layout and rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -141,6 +141,11 @@ class Members:
     ranks: np.ndarray
 
 
+def all_keys(layouts: Iterable[Layout]) -> list[str]:
+    """The keys of all of them, each where it comes first."""
+    return list(dict.fromkeys(key for layout in layouts for key in layout.keys))
+
+
 def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Members]:
     """The keys of all layouts by the ranks that have them, by lowest rank: so what many layouts share is there once."""
     if len(layouts) == 1:
@@ -184,19 +189,18 @@ def _made_of(
             used.setdefault(rule, len(used))
     keys = [key for key, _, _ in atoms]
     mine = None if paths is None else {key: paths[key] for key in keys if key in paths}
-    text = _Text(
-        keys=keys,
-        heads=[head for _, head, _ in atoms],
-        rules=[used.get(rule, WHOLE) for _, _, rule in atoms],
+    return _layout(
+        keys,
+        [head for _, head, _ in atoms],
+        [used.get(rule, WHOLE) for _, _, rule in atoms],
         spreads=[
             said if isinstance(said, _Listed) else _Rule(meshes.setdefault(mesh, len(meshes)), said.splits)
             for mesh, said in (rules[rule] for rule in used)
         ],
-        meshes=list(meshes),
-        steps=_steps(mine, keys),
-        lenient=sorted(lenient.intersection(keys)),
+        meshes=meshes,
+        paths=mine,
+        lenient=lenient,
     )
-    return Layout(text=_encode(text), paths=mine)
 
 
 def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout:
@@ -215,12 +219,12 @@ def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout:
             boxes = [piece.box for piece in local.pieces[local.columns.keys[which]].pieces]
             listed = _Listed(tuple(box.offsets for box in boxes), tuple(box.lengths for box in boxes))
             numbers[which] = rules.setdefault(listed, len(rules))
-    return described(
+    return _layout(
         local.columns.keys,
-        local.columns.heads,
+        [None if head is None else _head_text(head) for head in local.columns.heads],
         numbers,
-        spreads=list(rules),
-        meshes=[(mesh.shape, mesh.ranks) for mesh in meshes],
+        spreads=[said if isinstance(said, _Listed) else _Rule(*said) for said in rules],
+        meshes=meshes,
         paths=paths,
         lenient=local.columns.lenient,
     )
@@ -231,24 +235,30 @@ def described(
     heads: Sequence[TensorHead | None],
     rules: list[int],
     *,
-    spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]] | _Listed] = (),
+    spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]]] = (),
     meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = (),
     paths: dict[str, Path] | None = None,
-    lenient: frozenset[str] = frozenset(),
 ) -> Layout:
     """The layout of these keys: each has a rule, which is WHOLE or the number of a spread (mesh number and splits).
 
     A mesh is its shape and the ranks in it, row by row.
     """
-    text = _Text(
-        keys=keys,
-        heads=[None if head is None else _head_text(head) for head in heads],
-        rules=rules,
-        spreads=[said if isinstance(said, _Listed) else _Rule(*said) for said in spreads],
-        meshes=[_Mesh(shape, ranks) for shape, ranks in meshes],
-        steps=_steps(paths, keys),
-        lenient=sorted(lenient.intersection(keys)),
-    )
+    texts = [None if head is None else _head_text(head) for head in heads]
+    stored = [_Mesh(shape, ranks) for shape, ranks in meshes]
+    return _layout(keys, texts, rules, spreads=[_Rule(*said) for said in spreads], meshes=stored, paths=paths)
+
+
+def _layout(
+    keys: list[str],
+    heads: list[_Head | None],
+    rules: list[int],
+    *,
+    spreads: list[_Rule | _Listed],
+    meshes: Iterable[_Mesh],
+    paths: dict[str, Path] | None,
+    lenient: frozenset[str] = frozenset(),
+) -> Layout:
+    text = _Text(keys, heads, rules, spreads, list(meshes), _steps(paths, keys), sorted(lenient.intersection(keys)))
     return Layout(text=_encode(text), paths=paths)
 
 

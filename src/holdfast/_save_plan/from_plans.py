@@ -36,9 +36,10 @@ def plan_together(
     is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
     hold different contents where they should hold the same. ``hosts`` has the number of each rank's host, where known.
     """
+    if len(plans) == 1 and _is_whole(table := write_columns(plans[0].items)):
+        entries = _Entries(table.heads, np.arange(len(table) + 1), table.lo, table.length)
+        return plans, Metadata(LazyDict(table.keys, entries))
     tables, heads = _tables(plans)
-    if len(plans) == 1 and _ties_hold(tables[0], heads):
-        return plans, _metadata(_joined(tables, heads), heads, is_whole=is_whole)
     differing = check_contents(tables)
     plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole, hosts=hosts)
     return _plans(plans, tables, plan), dataclasses.replace(plan.metadata(), differing=differing)
@@ -62,7 +63,7 @@ def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tu
     for (key, head), count in zip(heads.items(), counts.tolist(), strict=True):
         if head is None and count > 1:
             raise InvalidStateError(f"the plans have the value of {key!r} {count} times; keep it in one", key=key)
-    metadata = _metadata(rows, heads, is_whole=True)
+    metadata = _metadata(rows, heads)
     if not rewrite_index_hints:
         return plans, metadata
     order = rows.by_place()
@@ -165,17 +166,21 @@ def _with_heads(table: WriteColumns, heads: _Heads) -> WriteColumns:
     return dataclasses.replace(table, heads=[heads[key] for key in table.keys])
 
 
-def _ties_hold(table: WriteColumns, heads: _Heads) -> bool:
-    """Whether every key that is tied has the same boxes as the one that it is tied to, which is there."""
-    numbers = {key: number for number, key in enumerate(table.keys)}
-    for number, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):
-        if head is not None and head.alias_of is not None:
-            if heads[key] is not head:
-                return False
-            mine, first = (np.flatnonzero(table.key == which) for which in (number, numbers[head.alias_of]))
-            if not all(np.array_equal(column[mine], column[first]) for column in (table.lo, table.length)):
-                return False
-    return True
+def _is_whole(table: WriteColumns) -> bool:
+    """Whether each key is there once, all of it, as most are where one process saves alone: then all is planned."""
+    if not np.array_equal(table.key, np.arange(len(table.keys))) or table.lo.any():
+        return False
+    sizes = padded([() if head is None else head.size for head in table.heads], fill=1)
+    width = table.length.shape[1]
+    if sizes.shape[1] > width or not np.array_equal(widened(sizes, width, 1), table.length):
+        return False
+    tied = [head for head in table.heads if head is not None and head.alias_of is not None]
+    heads = dict(zip(table.keys, table.heads, strict=True)) if tied else {}
+    firsts = [heads.get(head.alias_of or "") for head in tied]
+    return all(
+        first is not None and first.alias_of is None and first.size == head.size
+        for head, first in zip(tied, firsts, strict=True)
+    )
 
 
 def _check_values_once(table: WriteColumns) -> None:
@@ -195,9 +200,6 @@ def _merged_heads(tables: list[WriteColumns]) -> dict[str, TensorHead | None]:
     heads: dict[str, TensorHead | None] = {}
     first_rank: dict[str, int] = {}
     is_held: set[str] = set()
-    if len(tables) == 1:  # nobody to agree with
-        heads.update(zip(tables[0].keys, tables[0].heads, strict=True))
-        tables = []
     for rank, table in enumerate(tables):
         held = set(table.key.tolist())
         for which, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):
@@ -254,8 +256,6 @@ class _Rows(NamedTuple):
 
     def by_place(self) -> np.ndarray:
         """The order of the rows by key and place."""
-        if (np.diff(self.key) > 0).all():  # as in most saves of one process
-            return np.arange(len(self.key))
         return np.lexsort((*self.lo.T[::-1], self.key))
 
 
@@ -270,12 +270,11 @@ def _joined(tables: list[WriteColumns], heads: Mapping[str, TensorHead | None]) 
     )
 
 
-def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None], *, is_whole: bool) -> Metadata:
-    """What a checkpoint of ``rows`` says of itself; all of each tensor where ``is_whole``."""
+def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
+    """What a checkpoint of ``rows`` says of itself; InvalidStateError unless they make up all of each tensor."""
     order = rows.by_place()
     rows = _Rows(*(column[order] for column in rows))
-    if is_whole:
-        _check_tiling(rows, heads)
+    _check_tiling(rows, heads)
     bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
     return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))
 

@@ -1,23 +1,22 @@
 """How the ranks of a save plan together: they say what differs, and nothing twice.
 
-A rank of the default planner first sends the fingerprint of its layout and a digest of its rows; one of each layout is
-asked to describe it, and the coordinator plans for all from the descriptions. What several ranks hold is then compared
-by one digest for each set of holders, and looked at closely only where those differ. Every rank gets what it writes as
-columns of its own rows. Both sides remember that: in the next save a rank whose layout is the same sends the name of
-that planning and its digests, and nothing is planned again.
+A process that saves alone plans at once. With several ranks, a rank of the default planner first sends the fingerprint
+of its layout and a digest of its rows; one of each layout is asked to describe it, and the coordinator plans for all
+from the descriptions. What several ranks hold is then compared by one digest for each set of holders, and looked at
+closely only where those differ. Every rank gets what it writes as columns of its own rows. Both sides remember that: in
+the next save a rank whose layout is the same sends the name of that planning and its digests, and nothing is planned
+again.
 
-A planner that makes plans of its own, or storage that changes them: then all ranks send their plans whole, and the
-planner's create_global_plan decides. A round is one ``scatter``; ``Asked`` is answered in the next one, anything else
-ends it.
+A planner that makes plans of its own, or storage that changes them: then all ranks send their plans, and the planner's
+create_global_plan decides. A round is one ``scatter``; ``Asked`` is answered in the next one, anything else ends it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,17 +24,18 @@ from holdfast._plan.shares import box_words, rows_digest, scrambled
 from holdfast._ranks.ranks import Ranks
 from holdfast._save_plan.coordinator import (
     KEPT_PLANNINGS,
+    Again,
     Asked,
     Choice,
-    Coordinator,
+    Decision,
     Final,
     Groups,
-    Job,
-    Named,
+    LocalPlan,
     Offer,
     Outcome,
-    Sketch,
-    Whole,
+    Recipe,
+    Rounds,
+    coordinated,
 )
 from holdfast._save_plan.from_layouts import Layout, LayoutPlan, Members, layout_of
 from holdfast._save_plan.local import LocalLeaves
@@ -46,9 +46,9 @@ from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
-from holdfast.metadata import STORAGE_TYPES, Metadata
+from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteColumns, write_columns
-from holdfast.storage import StorageWriter, WriteResult
+from holdfast.storage import PlannedReport, StorageWriter, WriteResult
 
 _PHASE = "planning the save"
 
@@ -62,240 +62,233 @@ class _Remembered:
     columns: WriteColumns
     groups: Groups
     words: np.ndarray
-    classes: list[Members]
-    job: Job
+    recipe: Recipe
 
 
-class _Memory:
+@dataclass(slots=True)
+class _PlanMemory:
     """What one rank keeps of plannings, the newest last; on the coordinator, also what was planned for all."""
 
-    def __init__(self) -> None:
-        self.remembered: list[_Remembered] = []
-        self.outcomes: list[Outcome] = []
+    remembered: list[_Remembered] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
 
 
-@runtime_checkable
-class PlannedReport(Protocol):
-    """What storage says of a written plan without repeating it: ``plan`` is given to it where the plan is known."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sketch:
+    """The metadata of planning ``token`` in so few words that every rank can make it of what it knows."""
 
-    planning: bytes
-    plan: Callable[[], WriteColumns] | None
+    token: bytes
+    rest: Metadata
 
 
-class SavePlanning:
-    """One planning of a save, on one rank: ``run`` gives its plan, then ``metadata`` what they write together."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedSave:
+    """What this rank writes; ``metadata``, on the coordinator, is of what all of them write."""
 
-    def __init__(self, planner: SavePlanner, writer: StorageWriter, ranks: Ranks, *, name: int, host: int) -> None:
-        self._planner = planner
-        self._writer = writer
-        self._ranks = ranks
-        self._name = name
-        self._host = host
-        self._memory: _Memory = ranks.kept.setdefault(_Memory, _Memory())
-        self._local: LocalLeaves | None = None
-        self._whole: SavePlan | None = None
-        self._layout: Layout | None = None
-        self._offer: Offer | None = None
-        self._known: _Remembered | None = None
-        self._coordinator: Coordinator | None = None
-        self._token = b""
+    plan: SavePlan
+    metadata: Metadata | None = None
+    outcome: Outcome | None = None
+    known: _Remembered | None = None
 
-    def run(self, set_up: Callable[[], None]) -> SavePlan:
-        """What this rank writes; ``set_up`` makes planner and storage ready, and may fail like all else here."""
+    def with_plans(self, results: list[MutableSequence[WriteResult]]) -> list[MutableSequence[WriteResult]]:
+        """``results``; those that leave out what was planned here get the plan."""
+        found = list(results)
+        for rank, result in enumerate(results):
+            report: object = result.columns if isinstance(result, LazyList) else None
+            if self.outcome is not None and isinstance(report, PlannedReport) and report.planning == self.outcome.token:
+                found[rank] = LazyList(report.with_plan(partial(self.outcome.columns_of, rank)))
+        return found
 
-        def first() -> Any:
-            set_up()
-            return self._said_first()
+    def told(self) -> Metadata | Sketch:
+        """What the coordinator tells the others of the metadata: few words where nobody has changed it."""
+        assert self.metadata is not None
+        entries = self.metadata.state_dict_metadata
+        is_planned = isinstance(entries, LazyDict) and isinstance(entries.source, LayoutPlan) and entries.is_untouched
+        if self.known is None or not is_planned or self.metadata.storage_data is not None:
+            return self.metadata
+        rest = dataclasses.replace(self.metadata, state_dict_metadata={}, planner_data=None, paths={})
+        return Sketch(token=self.known.token, rest=rest)
 
-        answer = self._ranks.scatter(_PHASE, first, self._merged)
-        while isinstance(answer, Asked):
-            answer = self._ranks.scatter(_PHASE, partial(self._reply, answer), self._merged)
-        return self._finished(answer) if isinstance(answer, Final) else answer
+    def metadata_of(self, told: Metadata | Sketch, planner: SavePlanner) -> Metadata:
+        """The metadata that the coordinator told of; chunks are computed when somebody looks at them."""
+        if isinstance(told, Metadata):
+            return told
+        if self.metadata is not None:
+            return self.metadata
+        if self.known is None or self.known.token != told.token:
+            raise InternalError("the coordinator's metadata is of another planning; please report it")
+        recipe = self.known.recipe
+        metadata = dataclasses.replace(told.rest, state_dict_metadata=LazyDict(recipe.keys, recipe))
+        assert isinstance(planner, DefaultSavePlanner)
+        return planner.with_paths(metadata, [members.layout.paths for members in recipe.classes])
 
-    def _merged(self, parts: list[Any]) -> list[Any]:
-        if self._coordinator is None:
-            layout = None if self._offer is None else self._layout
-            self._coordinator = Coordinator(self._planner, self._writer, self._memory.outcomes, layout=layout)
-        return self._coordinator.merge(parts)
 
-    # --- every rank --------------------------------------------------------------------------------------------------
+def plan_save(
+    planner: SavePlanner, writer: StorageWriter, ranks: Ranks, set_up: Callable[[], None], *, name: int, host: int
+) -> PlannedSave:
+    """What all ranks write; ``set_up`` makes planner and storage ready, and may fail like all else here.
 
-    def _said_first(self) -> Any:
-        """The plan; or, where a layout says as much, an offer of it; or the name of the planning that had the same."""
-        surveyed = None
-        if self._ranks.size > 1 and isinstance(self._planner, DefaultSavePlanner):
-            surveyed = self._planner.survey()
-        if surveyed is None:
-            return Whole(self._writer.prepare_local_plan(self._planner.create_local_plan()), self._host)
-        self._local, plan = surveyed
-        columns = self._local.columns
-        self._whole = self._writer.prepare_local_plan(plan)
-        self._layout = layout_of(self._local, path_mapping(plan.planner_data))
-        if self._whole is not plan or write_columns(plan.items) is not columns:
-            return self._whole_plan()
-        rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
-        self._offer = Offer(self._layout.fingerprint, rows, self._name, self._looks, self._host)
-        self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
-        if self._known is None:
-            return self._offer.encoded()
-        return Named(self._known.token, self._digests(self._known.groups, self._known.words).tobytes()).encoded()
+    ``name`` is the number of this rank in meshes, ``host`` that of its host.
+    """
+    if ranks.size == 1:
+        return ranks.alone(_PHASE, partial(_planned_alone, planner, writer, set_up))
+    part = RankPlanning(planner, writer, ranks.kept.setdefault(_PlanMemory, _PlanMemory()), name=name, host=host)
 
-    @property
-    def _looks(self) -> bool:
-        return isinstance(self._planner, DefaultSavePlanner) and self._planner.replica_check != "off"
+    def first() -> object:
+        set_up()
+        return part.said_first(ranks.size)
 
-    def _reply(self, asked: Asked) -> Any:
-        if asked.what == "offer":
-            return None if self._offer is None else self._offer.encoded()
-        if asked.what == "layout":
-            return self._layout
-        if asked.what == "plan":
-            return self._whole_plan()
-        if asked.what == "nothing":
-            return None
-        assert asked.groups is not None
-        groups = self._own(asked.groups)
-        if asked.what == "contents":
-            return self._digests(groups, self._words(groups)).tobytes()
-        return self._fingerprints(groups)
+    answer = ranks.scatter(_PHASE, first, part.merged)
+    while isinstance(answer, Asked):
+        answer = ranks.scatter(_PHASE, partial(part.reply, answer), part.merged)
+    return part.planned(answer)
 
-    def _own(self, groups: Groups) -> Groups:
-        """The same with rows as this rank counts them."""
-        assert self._local is not None
-        return dataclasses.replace(groups, rows=rows_by_name(self._local.columns)[groups.rows])
 
-    def _whole_plan(self) -> Whole:
+def _planned_alone(planner: SavePlanner, writer: StorageWriter, set_up: Callable[[], None]) -> PlannedSave:
+    set_up()
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    return PlannedSave(plan=plan, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Surveyed:
+    """What a rank of the default planner has: its leaves, its plan as storage left it, its layout."""
+
+    planner: DefaultSavePlanner
+    local: LocalLeaves
+    plan: SavePlan
+    layout: Layout
+
+    def local_plan(self, host: int) -> LocalPlan:
         """The plan with what tells its contents apart, as far as storage has left it as it was."""
-        assert self._whole is not None
-        assert self._local is not None
-        columns = self._local.columns
-        if not isinstance(self._whole.items, LazyList) or self._whole.items.columns is not columns:
-            return Whole(self._whole, self._host)
-        everything = Groups(rows=np.arange(len(columns)), group=np.zeros(len(columns), np.int64), count=1)
-        columns = dataclasses.replace(columns, fingerprint=self._fingerprints(everything))
-        return Whole(dataclasses.replace(self._whole, items=LazyList(columns)), self._host)
+        columns = self.local.columns
+        if not isinstance(self.plan.items, LazyList) or self.plan.items.columns is not columns:
+            return LocalPlan(self.plan, host)
+        columns = dataclasses.replace(columns, fingerprint=self.fingerprints(np.arange(len(columns))))
+        return LocalPlan(dataclasses.replace(self.plan, items=LazyList(columns)), host)
 
-    def _fingerprints(self, groups: Groups) -> np.ndarray:
-        assert self._local is not None
-        assert isinstance(self._planner, DefaultSavePlanner)
-        return self._local.fingerprints(groups.rows, self._planner.replica_check)
+    def fingerprints(self, rows: np.ndarray) -> np.ndarray:
+        return self.local.fingerprints(rows, self.planner.replica_check)
 
-    def _words(self, groups: Groups) -> np.ndarray:
+    def own(self, groups: Groups) -> Groups:
+        """The same with rows as this rank counts them."""
+        return dataclasses.replace(groups, rows=rows_by_name(self.local.columns)[groups.rows])
+
+    def words(self, groups: Groups) -> np.ndarray:
         """A word for the key and the box of each of these rows, the same on every rank."""
-        assert self._local is not None
-        columns = self._local.columns
-        rows = groups.rows
+        columns, rows = self.local.columns, groups.rows
         boxes = scrambled(box_words(columns.lo[rows], columns.length[rows]))
         words: np.ndarray = name_words(columns.keys)[columns.key[rows]] ^ boxes
         return words
 
-    def _digests(self, groups: Groups, words: np.ndarray) -> np.ndarray:
+    def digests(self, groups: Groups, words: np.ndarray) -> bytes:
         """One digest for each group: of all its contents, whatever order they are in; 0 where nobody looked."""
         digests = np.zeros(groups.count, dtype="<u8")
-        if self._looks:
-            np.add.at(digests, groups.group, scrambled(words ^ self._fingerprints(groups)))
-        return digests
+        if self.planner.replica_check != "off":
+            np.add.at(digests, groups.group, scrambled(words ^ self.fingerprints(groups.rows)))
+        return digests.tobytes()
 
-    def _finished(self, final: Final) -> SavePlan:
-        """The plan of this rank, remembered for the saves to come."""
-        assert self._offer is not None
-        assert self._whole is not None
-        self._token, known = final.token, self._known
-        if final.choice is not None:
-            known = self._chosen(final.token, final.choice)
-        if known is None or known.token != final.token:
+
+class RankPlanning:
+    """One planning as one of several ranks takes part in it."""
+
+    def __init__(
+        self, planner: SavePlanner, writer: StorageWriter, memory: _PlanMemory, *, name: int, host: int
+    ) -> None:
+        self._planner = planner
+        self._writer = writer
+        self._memory = memory
+        self._name = name
+        self._host = host
+        self._size = 0
+        self._surveyed: _Surveyed | None = None
+        self._offer: Offer | None = None
+        self._known: _Remembered | None = None
+        self._coordinated: Rounds[Decision] | None = None
+        self._decision: Decision | None = None
+
+    def said_first(self, ranks: int) -> object:
+        """The plan; or, where a layout says as much, an offer of it; or the name of the planning that had the same."""
+        self._size = ranks
+        found = self._planner.survey() if isinstance(self._planner, DefaultSavePlanner) else None
+        if found is None:
+            return LocalPlan(self._writer.prepare_local_plan(self._planner.create_local_plan()), self._host)
+        local, plan = found
+        assert isinstance(self._planner, DefaultSavePlanner)
+        prepared = self._writer.prepare_local_plan(plan)
+        layout = layout_of(local, path_mapping(plan.planner_data))
+        self._surveyed = surveyed = _Surveyed(planner=self._planner, local=local, plan=prepared, layout=layout)
+        columns = local.columns
+        if prepared is not plan or write_columns(plan.items) is not columns:
+            return surveyed.local_plan(self._host)
+        rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
+        looks = self._planner.replica_check != "off"
+        self._offer = Offer(layout.fingerprint, rows, self._name, looks, self._host)
+        known = self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
+        if known is None:
+            return self._offer.encoded()
+        return Again(known.token, surveyed.digests(known.groups, known.words)).encoded()
+
+    def reply(self, asked: Asked) -> object:
+        """What the coordinator has asked for."""
+        if asked.what == "nothing":
+            return None
+        if asked.what == "offer":
+            return None if self._offer is None else self._offer.encoded()
+        surveyed = self._surveyed
+        assert surveyed is not None
+        if asked.what == "layout":
+            return surveyed.layout
+        if asked.what == "plan":
+            return surveyed.local_plan(self._host)
+        assert asked.groups is not None
+        groups = surveyed.own(asked.groups)
+        if asked.what == "contents":
+            return surveyed.digests(groups, surveyed.words(groups))
+        return surveyed.fingerprints(groups.rows)
+
+    def merged(self, parts: list[object]) -> list[object]:
+        """What each rank is told, or asked, after what all of them have said; on the coordinator."""
+        try:
+            if self._coordinated is None:
+                layout = None if self._surveyed is None else self._surveyed.layout
+                outcomes = self._memory.outcomes
+                self._coordinated = coordinated(parts, self._planner, self._writer, outcomes=outcomes, layout=layout)
+                return list(next(self._coordinated))
+            return list(self._coordinated.send(parts))
+        except StopIteration as end:
+            self._decision = end.value
+            return list(end.value.answers)
+
+    def planned(self, answer: object) -> PlannedSave:
+        """What this rank writes, after the last answer; remembered for the saves to come."""
+        metadata = None if self._decision is None else self._decision.metadata
+        outcome = None if self._decision is None else self._decision.outcome
+        if not isinstance(answer, Final):
+            assert isinstance(answer, SavePlan)
+            return PlannedSave(plan=answer, metadata=metadata, outcome=outcome)
+        assert self._surveyed is not None
+        known = self._known if answer.choice is None else self._chosen(self._surveyed, answer.token, answer.choice)
+        if known is None or known.token != answer.token:
             raise InternalError("the coordinator names a planning that this rank does not know; please report it")
         # The same offer once only, and the newest last.
         others = [each for each in self._memory.remembered if each.offer != self._offer]
         self._memory.remembered = [*others[-KEPT_PLANNINGS + 1 :], known]
-        self._known = known
-        return dataclasses.replace(self._whole, items=LazyList(known.columns), storage_data=final.storage_data)
+        items = LazyList(known.columns)
+        plan = dataclasses.replace(self._surveyed.plan, items=items, storage_data=answer.storage_data)
+        return PlannedSave(plan=plan, metadata=metadata, outcome=outcome, known=known)
 
-    def _chosen(self, token: bytes, choice: Choice) -> _Remembered:
-        assert self._local is not None
-        assert self._layout is not None
+    def _chosen(self, surveyed: _Surveyed, token: bytes, choice: Choice) -> _Remembered:
         assert self._offer is not None
-        everyone = Members(layout=self._layout, ranks=np.arange(self._ranks.size))
-        groups = self._own(choice.groups)
+        everyone = Members(layout=surveyed.layout, ranks=np.arange(self._size))
+        groups = surveyed.own(choice.groups)
+        classes = [everyone] if choice.classes is None else decode_message(choice.classes)
         return _Remembered(
             offer=self._offer,
             token=token,
-            columns=chosen_columns(self._local.columns, choice.chosen, choice.heads, planning=token),
+            columns=chosen_columns(surveyed.local.columns, choice.chosen, choice.heads, planning=token),
             groups=groups,
-            words=self._words(groups),
-            classes=[everyone] if choice.job.classes is None else decode_message(choice.job.classes),
-            job=dataclasses.replace(choice.job, classes=None),
+            words=surveyed.words(groups),
+            recipe=dataclasses.replace(choice.recipe, classes=classes),
         )
-
-    # --- the metadata, which all ranks return ------------------------------------------------------------------------
-
-    @property
-    def planned(self) -> Metadata:
-        """What was planned together; on the coordinator."""
-        assert self._coordinator is not None
-        assert self._coordinator.metadata is not None
-        return self._coordinator.metadata
-
-    def bound(self, results: list[MutableSequence[WriteResult]]) -> list[MutableSequence[WriteResult]]:
-        """``results``; reports that say only what the plan does not say are told of the plan."""
-        assert self._coordinator is not None
-        outcome = self._coordinator.outcome
-        for rank, result in enumerate(results):
-            report: object = result.columns if isinstance(result, LazyList) else None
-            if outcome is not None and isinstance(report, PlannedReport) and report.planning == outcome.token:
-                report.plan = partial(self._coordinator.plan_of, rank)
-        return results
-
-    def sketched(self) -> Metadata | Sketch:
-        """What the coordinator tells the others of the metadata: few words where nobody has changed it."""
-        metadata, entries = self.planned, self.planned.state_dict_metadata
-        known = isinstance(entries, LazyDict) and isinstance(entries.source, LayoutPlan) and entries.is_untouched
-        if not self._token or not known or metadata.storage_data is not None:
-            return metadata
-        return Sketch(
-            token=self._token, rest=dataclasses.replace(metadata, state_dict_metadata={}, planner_data=None, paths={})
-        )
-
-    def metadata(self, told: Metadata | Sketch) -> Metadata:
-        """The metadata that ``sketched`` stands for; chunks are computed when somebody looks at them."""
-        if isinstance(told, Metadata):
-            return told
-        if self._coordinator is not None:
-            return self.planned
-        known = self._known
-        if known is None or known.token != told.token:
-            raise InternalError("the coordinator's metadata is of another planning; please report it")
-        named = list(dict.fromkeys(key for members in known.classes for key in members.layout.keys))
-        keys = [named[place] for place in known.job.order.tolist()]
-        metadata = dataclasses.replace(told.rest, state_dict_metadata=LazyDict(keys, _LaterPlan(known, keys)))
-        assert isinstance(self._planner, DefaultSavePlanner)
-        return self._planner.with_paths(metadata, [members.layout.paths for members in known.classes])
-
-
-class _LaterPlan:
-    """The metadata's entries on a rank that planned nothing: planned again, from the layouts, if somebody looks."""
-
-    def __init__(self, known: _Remembered, keys: list[str]) -> None:
-        self._known = known
-        self._keys = keys
-        self._plan: LayoutPlan | None = None
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def item(self, row: int) -> STORAGE_TYPES:
-        """What the metadata says of key number ``row``."""
-        return self._made.item(row)
-
-    @property
-    def _made(self) -> LayoutPlan:
-        if self._plan is None:
-            job = self._known.job
-            self._plan = LayoutPlan(
-                self._known.classes,
-                self._keys,
-                job.names.astype(np.int64),
-                to_lowest_rank=job.to_lowest_rank,
-                hosts=None if job.hosts is None else job.hosts.astype(np.int64),
-            )
-        return self._plan

@@ -64,6 +64,10 @@ class JointPlan:
         self.to_lowest_rank = to_lowest_rank
         self.hosts = hosts
         self.numbers = {key: number for number, key in enumerate(self.keys)}
+        # The distinct sets of ranks that hold a box together; they grow as ``set_of_box`` looks at holdings.
+        self.sets: list[np.ndarray] = []
+        self._set_numbers: dict[bytes, int] = {}
+        self._sets_of_boxes: dict[int, np.ndarray] = {}
         self._untie_what_is_elsewhere()
         self.chunks = self._assigned(to_lowest_rank=to_lowest_rank, split_bytes=split_bytes)
         if is_whole:
@@ -190,19 +194,6 @@ class JointPlan:
             if id(holding) in bytes_of:
                 loads += sums(holding.lowest[alone], holding.volume[alone] * bytes_of[id(holding)], self.ranks)
         return loads
-
-    @cached_property
-    def sets(self) -> list[np.ndarray]:
-        """The distinct sets of ranks that hold a box together; grows as ``set_of_box`` looks at holdings."""
-        return []
-
-    @cached_property
-    def _set_numbers(self) -> dict[bytes, int]:
-        return {}
-
-    @cached_property
-    def _sets_of_boxes(self) -> dict[int, np.ndarray]:
-        return {}
 
     def set_of_box(self, holding: Holding) -> np.ndarray:
         """The number of the set of holders of each box; -1 for those with one holder or without elements."""

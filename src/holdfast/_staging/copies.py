@@ -292,13 +292,12 @@ class Changes:
 
 
 def _digests(report: WriteReport) -> dict[str, int]:
-    bounds = report.first_block()
+    boxes, keys = report.boxes, report.columns.keys
+    bounds = boxes.first_block()
     parts: dict[str, list[np.ndarray]] = {}
-    for row, key in enumerate(report.key.tolist()):
-        box = np.concatenate([report.lo[row], report.length[row]]).astype(np.uint64)
-        parts.setdefault(report.keys[key], []).append(
-            np.concatenate([box, report.digests[bounds[row] : bounds[row + 1]]])
-        )
+    for row, key in enumerate(boxes.key.tolist()):
+        box = np.concatenate([boxes.lo[row], boxes.length[row]]).astype(np.uint64)
+        parts.setdefault(keys[key], []).append(np.concatenate([box, report.digests[bounds[row] : bounds[row + 1]]]))
     return {key: combine(np.concatenate(each)) for key, each in parts.items()}
 
 

@@ -20,7 +20,7 @@ import torch
 from holdfast._engine.images import ImageFiles
 from holdfast._io.slabs import SLAB_BYTES
 from holdfast._native.file_layout import Copy, StagedFiles
-from holdfast._native.report import full_report_of
+from holdfast._native.report import report_of
 from holdfast._native.writer import ImageOutput, NativeWriter
 from holdfast._staging.copies import Changes, Fingerprints, Mode, Staging
 from holdfast._staging.memory import CUDA, Accelerator, Region
@@ -256,7 +256,7 @@ class NativeJob(PlannedJob):
         return results
 
     def _look_for_changes(self, results: MutableSequence[WriteResult]) -> None:
-        same = CHANGES.unchanged(full_report_of(results), self.chosen())
+        same = CHANGES.unchanged(report_of(results), self.chosen())
         self._handle.unchanged = same
         if same:
             logger.warning(

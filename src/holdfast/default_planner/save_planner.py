@@ -92,7 +92,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One item for each leaf; InvalidStateError for a tensor that has nothing to store."""
-        return self._local_plan(self._surveyed(self.replica_check if self.ranks > 1 else "off"))
+        return self._surveyed(self.replica_check if self.ranks > 1 else "off")[1]
 
     def survey(self) -> tuple[LocalLeaves, SavePlan] | None:
         """The leaves and their plan, for ranks that compare what they hold by layout, without a look at contents.
@@ -101,13 +101,14 @@ class DefaultSavePlanner(SavePlanner):
         """
         if self._overrides("create_local_plan", "create_global_plan", "finish_plan"):
             return None
-        local = self._surveyed("off")
-        return local, self._local_plan(local)
+        return self._surveyed("off")
 
-    def _surveyed(self, replica_check: str) -> LocalLeaves:
-        local = LocalLeaves(self.state_dict, replica_check=replica_check, lenient=self._lenient())
+    def _surveyed(self, replica_check: str) -> tuple[LocalLeaves, SavePlan]:
+        lenient = self._lenient() if self.ranks > 1 else frozenset[str]()
+        local = LocalLeaves(self.state_dict, replica_check=replica_check, lenient=lenient)
         self._pieces, self._memory_of = local.pieces, local.memory
-        return local
+        self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
+        return local, self.plan
 
     def _lenient(self) -> frozenset[str]:
         """The keys that may differ between ranks: those of buffers, and those that the user named."""
@@ -116,11 +117,7 @@ class DefaultSavePlanner(SavePlanner):
             for key in (self.state_dict if self.may_differ else ())
             if any(key.startswith(f"{each}.") or fnmatchcase(key, each) for each in self.may_differ)
         ]
-        return frozenset() if self.ranks == 1 else self.buffers.intersection(self.state_dict).union(named)
-
-    def _local_plan(self, local: LocalLeaves) -> SavePlan:
-        self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
-        return self.plan
+        return self.buffers.intersection(self.state_dict).union(named)
 
     def _overrides(self, *names: str) -> bool:
         """Whether a subclass, or somebody else, has put something in the place of one of these methods."""

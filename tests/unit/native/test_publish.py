@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,9 @@ import torch
 
 import holdfast
 from holdfast._io import locks, posix
+from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, WriterEntry
 from holdfast._native.publish import MANIFEST_NAME, check_unpublished, publish, read_manifest
+from holdfast._native.values import encode_value
 
 
 def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overwrite: bool = True) -> None:
@@ -21,9 +22,22 @@ def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overw
     holdfast.save({"a": torch.ones(3), "attempt": attempt} if state is None else state, storage_writer=writer)
 
 
-def publish_new(path: Path, *, data_files: Sequence[tuple[str, int]] = (), overwrite: bool = True) -> None:
-    names = {"attempt": "new", "index_name": "index-new.safetensors"}
-    publish(str(path), b"{}", index=b"index", data_files=data_files, overwrite=overwrite, **names)
+DATA_BYTES = 4096
+
+
+def publish_new(path: Path, *data_files: str, overwrite: bool = True) -> None:
+    digest = "0" * 16
+    manifest = Manifest(
+        requires=(),
+        attempt="new",
+        writer=WriterEntry(holdfast="1", torch="2", python="3", world_size=1),
+        files=tuple(FileEntry(name=name, bytes=DATA_BYTES, header=4096, digest=digest) for name in data_files),
+        index=IndexEntry(name="index-new.safetensors", bytes=4096, digest=digest),
+        tensors=(),
+        values=(),
+        metadata=encode_value({}, key="metadata"),
+    )
+    publish(str(path), manifest, b"index", overwrite=overwrite)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -195,11 +209,11 @@ def test_a_data_file_that_changed_before_the_commit_is_not_published(tmp_path: P
     if damage == "shorter":
         data.write_bytes(b"123")
     elif damage == "link":
-        (tmp_path / "elsewhere").write_bytes(b"1234")
+        (tmp_path / "elsewhere").write_bytes(bytes(DATA_BYTES))
         data.symlink_to(tmp_path / "elsewhere")
     before = sorted(os.listdir(data.parent))
     with pytest.raises(holdfast.StorageError, match="not what was written") as caught:
-        publish_new(data.parent, data_files=[(data.name, 4)])
+        publish_new(data.parent, data.name)
     assert caught.value.path == str(data)
     assert sorted(os.listdir(data.parent)) == before
 
