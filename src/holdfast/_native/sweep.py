@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast._io import locks, posix
-from holdfast._io.directory import Directory, walk
+from holdfast._io.locks import Directory, walk
 from holdfast._native.manifest import decode_manifest
 from holdfast._native.publish import MANIFEST_NAME, format_at, formats_at
 from holdfast._process import Descriptor, Ending
