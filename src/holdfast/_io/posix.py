@@ -241,18 +241,18 @@ def sync_directory(path: str | os.PathLike[str], descriptor: Descriptor | None =
 
     ``descriptor`` is that of the directory if it is open, and stays open.
     """
+    is_ours = descriptor is None
     if descriptor is None:
         with reporting("sync", path):
             descriptor = opened(map(os.open, (path,), (DIRECTORY_FLAGS,)))
-        try:
-            return sync_directory(path, descriptor)
-        finally:
-            close_descriptor(descriptor, path)
     try:
         sync_file(descriptor, path)
     except StorageError as error:
         if error.errno not in _DIRECTORY_SYNC_UNSUPPORTED:
             raise
+    finally:
+        if is_ours:
+            close_descriptor(descriptor, path)
 
 
 def make_directories(path: str | os.PathLike[str]) -> None:

@@ -15,12 +15,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from holdfast._native.header import HEADER_ALIGNMENT, LENGTH_BYTES
 from holdfast._native.paths import StoredElement, check_paths
 from holdfast._native.values import decode_value
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import (
     DTYPES,
+    HEADER_ALIGNMENT,
+    LENGTH_BYTES,
     MAX_DIMENSIONS,
     MAX_FILE_BYTES,
     MAX_FILES,

@@ -26,8 +26,7 @@ from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
-from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
-from holdfast._native.index import file_digest
+from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
 from holdfast._native.manifest import FileEntry, Manifest
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.reads import coalesce
@@ -303,13 +302,8 @@ class _Verification:
             dtype, dimensions = DTYPES[entry.dtype], len(entry.shape)
             box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
             name = chunk_name(entry.key, box, entry.shape)
-            expected[name] = HeaderEntry(
-                name=name,
-                dtype=stored_dtype_name(dtype),
-                shape=stored_shape(dtype, box.lengths),
-                begin=offset - header_bytes,
-                end=offset - header_bytes + nbytes,
-            )
+            begin = offset - header_bytes
+            expected[name] = HeaderEntry(name, *stored_as(dtype, box.lengths), begin, begin + nbytes)
         return expected == {entry.name: entry for entry in entries}
 
     def _check_group(self, opened: _DataFile, first: int, stop: int, ring: SlabRing) -> None:
