@@ -109,7 +109,7 @@ def fair_shares(levels: Levels, holders: Sequence[Holders], amounts: Sequence[fl
 
 
 def _raised(amounts: _Floats, loads: _Floats, starts: _Int64s) -> _Floats:
-    """What each load gets: ``amounts[i]`` raises the lowest of those from ``starts[i]`` to the next start to one level."""
+    """What each load gets if ``amounts[i]`` brings the lowest from ``starts[i]`` to the next start to one level."""
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(loads))))
     ascending = loads[np.lexsort((loads, group))]
     below = np.cumsum(ascending)
