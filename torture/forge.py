@@ -14,8 +14,7 @@ import torch
 import xxhash
 
 import holdfast
-from holdfast._native.header import HeaderEntry, encode_header
-from holdfast._native.index import INDEX_METADATA, decode_index, file_digest
+from holdfast._native.index import INDEX_METADATA, HeaderEntry, decode_index, encode_header, file_digest
 from holdfast._values.digest import BLOCK_BYTES, digest
 from torture.samples import one_file_each
 

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast._native.header import decode_header, encode_header
-from holdfast._native.index import INDEX_METADATA, check_index, decode_index, encode_index
+from holdfast._native.index import INDEX_METADATA, check_index, decode_header, decode_index, encode_header, encode_index
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast._native.values import decode_value_bytes, encode_value_bytes
 from holdfast._torch_codec.archive import find_tensor

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 import holdfast
+from holdfast import _process as collector
 from holdfast._io import posix
 from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
 from holdfast._staging.one_at_a_time import TURNS
-from holdfast._state import modes as collector
 from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast.interop.conversions import convert
 from torture import saves
@@ -233,8 +233,8 @@ class Standing:
             more = [value for value in more if not value.startswith(("/memfd:", "socket:"))]
         if more:
             return f"descriptors are left: {more}"
-        if not gc.isenabled() or collector._holders:
-            return f"the collector is held by {collector._holders}, enabled: {gc.isenabled()}"
+        if not gc.isenabled() or collector._pauses:
+            return f"the collector is held by {collector._pauses}, enabled: {gc.isenabled()}"
         if not torch.is_grad_enabled():
             return "gradients are not recorded any more"
         if TURNS._current is not None:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast._io import slabs
 from holdfast._native.writer import NativeWriter
+from holdfast._process import CollectorPause
 from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast._ranks.rendezvous import DEADLINE_S, participants
 from holdfast._saver import ReplicaCheck, Saving, planner_for, writer_for
@@ -23,7 +24,6 @@ from holdfast._staging.copies import Mode, Staging, trained_keys
 from holdfast._staging.jobs import ForeignJob, Job, NativeJob, Options, StagerJob
 from holdfast._staging.memory import CUDA
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse, Background, interpreter_ends
-from holdfast._state.modes import CollectorPause
 from holdfast._torch_classes.adapt import id_and_storage
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata

@@ -17,12 +17,13 @@ from holdfast._checkpoint import reader_for
 from holdfast._native.opening import open_together
 from holdfast._native.reader import NativeReader
 from holdfast._native.values import decode_value
+from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks, agreed
 from holdfast._ranks.rendezvous import DEADLINE_S, participants
-from holdfast._state.modes import collector_paused, grad_mode
 from holdfast._state.nested import add_versions, restorable_paths, tell_versions, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back
+from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, metadata_of_rank, set_up_reader
 from holdfast._torch_format.reader import FileSystemReader
 from holdfast._values.lazy import LazyList

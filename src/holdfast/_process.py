@@ -1,4 +1,5 @@
-"""This process: what a forked child forgets, and threads, waits, endings and descriptors that bear interrupts.
+"""This process: what a forked child forgets; threads, waits, endings and descriptors that bear interrupts; and a pause
+of its cycle collector.
 
 A child of ``os.fork()`` has copies of all objects of its parent, and none of its threads. A copy of a lock may be held
 for ever, a copy of a finalizer would remove the parent's files, a copy of a socket hides that the parent has died.
@@ -9,24 +10,27 @@ Invariant: to forget is to drop copies and to make new locks. It never writes, r
 A descriptor that a thread has just been given, and nobody has noted yet, cannot be forgotten. Where a copy of it would
 do harm, ``begun`` tells whether a fork may have made one; then the thread gets itself another.
 
-What the standard library has waits with a condition, whose lock is given up and taken back in several steps.
-
-An interrupt may come after any call: the system has opened something, and Python has not kept the number yet. So the
-number becomes an object that closes it by steps of C alone, between which no interrupt comes.
+An interrupt may come after any call. The waits of the standard library use a condition, whose lock is given up and
+taken back in several steps: here are others. Or the system has opened something, and Python has not kept the number
+yet: so the number becomes an object that closes it by steps of C alone, between which no interrupt comes.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
-import ctypes
+import functools
+import gc
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class Inherited(Protocol):
@@ -69,13 +73,6 @@ class Lock(type(threading.RLock())):  # type: ignore[misc]
             self._at_fork_reinit()
 
 
-def never_destroy(thing: object) -> None:
-    """Keep ``thing`` as long as the process runs, and past its end: for objects whose destructor waits for a thread
-    that this process does not have.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
 def begun() -> int:
     """How many forks this process has begun: unchanged, no child has what was made, and noted, in between."""
     return _begun
@@ -107,19 +104,18 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
         return
     outcome: SimpleQueue[BaseException | None] = SimpleQueue()
-    _thread.start_new_thread(_start, (thread, outcome))
+
+    def start() -> None:
+        try:
+            thread.start()
+            outcome.put(None)
+        except BaseException as error:
+            outcome.put(error)
+
+    _thread.start_new_thread(start, ())
     error = outcome.get()
     if error is not None:
         raise error
-
-
-def _start(thread: threading.Thread, outcome: SimpleQueue[BaseException | None]) -> None:
-    try:
-        thread.start()
-    except BaseException as error:
-        outcome.put(error)
-    else:
-        outcome.put(None)
 
 
 class Event:
@@ -130,7 +126,6 @@ class Event:
         self._waiting: list[SimpleQueue[None]] = []
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
         return self._is_set
 
     def set(self) -> None:
@@ -192,3 +187,57 @@ CLOSED = Descriptor(-1)
 def opened(opening: Iterator[int]) -> Descriptor:
     """What comes of ``opening``, a ``map`` of ``os.open``, say, over one set of arguments."""
     return next(map(OpenDescriptor, opening))
+
+
+_pausing = Lock()
+_pauses: set[CollectorPause] = set()
+_was_collecting = False
+
+
+class CollectorPause:
+    """No automatic collection within its block; ``end`` may be called again, and by any thread.
+
+    Each burst of objects would make the collector walk the whole heap of the training job, which takes longer than to
+    plan the checkpoint. Nested and concurrent pauses count: it runs again when the last one ends, if it ran before.
+    """
+
+    def __enter__(self) -> None:
+        global _was_collecting
+        with _pausing:
+            if not _pauses:
+                _was_collecting = gc.isenabled()
+            _pauses.add(self)
+            gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        global _was_collecting
+        with _pausing:
+            _pauses.discard(self)
+            if not _pauses and _was_collecting:
+                gc.enable()
+                _was_collecting = False
+
+
+@reset_in_child
+def _end_pauses() -> None:
+    for pause in tuple(_pauses):
+        pause.end()
+
+
+def collector_paused(function: Callable[P, Result]) -> Callable[P, Result]:
+    """``function``, without automatic collections while it runs: by its end its objects are gone."""
+
+    @functools.wraps(function)
+    def paused(*args: P.args, **kwargs: P.kwargs) -> Result:
+        pause = CollectorPause()
+        # Ended twice: an interrupt may come into the one end, and then there is the other.
+        try:
+            with pause:
+                return function(*args, **kwargs)
+        finally:
+            pause.end()
+
+    return paused

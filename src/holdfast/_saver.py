@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
+from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast._ranks.rendezvous import DEADLINE_S, host_name, mesh_rank, participants
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.one_at_a_time import TURNS
-from holdfast._state.modes import collector_paused
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._torch_format.remote import FsspecWriter, is_remote

@@ -175,7 +175,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     def _leaves(self, *, flat: bool) -> dict[str, Any]:
         assert self.checkpoint_id is not None
-        state = read_pt(self.checkpoint_id, allow_pickle=self.allow_pickle).state
+        state = read_pt(self.checkpoint_id, allow_pickle=self.allow_pickle)
         return flatten(state)[0] if flat else dict(state)
 
     @classmethod

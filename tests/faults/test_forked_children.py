@@ -28,7 +28,6 @@ from holdfast._process import Descriptor
 from holdfast._ranks.rendezvous import participants
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._staging.process import ProcessOutput
-from holdfast._state import modes as collector
 from holdfast.staging import DefaultStager
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -203,7 +202,7 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
         go = threading.Event()
 
         def hold() -> None:
-            with TURNS._lock, collector._lock, files._lock, file._lock:  # type: ignore[union-attr]
+            with TURNS._lock, forks._pausing, files._lock, file._lock:  # type: ignore[union-attr]
                 all_held.set()
                 go.wait(300)
 
@@ -230,12 +229,12 @@ def test_no_lock_of_the_parent_is_held_in_the_child(tmp_path: Path) -> None:
 
 
 def test_a_child_collects_garbage_although_its_parent_does_not() -> None:
-    with collector.CollectorPause():
+    with forks.CollectorPause():
         assert not gc.isenabled()
 
         def look() -> None:
             assert gc.isenabled()
-            with collector.CollectorPause():
+            with forks.CollectorPause():
                 assert not gc.isenabled()
             assert gc.isenabled()
 

@@ -24,8 +24,8 @@ from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
 from holdfast._plan.reads import coalesce
-from holdfast._state.modes import cuda_stream
 from holdfast._state.tensor_bytes import move
+from holdfast._state.tensors import cuda_stream
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast.errors import CorruptError, InternalError
 

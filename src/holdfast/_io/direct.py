@@ -18,18 +18,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
-from holdfast import _process as forks
 from holdfast._io import locks, posix
-from holdfast._process import CLOSED, Descriptor, forget_in_child
+from holdfast._process import CLOSED, Descriptor, Lock, forget_in_child
 from holdfast.errors import CorruptError, StorageError
 
 ALIGNMENT = 4096
 
 _RESERVE_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-_PROBED_PAGES = 5
 _COPIED_READ_BYTES = 16 << 20
+_IDLE_FILES = 32
 
 
 class OutputFile:
@@ -64,9 +62,19 @@ class OutputFile:
         After a failure ``abandon`` it.
         """
         self._file.create()
-        _reserve(self._file.descriptor, self.path, expected_bytes)
+        if hasattr(os, "posix_fallocate") and expected_bytes > 0:
+            with posix.reporting(f"reserve {expected_bytes} bytes for", self.path):
+                try:
+                    os.posix_fallocate(self._file.descriptor, 0, expected_bytes)
+                except OSError as error:
+                    if error.errno not in _RESERVE_UNSUPPORTED:
+                        raise
         # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
-        self.direct = _set_direct(self._file.descriptor)
+        if _direct_flag():
+            with contextlib.suppress(OSError):
+                flags = fcntl.fcntl(self._file.descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags | _direct_flag())
+                self.direct = True
 
     def write(self, view: memoryview, offset: int) -> None:
         """Writes all of ``view`` at ``offset``; where O_DIRECT turns out not to work, goes on without it for good."""
@@ -86,7 +94,8 @@ class OutputFile:
                 if direct and count < rest.nbytes and count % ALIGNMENT:
                     self._leave_direct()
             if not direct:
-                _start_writeback(self._file.descriptor, offset, count)
+                # Has the kernel write it now, so that the sync at the end has little left to do.
+                _advise(self._file.descriptor, "POSIX_FADV_DONTNEED", offset, count)
             with self._lock:
                 self.bytes_written += count
             rest = rest[count:]
@@ -103,7 +112,6 @@ class OutputFile:
             posix.sync_file(self._file.descriptor, self.path)
 
     def close(self) -> None:
-        """Closes the file, which drops the lock; a second call does nothing."""
         self._file.close()
 
     def abandon(self) -> None:
@@ -158,9 +166,7 @@ class InputFile:
     def __enter__(self) -> InputFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def is_cached(self) -> bool:
@@ -216,7 +222,6 @@ class InputFile:
             done += count
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
         descriptors = (self._descriptor, self._direct_descriptor)
         self._descriptor = self._direct_descriptor = CLOSED
         with contextlib.ExitStack() as stack:
@@ -242,21 +247,13 @@ class InputFile:
             if not self.direct or not hasattr(os, "preadv"):
                 return -1
             if self._direct_descriptor < 0:
-                self._direct_descriptor = self._reopen_direct()
+                with contextlib.suppress(StorageError, CorruptError, OSError):
+                    descriptor = posix.open_regular(self.path, flags=_direct_flag())
+                    # The name may have been given to another file since, or to none; the first descriptor has ours.
+                    if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
+                        self._direct_descriptor = descriptor
                 self.direct = self._direct_descriptor >= 0
             return self._direct_descriptor
-
-    def _reopen_direct(self) -> Descriptor:
-        try:
-            descriptor = posix.open_regular(self.path, flags=_direct_flag())
-        except (StorageError, CorruptError):
-            return CLOSED
-        # The name may have been given to another file since, or to none; the first descriptor still has ours.
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
-                return descriptor
-        posix.discard_descriptor(descriptor)
-        return CLOSED
 
     def _truncated(self, begin: int, end: int) -> CorruptError:
         return CorruptError(
@@ -269,34 +266,6 @@ class InputFile:
 def _direct_flag() -> int:
     flag: int = getattr(os, "O_DIRECT", 0)
     return flag
-
-
-def _set_direct(descriptor: int) -> bool:
-    if not _direct_flag():
-        return False
-    try:
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _direct_flag())
-    except OSError:
-        return False
-    return True
-
-
-def _reserve(descriptor: int, path: str, size: int) -> None:
-    reserve = getattr(os, "posix_fallocate", None)
-    if reserve is None or size <= 0:
-        return
-    with posix.reporting(f"reserve {size} bytes for", path):
-        try:
-            reserve(descriptor, 0, size)
-        except OSError as error:
-            if error.errno not in _RESERVE_UNSUPPORTED:
-                raise
-
-
-def _start_writeback(descriptor: int, offset: int, count: int) -> None:
-    """Asks the kernel to write a range now, so that the sync at the end has little left to do."""
-    _advise(descriptor, "POSIX_FADV_DONTNEED", offset, count)
 
 
 def _advise(descriptor: int, advice: str, offset: int = 0, count: int = 0) -> None:
@@ -313,12 +282,9 @@ def _probe_offsets(size: int) -> list[int]:
     choice leaves the program's own random numbers alone, on which a resumed training depends.
     """
     pages = -(-size // mmap.PAGESIZE)
-    parts = min(_PROBED_PAGES, pages)
+    parts = min(5, pages)
     bounds = [pages * part // parts for part in range(parts + 1)]
     return [(low + secrets.randbelow(high - low)) * mmap.PAGESIZE for low, high in itertools.pairwise(bounds)]
-
-
-_IDLE_FILES = 32
 
 
 class LocalFiles:
@@ -329,15 +295,15 @@ class LocalFiles:
         self._sizes = sizes
         self._at_least = at_least
         self._are_cached: dict[int, bool] = {}
-        self._lock = forks.Lock()
+        self._lock = Lock()
         self._lent: dict[int, tuple[InputFile, int]] = {}
         self._idle: OrderedDict[int, InputFile] = OrderedDict()
         self._bytes_read = 0
-        forks.forget_in_child(self)
+        forget_in_child(self)
 
     def forget_parent(self) -> None:
         """Have no file open: what the parent reads at this moment is half done, and its locks may be held."""
-        self._lock = forks.Lock()
+        self._lock = Lock()
         self.close()
 
     @contextmanager
@@ -353,12 +319,10 @@ class LocalFiles:
             self._give_back(number)
 
     def is_cached(self, number: int) -> bool:
-        """Whether file ``number`` was in the page cache at first sight."""
         with self.lend(number) as (_, is_cached):
             return is_cached
 
     def path(self, number: int) -> str:
-        """The path of file ``number``."""
         return self._paths[number]
 
     @property

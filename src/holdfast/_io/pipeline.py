@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, NoReturn, TypeVar
@@ -45,11 +45,19 @@ def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int 
     crew = _Crew(workers=max(1, workers), limit=max(1, workers + ahead))
     try:
         with crew, crew, contextlib.closing(iterator) if isinstance(iterator, Generator) else contextlib.nullcontext():
-            _feed(crew, iterator, least=1 if at_once else 2)
+            for job in iterator:
+                crew.queue(job)
+                del job
+                if crew.limit == 1:
+                    crew.drain()
+                elif crew.taken >= (1 if at_once else 2):
+                    crew.reinforce(crew.unfinished())
+                if not crew.wait_for_room():
+                    break
     except BaseException as error:
-        crew.fail(error)
-    failure = crew.take_failure()
-    if failure is not None:
+        crew.failures.append(error)
+    for failure in crew.failures:  # the first one is told
+        crew.failures.clear()  # which the frames of their tracebacks know too
         try:
             raise failure
         finally:
@@ -113,25 +121,11 @@ class _InOrder(Generic[Result]):
         self._done.put((number, outcome))
 
     def take(self) -> Result:
-        """The next one, waited for."""
         while self.taken not in self._early:
             number, outcome = self._done.get()
             self._early[number] = outcome
         self.taken += 1
         return self._early.pop(self.taken - 1)()
-
-
-def _feed(crew: _Crew, iterator: Iterator[Callable[[], None]], *, least: int) -> None:
-    """Hands the jobs to the crew's threads, the first one not before there are ``least``."""
-    for job in iterator:
-        crew.queue(job)
-        del job
-        if crew.limit == 1:
-            crew.drain()
-        elif crew.taken >= least:
-            crew.reinforce(crew.unfinished())
-        if not crew.wait_for_room():
-            return
 
 
 class _Crew:
@@ -140,21 +134,18 @@ class _Crew:
     def __init__(self, *, workers: int, limit: int) -> None:
         self._workers = workers
         self.limit = limit
-        self._begin()
-        forget_in_child(self)
-
-    def _begin(self) -> None:
         self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._done: SimpleQueue[None] = SimpleQueue()
-        self._failures: list[BaseException] = []
         self._threads: list[threading.Thread] = []
         self._finished = 0
+        self.failures: list[BaseException] = []
         self.taken = 0
+        forget_in_child(self)
 
     def forget_parent(self) -> None:
         """Have nobody and nothing to do, and an error to tell."""
-        self._begin()
-        self.fail(_left_behind())
+        self.__init__(workers=self._workers, limit=self.limit)  # type: ignore[misc]
+        self.failures.append(_left_behind())
 
     def __enter__(self) -> None:
         return None
@@ -165,7 +156,7 @@ class _Crew:
         descriptors that are about to be closed.
         """
         if error is not None:
-            self.fail(error)
+            self.failures.append(error)
         self.drain()
         for _ in self._threads:
             self._to_do.put(None)
@@ -181,14 +172,13 @@ class _Crew:
             raise interrupt
 
     def queue(self, job: Callable[[], None]) -> None:
-        """Puts ``job`` where the next free thread finds it."""
         self.taken += 1
         self._to_do.put(job)
 
     def reinforce(self, wanted: int) -> None:
         """Starts threads while there are fewer than ``wanted``, or may be; without any, works itself."""
         while len(self._threads) < min(self._workers, wanted):
-            work, name = partial(_work, self._to_do, self._done, self._failures), f"holdfast-io-{len(self._threads)}"
+            work, name = partial(_work, self._to_do, self._done, self.failures), f"holdfast-io-{len(self._threads)}"
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
             try:
                 start_thread(self._threads[-1])
@@ -200,7 +190,6 @@ class _Crew:
             self.drain()
 
     def unfinished(self) -> int:
-        """How many jobs are queued or under way."""
         with contextlib.suppress(Empty):
             while True:
                 self._done.get_nowait()
@@ -209,28 +198,18 @@ class _Crew:
 
     def wait_for_room(self) -> bool:
         """True once another job may be taken; False when none may be, because something failed."""
-        while not self._failures and self.unfinished() >= self.limit:
+        while not self.failures and self.unfinished() >= self.limit:
             self._done.get()
             self._finished += 1
-        return not self._failures
-
-    def fail(self, error: BaseException) -> None:
-        """Records ``error``; the first one is told."""
-        self._failures.append(error)
-
-    def take_failure(self) -> BaseException | None:
-        """The first error, which is the caller's from now on."""
-        failure = self._failures[0] if self._failures else None
-        self._failures.clear()  # which the frames of their tracebacks know too
-        return failure
+        return not self.failures
 
     def drain(self) -> None:
         """Runs queued jobs until none is left; after an interrupt drops them."""
         with contextlib.suppress(Empty):
             while True:
                 job = self._to_do.get_nowait()
-                if job is not None and all(isinstance(failure, Exception) for failure in self._failures):
-                    _do(job, self._failures)
+                if job is not None and all(isinstance(failure, Exception) for failure in self.failures):
+                    _do(job, self.failures)
                 del job
                 self._done.put(None)
 
@@ -238,7 +217,6 @@ class _Crew:
 def _work(
     to_do: SimpleQueue[Callable[[], None] | None], done: SimpleQueue[None], failures: list[BaseException]
 ) -> None:
-    """Does what is in ``to_do``, up to the end that None tells."""
     while (job := to_do.get()) is not None:
         _do(job, failures)
         # Whatever the job holds goes before the next one is waited for.

@@ -32,6 +32,7 @@ _FULL_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUP
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 _SHOWN_NAME = 100
+DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class _Work(NamedTuple):
@@ -44,14 +45,12 @@ class _Work(NamedTuple):
 # What each thread asks of the system just now, the longest first, and what was asked last.
 _underway: dict[int, _Work] = {}
 _last = ""
-
-
 reset_in_child(_underway.clear)
 
 
 @contextlib.contextmanager
-def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Lets ``file_at_work`` tell of ``path`` for the length of the block, and until another is worked on."""
+def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """A refusal by the system leaves the block as a ``StorageError``; ``file_at_work`` tells of ``path`` meanwhile."""
     global _last
     thread = threading.get_ident()
     name = os.fsdecode(path)
@@ -60,6 +59,11 @@ def working_on(path: str | os.PathLike[str]) -> Iterator[None]:
         _underway.pop(thread, None)
         _underway[thread], _last = work, name
         yield
+    except OSError as error:
+        raise StorageError.from_os(error, action, path) from error
+    except ValueError as error:
+        # A name with a NUL or a lone surrogate does not even reach the system.
+        raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
     finally:
         # After an interrupt this may come late: what is under way by then is let alone. No interrupt comes into it,
         # because nothing is called.
@@ -84,19 +88,6 @@ def file_at_work(directory: str | os.PathLike[str]) -> str:
             name = os.path.basename(path.rstrip(os.sep)).encode(errors="backslashreplace").decode()
             return name if len(name) <= _SHOWN_NAME else f"...{name[3 - _SHOWN_NAME :]}"
     return ""
-
-
-@contextlib.contextmanager
-def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Guarantees that a refusal by the system inside the block leaves it as a ``StorageError``."""
-    try:
-        with working_on(path):
-            yield
-    except OSError as error:
-        raise StorageError.from_os(error, action, path) from error
-    except ValueError as error:
-        # A name with a NUL or a lone surrogate does not even reach the system.
-        raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
 
 
 def text_path(path: str | os.PathLike[str]) -> str:
@@ -192,7 +183,11 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview, path: str |
     with reporting("write", path):
         rest = memoryview(data).cast("B")
         while rest.nbytes:
-            rest = rest[_progress(os.write(descriptor, rest)) :]
+            count = os.write(descriptor, rest)
+            if count == 0:
+                # POSIX lets a write take nothing; going on would never end.
+                raise OSError(errno.EIO, "the system took no bytes")
+            rest = rest[count:]
 
 
 def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -202,7 +197,8 @@ def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
             uninterrupted(os.link, source, target)
         except FileExistsError:
             # A retried request, on NFS or after an interruption, finds the link that its first try made.
-            if not _same_file(source, target):
+            one, other = file_status(source), file_status(target)
+            if one is None or other is None or not os.path.samestat(one, other):
                 raise _already_published(target) from None
         except OSError as error:
             if error.errno not in _LINK_UNSUPPORTED:
@@ -240,23 +236,23 @@ def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
 
 
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Returns once the names in the directory are durable, where the file system has such a notion."""
-    with reporting("sync", path):
-        descriptor = opened(map(os.open, (path,), (os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC,)))
-    try:
-        sync_directory_descriptor(descriptor, path)
-    finally:
-        close_descriptor(descriptor, path)
+def sync_directory(path: str | os.PathLike[str], descriptor: Descriptor | None = None) -> None:
+    """Returns once the names in the directory are durable, where the file system has such a notion.
 
-
-def sync_directory_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """As ``sync_directory``, for the directory ``path`` that is open."""
+    ``descriptor`` is that of the directory if it is open, and stays open.
+    """
+    is_ours = descriptor is None
+    if descriptor is None:
+        with reporting("sync", path):
+            descriptor = opened(map(os.open, (path,), (DIRECTORY_FLAGS,)))
     try:
         sync_file(descriptor, path)
     except StorageError as error:
         if error.errno not in _DIRECTORY_SYNC_UNSUPPORTED:
             raise
+    finally:
+        if is_ours:
+            close_descriptor(descriptor, path)
 
 
 def make_directories(path: str | os.PathLike[str]) -> None:
@@ -290,7 +286,6 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
 
 
 def remove_empty_directory(path: str | os.PathLike[str]) -> None:
-    """Removes the directory ``path`` if nothing is in it; whatever else is there stays."""
     with contextlib.suppress(OSError):
         os.rmdir(path)
 
@@ -324,7 +319,6 @@ def umask() -> int | None:
 
 
 def list_names(path: str | os.PathLike[str]) -> list[str]:
-    """The sorted names in the directory ``path``."""
     with reporting("list", path):
         return sorted(uninterrupted(os.listdir, path))
 
@@ -368,24 +362,12 @@ def uninterrupted(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) 
             continue
 
 
-def _progress(count: int) -> int:
-    if count == 0:
-        # POSIX lets a write take nothing; going on would never end.
-        raise OSError(errno.EIO, "the system took no bytes")
-    return count
-
-
 def _not_regular(path: str | os.PathLike[str]) -> CorruptError:
     return CorruptError(f"{os.fspath(path)!r} is not a regular file; use another checkpoint", path=path)
 
 
 def _already_published(target: str | os.PathLike[str]) -> AlreadyPublishedError:
     return AlreadyPublishedError(f"{os.fspath(target)!r} exists already; use another name or overwrite=True")
-
-
-def _same_file(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
-    one, other = file_status(first), file_status(second)
-    return one is not None and other is not None and os.path.samestat(one, other)
 
 
 def _is_directory(path: str) -> bool:

@@ -75,7 +75,6 @@ class SlabRing:
 
     @property
     def allocated(self) -> int:
-        """How many slabs exist, lent or free."""
         return self._allocated
 
     def acquire(self) -> Slab:
@@ -98,7 +97,13 @@ class SlabRing:
         try:
             with self._lock:
                 self._allocated += 1
-            return _pinned_slab(self._nbytes) if self._pinned else self._mapped_slab(number)
+            if self._pinned:
+                return _pinned_slab(self._nbytes)
+            with self._lock:
+                if self._arena is None:
+                    self._arena = _memory(self.count * self._nbytes)
+                tensor = self._arena[number * self._nbytes : (number + 1) * self._nbytes]
+            return Slab(tensor.numpy().data, tensor)
         except BaseException:
             with self._lock:
                 self._allocated -= 1
@@ -119,7 +124,6 @@ class SlabRing:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Slab]:
-        """A slab for the length of the block."""
         slab = self.acquire()
         try:
             yield slab
@@ -138,29 +142,17 @@ class SlabRing:
                 _kept.append(arena)
             self._free.put(None)
 
-    def _mapped_slab(self, number: int) -> Slab:
-        with self._lock:
-            if self._arena is None:
-                self._arena = _memory(self.count * self._nbytes)
-            tensor = self._arena[number * self._nbytes : (number + 1) * self._nbytes]
-        return Slab(tensor.numpy().data, tensor)
-
 
 def _memory(size: int) -> torch.Tensor:
-    """At least ``size`` bytes: those that were kept, if they will do, else new ones."""
+    """At least ``size`` bytes: those that were kept, if they will do, else new ones.
+
+    A page becomes memory when it is first touched, so that slabs which are never lent cost nothing.
+    """
     with contextlib.suppress(IndexError):
         kept = _kept.pop()
         if kept.numel() >= size:
             return kept
         del kept  # first, so that there are never both
-    return _huge_pages(size)
-
-
-def _huge_pages(size: int) -> torch.Tensor:
-    """Memory that the kernel may back by huge pages, all of it.
-
-    A page becomes memory when it is first touched, so that slabs which are never lent cost nothing.
-    """
     try:
         memory, start = map_private(size, is_wiped=True)
     except (OSError, MemoryError) as error:
@@ -185,12 +177,9 @@ def _no_memory(error: Exception, size: int) -> StorageError:
     return StorageError(f"cannot allocate buffers of {size} bytes: {reason}; free some memory", errno=errno.ENOMEM)
 
 
-_FOR_ALL_DEVICES = 1
-
-
 def pin(address: int, nbytes: int) -> int:
     """0 once the memory is pinned for all devices; else CUDA's reason not to."""
-    reason = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _FOR_ALL_DEVICES))
+    reason = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # for all devices
     if reason:
         # CUDA remembers the refusal and has the next operation fail for it: one that nobody needs.
         with contextlib.suppress(RuntimeError):

@@ -24,7 +24,7 @@ import torch
 
 from holdfast._engine.images import FileImage, WrittenImage
 from holdfast._io.direct import ALIGNMENT
-from holdfast._native.header import chunk_name, header_entry_bytes, stored_dtype_name, stored_shape
+from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
 from holdfast._native.report import (
     WriteReport,
@@ -279,7 +279,7 @@ class StagedFiles:
 
 def _chunk(name: str, dtype: torch.dtype, box: Box, source: Source, header_bytes: int) -> Chunk:
     stored = dtypes.DTYPES[DTYPE_NAMES[dtype]]
-    return Chunk(name, stored_dtype_name(stored), stored_shape(stored, box.lengths), source, header_bytes)
+    return Chunk(name, *stored_as(stored, box.lengths), source, header_bytes)
 
 
 class Copy(NamedTuple):

@@ -1,36 +1,177 @@
-"""The index: the table of all chunks as columns, in memory and as a safetensors file.
+"""What the files of a checkpoint hold: the safetensors header of each, and the index, the table of all chunks.
 
-Columns are stored as narrow as their values allow, wide ones first so that each is aligned, and there is one way to
-store a table. Offsets count from the start of a data file, dimensions beyond the rank of a tensor have lo 0 and length
-1, and ``digests`` has one entry per block of each chunk, chunk after chunk. Never touches a file, never loops over
-chunks.
+A header is the eight little-endian bytes of its length, JSON, and spaces up to a multiple of ``HEADER_ALIGNMENT``, so
+that the data starts on a page. The index is a safetensors file too. Its columns are as narrow as their values allow,
+wide ones first so that each is aligned; offsets count from the start of a data file, dimensions beyond the rank of a
+tensor have lo 0 and length 1, and ``digests`` has one entry per block of each chunk, chunk after chunk.
+
+There is one way to write a header and a table, and nothing else is read. Never touches a file, never loops over chunks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._native.header import HEADER_ALIGNMENT, HeaderEntry, decode_header, encode_header
 from holdfast._native.manifest import BYTE_KINDS, FileEntry, TensorEntry
 from holdfast._plan.coverage import check_coverage
+from holdfast._values.box import Box
 from holdfast._values.digest import block_counts, digest, to_hex
-from holdfast._values.dtypes import DTYPES, MAX_DIMENSIONS, MAX_FILE_BYTES
-from holdfast.errors import CorruptError, InternalError
+from holdfast._values.dtypes import (
+    DTYPES,
+    HEADER_ALIGNMENT,
+    LENGTH_BYTES,
+    MAX_DIMENSIONS,
+    MAX_FILE_BYTES,
+    MAX_HEADER_BYTES,
+    Dtype,
+)
+from holdfast.errors import CorruptError, InternalError, InvalidStateError
 
 _Int64s = npt.NDArray[np.int64]
 _UInt64s = npt.NDArray[np.uint64]
 
+RESERVED_NAME = "__metadata__"
+"""The name that safetensors keeps for a file's own notes."""
+
 INDEX_METADATA = {"format": "holdfast-index", "version": "1"}
 """What the index file says of itself, beside its columns."""
 
+_ITEM_SIZES = {dtype.safetensors: dtype.itemsize for dtype in DTYPES.values() if dtype.safetensors is not None}
+_ENTRY_ROOM = (
+    len(',:{"dtype":"","shape":[],"data_offsets":[,]}') + max(map(len, _ITEM_SIZES)) + 3 * len(str(MAX_FILE_BYTES))
+)
 _COLUMNS = ("digests", "offset", "bytes", "tensor", "file", "lo", "length")
 _WIDTHS = {"U8": 1, "U16": 2, "U32": 4, "U64": 8}
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a safetensors file; ``begin`` and ``end`` count from the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_body = msgspec.json.Decoder(_Body).decode
+_encode_json = msgspec.json.Encoder().encode
+
+
+def chunk_name(key: str, box: Box, shape: Sequence[int]) -> str:
+    """The name under which a data file holds ``box`` of the tensor ``key``: the key itself when that is all of it.
+
+    Distinct chunks get distinct names, whatever the keys look like.
+    """
+    is_whole = box.lengths == tuple(shape) and not any(box.offsets)
+    if is_whole and "@[" not in key and key != RESERVED_NAME:
+        return key
+    ranges = ",".join(f"{low}:{low + length}" for low, length in zip(box.offsets, box.lengths, strict=True))
+    return f"{key}@[{ranges}]"
+
+
+def stored_as(dtype: Dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """The safetensors dtype and shape of such a tensor: one more dimension where its elements become bytes."""
+    if dtype.safetensors is not None:
+        return dtype.safetensors, tuple(shape)
+    return "U8", (*shape, dtype.itemsize) if dtype.itemsize > 1 else tuple(shape)
+
+
+def header_entry_bytes(name: str, shape: Sequence[int]) -> int:
+    """An upper bound of what one entry adds to the JSON, whatever its dtype and wherever its data will be."""
+    # The text of a tuple has more characters than the numbers and commas that are written of it.
+    return len(_quoted(name)) + len(str(tuple(shape))) + _ENTRY_ROOM
+
+
+def encode_header(
+    entries: Sequence[HeaderEntry], *, reserve: int = 0, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The header of a file that holds ``entries``: a multiple of 4096 bytes, at least ``reserve`` of them."""
+    members = [] if metadata is None else [f'"{RESERVED_NAME}":{_encode_json(metadata).decode()}']
+    members += [
+        f'{_quoted(name).decode()}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+        f'"data_offsets":[{begin},{end}]}}'
+        for name, dtype, shape, begin, end in entries
+    ]
+    body = f"{{{','.join(members)}}}".encode()
+    needed = max(LENGTH_BYTES + len(body), reserve)
+    total = -(-needed // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    if total - LENGTH_BYTES > MAX_HEADER_BYTES:
+        raise InternalError(f"a header of {total} bytes is more than safetensors reads; put fewer chunks into a file")
+    return (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + body.ljust(total - LENGTH_BYTES)
+
+
+def decode_header(data: bytes, *, path: str = "", metadata: Mapping[str, str] | None = None) -> list[HeaderEntry]:
+    """The entries of the header ``data`` (all of it and nothing more), in the order of their data.
+
+    The ranges follow each other from 0 without a hole, sizes agree with dtypes and shapes, no name comes twice, and the
+    bytes are exactly what ``encode_header`` makes of the entries and ``metadata``; else CorruptError names ``path``.
+    """
+    body_bytes = int.from_bytes(data[:LENGTH_BYTES], "little")
+    if len(data) < LENGTH_BYTES or body_bytes > MAX_HEADER_BYTES or len(data) != LENGTH_BYTES + body_bytes:
+        raise _bad_header(path, "its length is wrong")
+    try:
+        members = _decode_members(data[LENGTH_BYTES:])
+        members.pop(RESERVED_NAME, None)
+        bodies = {name: _decode_body(raw) for name, raw in members.items()}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _bad_header(path, "it is not the JSON that it should be") from error
+    entries: list[HeaderEntry] = []
+    position = 0
+    for name, body in bodies.items():
+        begin, end = body.data_offsets
+        _check_body(name, body, position, path)
+        entries.append(HeaderEntry(name=name, dtype=body.dtype, shape=body.shape, begin=begin, end=end))
+        position = end
+    # Names that come twice, odd spacing and foreign notes all show as a difference to the one way of writing it.
+    if encode_header(entries, reserve=len(data), metadata=metadata) != data:
+        raise _bad_header(path, "it is not written in the one way that it should be")
+    return entries
+
+
+def _check_body(name: str, body: _Body, position: int, path: str) -> None:
+    begin, end = body.data_offsets
+    itemsize = _ITEM_SIZES.get(body.dtype)
+    if itemsize is None:
+        raise _bad_header(path, f"{name[:200]!r} has an unknown dtype")
+    if len(body.shape) > MAX_DIMENSIONS + 1 or any(not 0 <= size <= MAX_FILE_BYTES for size in body.shape):
+        raise _bad_header(path, f"{name[:200]!r} has an impossible shape")
+    if begin != position or not begin <= end <= MAX_FILE_BYTES:
+        raise _bad_header(path, f"the data of {name[:200]!r} does not follow what comes before it")
+    if math.prod(body.shape) * itemsize != end - begin:
+        raise _bad_header(path, f"the data of {name[:200]!r} has not the size of its shape")
+
+
+def _quoted(name: str) -> bytes:
+    try:
+        return _encode_json(name)
+    except UnicodeEncodeError as error:
+        raise InvalidStateError(f"the key {name[:200]!r} is not valid Unicode; rename it", key=name) from error
+
+
+def _bad_header(path: str, problem: str) -> CorruptError:
+    return CorruptError(
+        f"the header of {path or 'a data file'} is damaged: {problem}; use another checkpoint", path=path or None
+    )
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +205,6 @@ def file_digest(header: bytes, block_digests: _UInt64s) -> str:
 
 
 def encode_index(index: ChunkIndex) -> bytes:
-    """The bytes of the index file."""
     columns = {name: np.asarray(getattr(index, name)) for name in _COLUMNS}
     if any(column.size and column.min() < 0 for column in columns.values()):
         raise InternalError("the index has a negative number; please report it")
@@ -85,13 +225,21 @@ def decode_index(data: memoryview | bytes, *, path: str) -> ChunkIndex:
     shapes = {entry.name: entry.shape for entry in entries}
     if sorted(dtypes) != sorted(_COLUMNS) or not _WIDTHS.keys() >= set(dtypes.values()):
         raise _corrupt(path, "its columns are not those of an index")
-    _check_shapes(shapes, path)
+    rows, boxes = shapes["tensor"], shapes["lo"]
+    are_rows = len(rows) == 1 and rows == shapes["file"] == shapes["offset"] == shapes["bytes"]
+    are_boxes = len(boxes) == 2 and boxes[:1] == rows and boxes == shapes["length"] and boxes[1] <= MAX_DIMENSIONS
+    if not are_rows or not are_boxes or len(shapes["digests"]) != 1:
+        raise _corrupt(path, "its columns differ in length")
     if entries != _layout(dtypes, shapes):
         raise _corrupt(path, "its columns are not in order")
     if len(data) != HEADER_ALIGNMENT + entries[-1].end:
         raise _corrupt(path, f"it has {len(data)} bytes instead of {HEADER_ALIGNMENT + entries[-1].end}")
-    stored = {entry.name: _view(data, entry) for entry in entries}
-    for name, column in stored.items():
+    stored: dict[str, npt.NDArray[np.unsignedinteger]] = {}
+    for name, _, shape, begin, end in entries:
+        dtype = np.dtype(f"<u{_WIDTHS[dtypes[name]]}")
+        count = (end - begin) // dtype.itemsize
+        column = np.frombuffer(data, dtype, count, HEADER_ALIGNMENT + begin) if count else np.empty(0, dtype)
+        stored[name] = column.reshape(shape)
         if _narrowest(column) != dtypes[name]:
             raise _corrupt(path, f"the column {name!r} is wider than its values")
         if name != "digests" and column.size and int(column.max()) > MAX_FILE_BYTES:
@@ -107,13 +255,19 @@ def decode_index(data: memoryview | bytes, *, path: str) -> ChunkIndex:
 
 def check_index(index: ChunkIndex, *, files: Sequence[FileEntry], tensors: Sequence[TensorEntry], path: str) -> None:
     """Accept only chunks that tile every tensor and every file exactly; else CorruptError, which names the key."""
-    _check_numbers("tensor", index.tensor, len(tensors), path)
-    _check_numbers("file", index.file, len(files), path)
+    for name, column, count in (("tensor", index.tensor, len(tensors)), ("file", index.file, len(files))):
+        if column.size and not 0 <= int(column.min()) <= int(column.max()) < count:
+            raise _corrupt(path, f"a chunk is of {name} number {int(column.max())}, and there are {count}")
     ranks = np.fromiter((len(entry.shape) for entry in tensors), dtype=np.int64, count=len(tensors))
     dimensions = index.lo.shape[1]
     if len(ranks) and int(ranks.max()) > dimensions:
         raise _corrupt(path, f"it has {dimensions} dimensions and a tensor has more", tensors[int(ranks.argmax())].key)
-    _check_order(index, tensors, path)
+    undecided = np.ones(max(len(index.tensor) - 1, 0), dtype=bool)
+    for column in (index.tensor, *index.lo.T):
+        backwards = undecided & (column[1:] < column[:-1])
+        if backwards.any():
+            _refuse_row(np.append([False], backwards), "is not in order", index, tensors, path)
+        undecided &= column[1:] == column[:-1]
     inside = np.arange(dimensions) < ranks[:, None]
     padded = ~inside[index.tensor] & ((index.lo != 0) | (index.length != 1))
     if padded.any():
@@ -121,7 +275,6 @@ def check_index(index: ChunkIndex, *, files: Sequence[FileEntry], tensors: Seque
     shapes = np.ones((len(tensors), dimensions), dtype=np.int64)
     shapes[inside] = np.fromiter(chain.from_iterable(entry.shape for entry in tensors), np.int64, int(ranks.sum()))
     _check_boxes(index, shapes, tensors, path)
-    _check_runs(index, tensors, path)
     _check_files(index, files, tensors, path)
 
 
@@ -134,45 +287,11 @@ def _layout(dtypes: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> list[
     """The columns as they lie in the file: wide ones first, so that each begins at a multiple of its width."""
     entries: list[HeaderEntry] = []
     position = 0
-    for name in sorted(_COLUMNS, key=lambda name: -_WIDTHS[dtypes[name]]):
-        end = position + math.prod(shapes[name]) * _WIDTHS[dtypes[name]]
+    for width, name in sorted(((_WIDTHS[dtypes[name]], name) for name in _COLUMNS), key=itemgetter(0), reverse=True):
+        end = position + math.prod(shapes[name]) * width
         entries.append(HeaderEntry(name=name, dtype=dtypes[name], shape=shapes[name], begin=position, end=end))
         position = end
     return entries
-
-
-def _check_shapes(shapes: dict[str, tuple[int, ...]], path: str) -> None:
-    rows = shapes["tensor"]
-    boxes = shapes["lo"]
-    if (
-        len(rows) != 1
-        or len(shapes["digests"]) != 1
-        or any(shapes[name] != rows for name in ("file", "offset", "bytes"))
-    ):
-        raise _corrupt(path, "its columns differ in length")
-    if len(boxes) != 2 or boxes[0] != rows[0] or shapes["length"] != boxes or boxes[1] > MAX_DIMENSIONS:
-        raise _corrupt(path, "its columns differ in length")
-
-
-def _view(data: memoryview | bytes, entry: HeaderEntry) -> npt.NDArray[np.unsignedinteger]:
-    dtype = np.dtype(f"<u{_WIDTHS[entry.dtype]}")
-    count = (entry.end - entry.begin) // dtype.itemsize
-    column = np.frombuffer(data, dtype, count, HEADER_ALIGNMENT + entry.begin) if count else np.empty(0, dtype)
-    return column.reshape(entry.shape)
-
-
-def _check_numbers(name: str, column: _Int64s, count: int, path: str) -> None:
-    if column.size and not 0 <= int(column.min()) <= int(column.max()) < count:
-        raise _corrupt(path, f"a chunk is of {name} number {int(column.max())}, and there are {count}")
-
-
-def _check_order(index: ChunkIndex, tensors: Sequence[TensorEntry], path: str) -> None:
-    undecided = np.ones(max(len(index) - 1, 0), dtype=bool)
-    for column in (index.tensor, *index.lo.T):
-        backwards = undecided & (column[1:] < column[:-1])
-        if backwards.any():
-            _refuse_row(np.append([False], backwards), "is not in order", index, tensors, path)
-        undecided &= column[1:] == column[:-1]
 
 
 def _check_boxes(index: ChunkIndex, shapes: _Int64s, tensors: Sequence[TensorEntry], path: str) -> None:
@@ -191,12 +310,9 @@ def _check_boxes(index: ChunkIndex, shapes: _Int64s, tensors: Sequence[TensorEnt
     wrong = index.length.prod(axis=1) * itemsizes[index.tensor] != index.bytes
     if wrong.any():
         _refuse_row(wrong, "has not the size of its box", index, tensors, path)
-
-
-def _check_runs(index: ChunkIndex, tensors: Sequence[TensorEntry], path: str) -> None:
-    """Accept only one chunk for each run of bytes: readers take it as a whole."""
     counts = np.bincount(index.tensor, minlength=len(tensors))
     for number, entry in enumerate(tensors):
+        # Readers take a run of bytes as a whole.
         if entry.kind in BYTE_KINDS and counts[number] != 1:
             raise _corrupt(path, f"{entry.key[:200]!r} is one run of bytes and has {counts[number]} chunks", entry.key)
 
@@ -215,7 +331,7 @@ def _check_files(index: ChunkIndex, files: Sequence[FileEntry], tensors: Sequenc
     expected[1:][same_file] = reached[:-1][same_file]
     misplaced = offset != expected
     if misplaced.any():
-        first = np.arange(len(index)) == order[misplaced.argmax()]
+        first = np.arange(len(order)) == order[misplaced.argmax()]
         _refuse_row(first, "does not begin where the one before it ends", index, tensors, path)
     filled = begins.copy()
     is_last = np.append(~same_file, np.ones(min(len(file), 1), dtype=bool))
@@ -227,10 +343,10 @@ def _check_files(index: ChunkIndex, files: Sequence[FileEntry], tensors: Sequenc
 
 
 def _are_filled(index: ChunkIndex, begins: _Int64s, ends: _Int64s) -> bool:
-    """Whether every place where a chunk begins or a file ends is one where a chunk ends or a header, and the reverse.
+    """Whether the chunks of each file follow each other from ``begins`` to ``ends``; False also where numbers are huge.
 
-    That is so exactly when the chunks of each file follow each other, and it takes no more than to sort numbers. False
-    too where a place does not fit a number.
+    They do exactly when the places where something ends (a header, a chunk) are those where something begins (a chunk)
+    or the file ends. To compare the two takes no more than to sort numbers.
     """
     stop = index.offset + index.bytes
     highest = max(int(stop.max(initial=0)), int(ends.max(initial=0)), int(begins.max(initial=0)))
@@ -241,14 +357,12 @@ def _are_filled(index: ChunkIndex, begins: _Int64s, ends: _Int64s) -> bool:
     file, number = index.file[filled] << shift, np.arange(len(begins)) << shift
     opened = np.sort(np.concatenate([file | index.offset[filled], number | ends]))
     closed = np.sort(np.concatenate([file | stop[filled], number | begins]))
-    empty = np.flatnonzero(~filled)
     if not np.array_equal(opened, closed):
         return False
     # A chunk without bytes lies where others meet, or at either end.
-    places = np.searchsorted(opened, (index.file[empty] << shift) | index.offset[empty])
-    return bool(
-        (opened[np.minimum(places, len(opened) - 1)] == ((index.file[empty] << shift) | index.offset[empty])).all()
-    )
+    empty = (index.file[~filled] << shift) | index.offset[~filled]
+    places = np.minimum(np.searchsorted(opened, empty), len(opened) - 1)
+    return bool((opened[places] == empty).all())
 
 
 def _refuse_row(

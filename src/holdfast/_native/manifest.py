@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import msgspec
 
-from holdfast._native.header import HEADER_ALIGNMENT, LENGTH_BYTES
 from holdfast._native.paths import StoredElement, check_paths
 from holdfast._native.values import decode_value
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import (
     DTYPES,
+    HEADER_ALIGNMENT,
+    LENGTH_BYTES,
     MAX_DIMENSIONS,
     MAX_FILE_BYTES,
     MAX_FILES,
@@ -47,16 +47,10 @@ _END_BYTES = len('"digest":""}') + len(_NO_DIGEST)
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _ATTEMPT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _FILE_SUFFIX = re.compile(r"(?:0|[1-9][0-9]{0,9})-(?:0|[1-9][0-9]{0,9})\.safetensors")
-_MAX_VERSION_CHARACTERS = 200
-_MAX_FEATURES = 1000
 
-_NUMPY_DTYPES = frozenset(name for name in DTYPES if name == "bool" or re.fullmatch(r"u?int(8|16|32|64)", name)) | {
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-}
+_NUMPY_DTYPES = frozenset(
+    name for name in DTYPES if re.fullmatch(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)", name)
+)
 _QUANTIZED_DTYPES = frozenset(name for name in DTYPES if name.startswith(("qint", "quint")))
 _GRADIENT_DTYPES = frozenset(name for name in DTYPES if name.startswith(("float", "bfloat", "complex")))
 _TENSOR_SCHEMES = frozenset({"per_tensor_affine", "per_tensor_symmetric"})
@@ -151,13 +145,12 @@ class _Needs(msgspec.Struct, frozen=True, kw_only=True):
     requires: tuple[str, ...]
 
 
-_Leaf: TypeAlias = TensorEntry | ValueEntry
 _decode_needs = msgspec.json.Decoder(_Needs).decode
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
 _encode_json = msgspec.json.Encoder().encode
 
 
-class _Fault(Exception):
+class _BadManifest(Exception):
     """What is wrong with a manifest and at which key; never leaves this module."""
 
     def __init__(self, problem: str, key: str | None = None) -> None:
@@ -171,7 +164,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     try:
         _check(manifest)
         data = _serialise(manifest)
-    except _Fault as fault:
+    except _BadManifest as fault:
         raise InvalidStateError(f"this cannot be saved: {fault.problem}; change the state", key=fault.key) from None
     except CorruptError as error:
         raise InvalidStateError(f"this cannot be saved: {error.message}", key=error.key) from None
@@ -189,8 +182,8 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
     _check_frame(data, path)
     try:
         needs = _decode_needs(data)
-        if len(needs.requires) > _MAX_FEATURES:
-            raise _Fault(f"it requires {len(needs.requires)} features")
+        if len(needs.requires) > 1000:
+            raise _BadManifest(f"it requires {len(needs.requires)} features")
         unknown = sorted(set(needs.requires) - FEATURES)
         if unknown:
             names = ", ".join(repr(name[:80]) for name in unknown[:8])
@@ -198,9 +191,9 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
         manifest = _decode_manifest(data)
         # Duplicate members, spaces, other ways to write a number: all show as a difference to the one way.
         if _serialise(manifest) != data:
-            raise _Fault("it is not written in the one way that it should be")
+            raise _BadManifest("it is not written in the one way that it should be")
         _check(manifest)
-    except _Fault as fault:
+    except _BadManifest as fault:
         raise _corrupt(path, fault.problem, fault.key) from None
     except CorruptError as error:
         raise _corrupt(path, error.message, error.key) from None
@@ -213,7 +206,7 @@ def _serialise(manifest: Manifest) -> bytes:
     try:
         data = _encode_json(msgspec.structs.replace(manifest, digest=_NO_DIGEST))
     except (UnicodeEncodeError, RecursionError) as error:
-        raise _Fault("it holds text that is not valid Unicode, or nests too deep") from error
+        raise _BadManifest("it holds text that is not valid Unicode, or nests too deep") from error
     return b'%b%b"}' % (data[: -len(_NO_DIGEST) - 2], to_hex(digest(data)).encode())
 
 
@@ -245,126 +238,118 @@ def _corrupt(path: str, problem: str, key: str | None = None) -> CheckpointError
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise _Fault, or CorruptError for a value, unless the entries make sense together."""
+    """Raise _BadManifest, or CorruptError for a value, unless the entries make sense together."""
     if manifest.format != FORMAT or manifest.version != VERSION:
-        raise _Fault(f"the format is {manifest.format[:80]!r}, version {manifest.version}")
+        raise _BadManifest(f"the format is {manifest.format[:80]!r}, version {manifest.version}")
     if list(manifest.requires) != sorted(set(manifest.requires)):
-        raise _Fault("what it requires is not in order")
-    _check_writer(manifest)
+        raise _BadManifest("what it requires is not in order")
     _check_files(manifest)
     if len(manifest.tensors) > MAX_TENSORS or len(manifest.values) > MAX_TENSORS:
-        raise _Fault(f"there are more than {MAX_TENSORS} entries")
-    leaves: list[_Leaf] = [*manifest.tensors, *manifest.values]
-    _check_keys(leaves)
+        raise _BadManifest(f"there are more than {MAX_TENSORS} entries")
+    leaves: list[TensorEntry | ValueEntry] = [*manifest.tensors, *manifest.values]
+    seen: set[str] = set()
+    for leaf in leaves:
+        key = leaf.key
+        # A character takes at most four bytes, so that most keys need no closer look.
+        if 4 * len(key) > MAX_KEY_BYTES and len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
+            raise _BadManifest(f"is a key of more than {MAX_KEY_BYTES} bytes", key)
+        if key in seen:
+            raise _BadManifest("is the key of two entries", key)
+        seen.add(key)
     for entry in manifest.tensors:
         _check_tensor(entry)
+        if entry.kind == "pickle" and "pickle" not in manifest.requires:
+            raise _BadManifest("is a pickle, which the manifest does not say that it requires", entry.key)
     _check_aliases(manifest.tensors)
-    if "pickle" not in manifest.requires:
-        for entry in manifest.tensors:
-            if entry.kind == "pickle":
-                raise _Fault("is a pickle, which the manifest does not say that it requires", entry.key)
     last = -1
     for value in manifest.values:
         decode_value(value.value, key=value.key)
         if not last < value.position < len(manifest.tensors) + len(manifest.values):
-            raise _Fault("has no possible position among the leaves", value.key)
+            raise _BadManifest("has no possible position among the leaves", value.key)
         last = value.position
     decode_value(manifest.metadata, key="metadata")
     # Without any path all leaves are at the top, under keys that are known to differ.
-    is_flat = all(leaf.path is None for leaf in leaves)
-    fault = None if is_flat else check_paths((leaf.key, leaf.path) for leaf in leaves)
-    if fault is not None:
-        raise _Fault(fault.problem, fault.key)
-
-
-def _check_writer(manifest: Manifest) -> None:
-    writer = manifest.writer
-    if writer.world_size < 1:
-        raise _Fault(f"the world size is {writer.world_size}")
-    if any(len(text) > _MAX_VERSION_CHARACTERS for text in (writer.holdfast, writer.torch, writer.python)):
-        raise _Fault("the version of the writer is too long")
-    if _ATTEMPT.fullmatch(manifest.attempt) is None:
-        raise _Fault(f"the attempt {manifest.attempt[:80]!r} is not 1 to 64 letters, digits, - and _")
+    if any(leaf.path is not None for leaf in leaves):
+        fault = check_paths((leaf.key, leaf.path) for leaf in leaves)
+        if fault is not None:
+            raise _BadManifest(fault.problem, fault.key)
 
 
 def _check_files(manifest: Manifest) -> None:
+    """Check the writer and the files that it made."""
+    writer = manifest.writer
+    if writer.world_size < 1:
+        raise _BadManifest(f"the world size is {writer.world_size}")
+    if max(len(writer.holdfast), len(writer.torch), len(writer.python)) > 200:
+        raise _BadManifest("the version of the writer is too long")
+    if _ATTEMPT.fullmatch(manifest.attempt) is None:
+        raise _BadManifest(f"the attempt {manifest.attempt[:80]!r} is not 1 to 64 letters, digits, - and _")
     if len(manifest.files) > MAX_FILES:
-        raise _Fault(f"there are more than {MAX_FILES} files")
+        raise _BadManifest(f"there are more than {MAX_FILES} files")
     prefix = f"data-{manifest.attempt}-"
     for file in manifest.files:
         # Names are made of the attempt and two numbers, so none can lead out of the checkpoint.
         if not file.name.startswith(prefix) or _FILE_SUFFIX.fullmatch(file.name, len(prefix)) is None:
-            raise _Fault(f"the file name {file.name[:200]!r} is not one of this attempt")
+            raise _BadManifest(f"the file name {file.name[:200]!r} is not one of this attempt")
         if not 0 < file.header <= file.bytes <= MAX_FILE_BYTES or file.header > MAX_HEADER_BYTES + LENGTH_BYTES:
-            raise _Fault(f"the file {file.name!r} has impossible sizes")
+            raise _BadManifest(f"the file {file.name!r} has impossible sizes")
         if file.header % HEADER_ALIGNMENT:
-            raise _Fault(f"the data of file {file.name!r} does not start at a multiple of {HEADER_ALIGNMENT}")
+            raise _BadManifest(f"the data of file {file.name!r} does not start at a multiple of {HEADER_ALIGNMENT}")
         if _DIGEST.fullmatch(file.digest) is None:
-            raise _Fault(f"the digest of file {file.name!r} is malformed")
+            raise _BadManifest(f"the digest of file {file.name!r} is malformed")
     if len({file.name for file in manifest.files}) != len(manifest.files):
-        raise _Fault("two files have the same name")
+        raise _BadManifest("two files have the same name")
     index = manifest.index
     if index.name != f"index-{manifest.attempt}.safetensors":
-        raise _Fault(f"the index name {index.name[:200]!r} is not the one of this attempt")
+        raise _BadManifest(f"the index name {index.name[:200]!r} is not the one of this attempt")
     if not 0 < index.bytes <= MAX_INDEX_BYTES or _DIGEST.fullmatch(index.digest) is None:
-        raise _Fault("the index has an impossible size or a malformed digest")
-
-
-def _check_keys(entries: Sequence[_Leaf]) -> None:
-    seen: set[str] = set()
-    for entry in entries:
-        key = entry.key
-        # A character takes at most four bytes, so that most keys need no closer look.
-        if 4 * len(key) > MAX_KEY_BYTES and len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
-            raise _Fault(f"is a key of more than {MAX_KEY_BYTES} bytes", key)
-        if key in seen:
-            raise _Fault("is the key of two entries", key)
-        seen.add(key)
+        raise _BadManifest("the index has an impossible size or a malformed digest")
 
 
 def _check_tensor(entry: TensorEntry) -> None:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise _Fault(f"has the unknown dtype {entry.dtype[:80]!r}", entry.key)
+        raise _BadManifest(f"has the unknown dtype {entry.dtype[:80]!r}", entry.key)
     if len(entry.shape) > MAX_DIMENSIONS:
-        raise _Fault(f"has more than {MAX_DIMENSIONS} dimensions", entry.key)
+        raise _BadManifest(f"has more than {MAX_DIMENSIONS} dimensions", entry.key)
     size = dtype.itemsize
     for length in entry.shape:
         if length < 0:
-            raise _Fault(f"has a negative size in its shape {list(entry.shape)}", entry.key)
+            raise _BadManifest(f"has a negative size in its shape {list(entry.shape)}", entry.key)
         # An empty tensor too must have strides that fit 63 bits.
         size *= length or 1
         if size >= MAX_FILE_BYTES:
-            raise _Fault("is too large", entry.key)
+            raise _BadManifest("is too large", entry.key)
     if entry.kind is not None:
         _check_kind(entry)
     if entry.quantizer is not None or entry.dtype in _QUANTIZED_DTYPES:
         _check_quantizer(entry)
     if entry.requires_grad and (entry.kind is not None or entry.dtype not in _GRADIENT_DTYPES):
-        raise _Fault("cannot require a gradient", entry.key)
+        raise _BadManifest("cannot require a gradient", entry.key)
 
 
 def _check_kind(entry: TensorEntry) -> None:
     if entry.kind in BYTE_KINDS:
         if entry.dtype != "uint8" or len(entry.shape) != 1:
-            raise _Fault(f"is of kind {entry.kind} but not one dimension of uint8", entry.key)
+            raise _BadManifest(f"is of kind {entry.kind} but not one dimension of uint8", entry.key)
     elif entry.kind != "numpy":
-        raise _Fault(f"is of the unknown kind {str(entry.kind)[:80]!r}", entry.key)
+        raise _BadManifest(f"is of the unknown kind {str(entry.kind)[:80]!r}", entry.key)
     elif entry.dtype not in _NUMPY_DTYPES:
-        raise _Fault(f"is a numpy array of {entry.dtype}, which numpy does not have", entry.key)
+        raise _BadManifest(f"is a numpy array of {entry.dtype}, which numpy does not have", entry.key)
 
 
 def _check_quantizer(entry: TensorEntry) -> None:
     quantizer = entry.quantizer
     if quantizer is None or entry.dtype not in _QUANTIZED_DTYPES:
-        raise _Fault("has a quantised dtype without a quantizer, or the reverse", entry.key)
+        raise _BadManifest("has a quantised dtype without a quantizer, or the reverse", entry.key)
     per_tensor = quantizer.scale, quantizer.zero_point
     per_channel = quantizer.axis, quantizer.scales, quantizer.zero_points
     if quantizer.scheme in _TENSOR_SCHEMES:
         fits = None not in per_tensor and per_channel == (None, None, None)
         numbers: Iterable[float] = (quantizer.scale or 0.0,)
     else:
-        channels = _channel_count(entry.shape, quantizer.axis)
+        axis = -1 if quantizer.axis is None else quantizer.axis
+        channels = entry.shape[axis] if 0 <= axis < len(entry.shape) else None
         scales, zero_points = quantizer.scales or (), quantizer.zero_points or ()
         fits = quantizer.scheme in _CHANNEL_SCHEMES and per_tensor == (None, None) and None not in per_channel
         fits = fits and len(scales) == len(zero_points) == channels
@@ -372,11 +357,7 @@ def _check_quantizer(entry: TensorEntry) -> None:
     points = (quantizer.zero_point, *(quantizer.zero_points or ()))
     fits = fits and all(type(point) is not int or -(1 << 63) <= point < 1 << 63 for point in points)
     if not fits or not all(math.isfinite(number) for number in numbers):
-        raise _Fault("has a quantizer that does not fit it", entry.key)
-
-
-def _channel_count(shape: Sequence[int], axis: int | None) -> int | None:
-    return shape[axis] if axis is not None and 0 <= axis < len(shape) else None
+        raise _BadManifest("has a quantizer that does not fit it", entry.key)
 
 
 def _check_aliases(tensors: Sequence[TensorEntry]) -> None:
@@ -387,8 +368,8 @@ def _check_aliases(tensors: Sequence[TensorEntry]) -> None:
     for entry in aliases:
         target = by_key.get(entry.alias_of or "")
         if target is None or target.alias_of is not None:
-            raise _Fault(f"is an alias of {str(entry.alias_of)[:200]!r}, which holds no data", entry.key)
+            raise _BadManifest(f"is an alias of {str(entry.alias_of)[:200]!r}, which holds no data", entry.key)
         if (target.dtype, tuple(target.shape)) != (entry.dtype, tuple(entry.shape)):
-            raise _Fault(f"has not the dtype and shape of {target.key[:200]!r}, whose data it shares", entry.key)
+            raise _BadManifest(f"has not the dtype and shape of {target.key[:200]!r}, whose data it shares", entry.key)
         if entry.kind in BYTE_KINDS or target.kind in BYTE_KINDS:
-            raise _Fault("is an alias of something that is no tensor", entry.key)
+            raise _BadManifest("is an alias of something that is no tensor", entry.key)

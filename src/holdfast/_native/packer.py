@@ -19,7 +19,7 @@ from holdfast._engine.write import PageJob, filled_slab, following, write_pages
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
-from holdfast._native.header import HeaderEntry, encode_header
+from holdfast._native.index import HeaderEntry, encode_header
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import DistantSource, Source
 from holdfast._values.digest import BLOCK_BYTES, digest

@@ -1,18 +1,14 @@
 """Typed paths of the state in the manifest: their form there, and whether all together make one tree of bounded size.
 
 A path leads from the state to a leaf: a str is a str key of a dict, {"key": <typed JSON>} another key of a dict,
-{"list": i} and {"tuple": i} are positions. The check takes time in proportion to the paths, whatever they are. Never
-builds the lists themselves.
-
-A str is a str dict key; ``{"key": value}`` another dict key as typed JSON; ``{"list": i}`` and ``{"tuple": i}`` are
-positions. A leaf at the top of the state under its own key has no path in the manifest.
+{"list": i} and {"tuple": i} are positions. A leaf at the top of the state under its own key has no path in the
+manifest. The check takes time in proportion to the paths, whatever they are. Never builds the lists themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 
@@ -31,8 +27,7 @@ _PLAIN_INTEGERS = 1 << 53  # The ids of optimizer states, mostly: no need to dec
 _canonical = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathFault:
+class PathFault(NamedTuple):
     """What is wrong with the path of the leaf ``key``."""
 
     key: str
@@ -58,10 +53,6 @@ class _Tree:
         self.keys: dict[str | bytes, Hashable] = {}
         self.typed: dict[int, list[str | bytes]] = {}
 
-    def empty_positions(self) -> int:
-        """How many positions of lists and tuples no path leads to."""
-        return sum(self.last_positions.values()) + len(self.last_positions) - self.taken_positions
-
     def typed_keys(self) -> Iterator[list[Hashable]]:
         """The keys of each dict that has some which are not text."""
         texts: dict[int, list[Hashable]] = {}
@@ -74,7 +65,7 @@ class _Tree:
             yield texts.get(place, []) + [self.keys[each] if each in self.keys else int(each) for each in writings]
 
 
-class _Fault(Exception):
+class _BadPath(Exception):
     """Why a path is refused; never leaves this module."""
 
 
@@ -89,29 +80,30 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) ->
     try:
         for key, path in leaves:
             if path is not None and len(path) == 1 and path[0] == key:
-                raise _Fault("has a path that is just the key, and should have none")
+                raise _BadPath("has a path that is just the key, and should have none")
             _add_leaf(tree, (key,) if path is None else path)
-        if tree.empty_positions() > MAX_EMPTY_POSITIONS:
-            raise _Fault("or another path leaves too many positions of a list empty")
+        positions = sum(tree.last_positions.values()) + len(tree.last_positions)
+        if positions - tree.taken_positions > MAX_EMPTY_POSITIONS:
+            raise _BadPath("or another path leaves too many positions of a list empty")
         effort = Effort()
         for keys in tree.typed_keys():
             if len(effort.fill(dict[object, None](), [(each, None) for each in keys], keys)) < len(keys):
-                raise _Fault("or another one has a path with a key that equals another one")
-    except (_Fault, TooMuchEffort) as fault:
+                raise _BadPath("or another one has a path with a key that equals another one")
+    except (_BadPath, TooMuchEffort) as fault:
         return PathFault(key=key, problem=str(fault))
     return None
 
 
 def _add_leaf(tree: _Tree, path: Sequence[StoredElement]) -> None:
     if not 0 < len(path) <= MAX_PATH_DEPTH:
-        raise _Fault(f"has a path of {len(path)} elements, and 1 to {MAX_PATH_DEPTH} are allowed")
+        raise _BadPath(f"has a path of {len(path)} elements, and 1 to {MAX_PATH_DEPTH} are allowed")
     place = 0
     is_new = False
     for element in path:
         kind, at, written = ("dict", place, element) if type(element) is str else _parse(element, place, tree)
         if tree.kinds[place] != kind:
             if not is_new:
-                raise _Fault(f"has a path through a {tree.kinds[place] or 'leaf'} that is also a {kind}")
+                raise _BadPath(f"has a path through a {tree.kinds[place] or 'leaf'} that is also a {kind}")
             tree.kinds[place] = kind
         child = tree.children.get((at, written))
         is_new = child is None
@@ -125,20 +117,20 @@ def _add_leaf(tree: _Tree, path: Sequence[StoredElement]) -> None:
                 tree.typed.setdefault(place, []).append(written)
         place = child
     if not is_new:
-        raise _Fault("has the path of another leaf, or one that other paths lead through")
+        raise _BadPath("has the path of another leaf, or one that other paths lead through")
 
 
 def _parse(element: object, place: int, tree: _Tree) -> tuple[str, int, bytes]:
     """The kind of container that ``element`` leads through at ``place``, and where it is among the children."""
     if not isinstance(element, dict) or len(element) != 1:
-        raise _Fault("has a malformed path")
+        raise _BadPath("has a malformed path")
     [(kind, body)] = element.items()
     if kind in ("list", "tuple"):
         if type(body) is not int or not 0 <= body < 1 << 62:
-            raise _Fault("has a path with an impossible position")
+            raise _BadPath("has a path with an impossible position")
         return kind, ~place, b"%d" % body
     if kind != "key" or type(body) is str:
-        raise _Fault("has a malformed path")
+        raise _BadPath("has a malformed path")
     if type(body) is int and abs(body) < _PLAIN_INTEGERS:
         return "dict", ~place, b"%d" % body
     try:
@@ -148,7 +140,7 @@ def _parse(element: object, place: int, tree: _Tree) -> tuple[str, int, bytes]:
             hash(decoded)
             str(decoded)  # fails for integers of thousands of digits, which no dotted key is made of
     except (CorruptError, TypeError, ValueError):
-        raise _Fault("has a path with a key that is damaged") from None
+        raise _BadPath("has a path with a key that is damaged") from None
     return "dict", ~place, written
 
 
@@ -168,29 +160,29 @@ def encode_path(key: str, path: Path | None) -> tuple[StoredElement, ...] | None
     """The manifest's form of ``path``; None when the state has the leaf at the top under ``key``."""
     if path is None or (len(path) == 1 and type(path[0]) is str and path[0] == key):
         return None
-    return tuple(_encode_element(key, element) for element in path)
-
-
-def _encode_element(key: str, element: PathElement) -> StoredElement:
-    if isinstance(element, TypedKey):
-        return {"key": encode_value(element.value, key=key)}
-    if isinstance(element, str):
-        return str(element)
-    return {"tuple" if isinstance(element, TupleIndex) else "list": int(element)}
+    stored: list[StoredElement] = []
+    for element in path:
+        if isinstance(element, TypedKey):
+            stored.append({"key": encode_value(element.value, key=key)})
+        elif isinstance(element, str):
+            stored.append(str(element))
+        else:
+            stored.append({"tuple" if isinstance(element, TupleIndex) else "list": int(element)})
+    return tuple(stored)
 
 
 def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
     """The path of ``key``, from what the manifest says and has been checked to mean."""
     if path is None:
         return (key,)
-    return tuple(_decode_element(key, element) for element in path)
-
-
-def _decode_element(key: str, element: StoredElement) -> PathElement:
-    if isinstance(element, str):
-        return element
-    ((tag, body),) = element.items()
-    if tag == "key":
-        return TypedKey(decode_value(body, key=key))
-    position = cast(int, body)
-    return TupleIndex(position) if tag == "tuple" else position
+    elements: list[PathElement] = []
+    for element in path:
+        if isinstance(element, str):
+            elements.append(element)
+            continue
+        ((tag, body),) = element.items()
+        if tag == "key":
+            elements.append(TypedKey(decode_value(body, key=key)))
+        else:
+            elements.append(TupleIndex(cast(int, body)) if tag == "tuple" else cast(int, body))
+    return tuple(elements)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast._io import locks, posix
-from holdfast._io.directory import Directory, walk
+from holdfast._io.locks import Directory, walk
 from holdfast._native.manifest import decode_manifest
 from holdfast._native.publish import MANIFEST_NAME, format_at, formats_at
 from holdfast._process import Descriptor, Ending
@@ -50,6 +50,9 @@ _NAMES = {
 }
 
 
+Verdict = Literal["dead", "living", "unknown"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
     """What an unpublished ``attempt`` has in ``directory``: ``files`` of ``bytes`` in all, and whether it is dead.
@@ -62,7 +65,7 @@ class Leftover:
     attempt: str
     files: tuple[str, ...]
     bytes: int
-    verdict: Literal["dead", "living", "unknown"]
+    verdict: Verdict
     reason: str
     removed: tuple[str, ...] = ()
 
@@ -78,12 +81,10 @@ class SweepReport:
 
     @property
     def dead(self) -> tuple[Leftover, ...]:
-        """What is proven dead."""
         return tuple(leftover for leftover in self.leftovers if leftover.verdict == "dead")
 
     @property
     def removed_files(self) -> int:
-        """How many files are gone now."""
         return sum(len(leftover.removed) for leftover in self.leftovers)
 
 
@@ -117,12 +118,12 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
     return SweepReport(root=root, directories=directories, leftovers=tuple(leftovers), problems=tuple(problems))
 
 
-class _Living(Exception):
-    """Why an attempt is taken to live; never leaves this module."""
+class _NotDead(Exception):
+    """Why an attempt is taken to live, or why nobody can tell; never leaves this module."""
 
-
-class _Unknown(Exception):
-    """Why nobody can tell; never leaves this module."""
+    def __init__(self, verdict: Literal["living", "unknown"], reason: str) -> None:
+        super().__init__(reason)
+        self.verdict: Literal["living", "unknown"] = verdict
 
 
 def _sweep_directory(
@@ -175,16 +176,16 @@ def _attempts(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _published(directory: Directory) -> str | None:
-    """The attempt that is published in ``directory``; _Unknown when there is a manifest that cannot be read."""
+    """The attempt that is published in ``directory``; _NotDead when there is a manifest that cannot be read."""
     try:
         data = directory.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES)
         return decode_manifest(data, path=directory.path_of(MANIFEST_NAME)).attempt
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
-        raise _Unknown(error.message) from None
+        raise _NotDead("unknown", error.message) from None
     except (CorruptError, UnsupportedVersionError):
-        raise _Unknown(f"{MANIFEST_NAME} cannot be read here, so nobody can tell what it needs") from None
+        raise _NotDead("unknown", f"{MANIFEST_NAME} cannot be read here, so nobody can tell what it needs") from None
 
 
 class _Attempt:
@@ -215,10 +216,8 @@ class _Attempt:
             self._check_dead()
             if _published(self._directory) == self._attempt:
                 return None
-        except _Living as living:
-            return self._leftover("living", str(living))
-        except _Unknown as unknown:
-            return self._leftover("unknown", str(unknown))
+        except _NotDead as found:
+            return self._leftover(found.verdict, str(found))
         except CheckpointError as error:
             return self._leftover("unknown", error.message)
         return self._leftover("dead", "named by the caller" if is_named else "no writer holds a lock")
@@ -228,9 +227,8 @@ class _Attempt:
         removed: list[str] = []
         try:
             self._remove(removed)
-        except (_Living, _Unknown) as reason:
-            verdict: Literal["living", "unknown"] = "living" if isinstance(reason, _Living) else "unknown"
-            leftover = replace(leftover, verdict=verdict, reason=str(reason))
+        except _NotDead as found:
+            leftover = replace(leftover, verdict=found.verdict, reason=str(found))
         except CheckpointError as error:
             problems.append(error.message)
         return replace(leftover, removed=tuple(removed))
@@ -247,7 +245,7 @@ class _Attempt:
             self._claim(held, made)
             names = _attempts(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
-                raise _Living("it went on while it was looked at")
+                raise _NotDead("living", "it went on while it was looked at")
             directory.sync()
             for name in self._data:
                 with self._locked(name) as is_there:
@@ -262,19 +260,19 @@ class _Attempt:
         if self._directory.status(self._index) is None:
             self._directory.create(self._index, made)
         if not held.enter_context(self._locked(self._index)):
-            raise _Living("it went on while it was looked at")
+            raise _NotDead("living", "it went on while it was looked at")
 
     def _check_dead(self) -> None:
-        """_Living or _Unknown unless the locks of all files can be had."""
+        """_NotDead unless the locks of all files can be had."""
         for name in (*self._data, self._index):
             with self._locked(name):
                 pass
         status = self._directory.status(self._staged)
         if status is not None and not stat.S_ISREG(status.st_mode):
-            raise _Unknown(f"{self._staged} is not a regular file")
+            raise _NotDead("unknown", f"{self._staged} is not a regular file")
         is_reliable, kind = self._directory.locks_are_reliable()
         if not is_reliable and not self._is_named:
-            raise _Unknown(f"the locks of other hosts may not show on {kind}")
+            raise _NotDead("unknown", f"the locks of other hosts may not show on {kind}")
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
@@ -284,14 +282,14 @@ class _Attempt:
             try:
                 file = self._directory.lock(name)
                 if file is None:
-                    raise _Living(f"a writer holds the lock of {name}")
+                    raise _NotDead("living", f"a writer holds the lock of {name}")
                 if not self._directory.holds(name, file.descriptor):
-                    raise _Living("it went on while it was looked at")
+                    raise _NotDead("living", "it went on while it was looked at")
                 is_there = True
             except StorageError as error:
                 is_there = error.errno != errno.ENOENT
                 if is_there and not (self._is_named and error.errno in locks.UNSUPPORTED):
-                    raise _Unknown(error.message) from None
+                    raise _NotDead("unknown", error.message) from None
             yield is_there
         finally:
             if file is not None:
@@ -301,7 +299,7 @@ class _Attempt:
         self._directory.remove(name)
         removed.append(name)
 
-    def _leftover(self, verdict: Literal["dead", "living", "unknown"], reason: str) -> Leftover:
+    def _leftover(self, verdict: Verdict, reason: str) -> Leftover:
         statuses = [self._directory.status(name) for name in self._names]
         return Leftover(
             directory=self._directory.path,

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -26,8 +26,7 @@ from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
-from holdfast._native.header import HeaderEntry, chunk_name, decode_header, stored_dtype_name, stored_shape
-from holdfast._native.index import file_digest
+from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
 from holdfast._native.manifest import FileEntry, Manifest
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.reads import coalesce
@@ -41,8 +40,6 @@ _Progress = Callable[[int, int], None]
 
 Level = Literal["sizes", "coverage", "digests"]
 """How closely a checkpoint is looked at."""
-
-_DATA = "the digests of the data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +78,10 @@ class VerifyReport:
 
     @property
     def damaged_keys(self) -> tuple[str, ...]:
-        """The keys whose data is damaged, each once."""
         return tuple(dict.fromkeys(damage.key for damage in self.damage if damage.key is not None))
 
     @property
     def damaged_files(self) -> tuple[str, ...]:
-        """The names of the damaged data files, each once."""
         return tuple(dict.fromkeys(damage.file for damage in self.damage))
 
 
@@ -115,39 +110,30 @@ def verify_checkpoint(
         raise ValueError(f"a level is one of {get_args(Level)}, and a sample more than 0 and at most 1")
     begin = time.perf_counter()
     directory = posix.absolute(path)
+    data = "the digests of the data"
+    damage: tuple[Damage, ...] = ()
     while True:
         if level == "sizes" and (manifest := read_published(directory)) and _has_its_files(directory, manifest):
-            return _report(directory, manifest, begin, unchecked=["whether its chunks make up its tensors", _DATA])
+            read, unchecked = _manifest_bytes(directory), ["whether its chunks make up its tensors", data]
+            break
         catalog = read_catalog(directory)
         manifest = catalog.manifest
-        verification = _Verification(
+        check = _DataCheck(
             catalog,
             already_read=manifest.index.bytes + _manifest_bytes(directory),
             sample=sample if level == "digests" else 0.0,
             on_progress=on_progress,
         )
-        damage = verification.run()
+        damage = check.run()
         if damage and was_replaced(directory, manifest.attempt):
             continue
-        unchecked = [_DATA] if level != "digests" else []
+        read, unchecked = check.total_bytes, [data] if level != "digests" else []
         if level == "digests" and sample < 1:
-            unchecked = [f"the digests of the data but for a sample of {100 * sample:g} % of its blocks"]
-        read = verification.total_bytes
-        return _report(directory, manifest, begin, read=read, damage=damage, unchecked=unchecked)
-
-
-def _report(
-    directory: str,
-    manifest: Manifest,
-    begin: float,
-    *,
-    read: int | None = None,
-    damage: tuple[Damage, ...] = (),
-    unchecked: Sequence[str] = (),
-) -> VerifyReport:
+            unchecked = [f"{data} but for a sample of {100 * sample:g} % of its blocks"]
+        break
     return VerifyReport(
         files=len(manifest.files) + 2,
-        bytes=_manifest_bytes(directory) if read is None else read,
+        bytes=read,
         keys=len(manifest.tensors) + len(manifest.values),
         seconds=time.perf_counter() - begin,
         damage=damage,
@@ -182,7 +168,6 @@ class _Blocks:
     digest: npt.NDArray[np.uint64]
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> _Blocks:
-        """The blocks that are ``chosen``."""
         return _Blocks(
             row=self.row[chosen], offset=self.offset[chosen], nbytes=self.nbytes[chosen], digest=self.digest[chosen]
         )
@@ -198,7 +183,7 @@ class _DataFile:
     digests: npt.NDArray[np.uint64]
 
 
-class _Verification:
+class _DataCheck:
     """One pass over all data files: jobs on threads, damage and progress collected under a lock."""
 
     def __init__(self, catalog: Catalog, *, already_read: int, sample: float, on_progress: _Progress | None) -> None:
@@ -303,13 +288,8 @@ class _Verification:
             dtype, dimensions = DTYPES[entry.dtype], len(entry.shape)
             box = Box(tuple(lo[:dimensions]), tuple(length[:dimensions]))
             name = chunk_name(entry.key, box, entry.shape)
-            expected[name] = HeaderEntry(
-                name=name,
-                dtype=stored_dtype_name(dtype),
-                shape=stored_shape(dtype, box.lengths),
-                begin=offset - header_bytes,
-                end=offset - header_bytes + nbytes,
-            )
+            begin = offset - header_bytes
+            expected[name] = HeaderEntry(name, *stored_as(dtype, box.lengths), begin, begin + nbytes)
         return expected == {entry.name: entry for entry in entries}
 
     def _check_group(self, opened: _DataFile, first: int, stop: int, ring: SlabRing) -> None:
@@ -373,7 +353,7 @@ def _read(file: InputFile, begin: int, end: int, memory: memoryview, *, is_cache
 
 
 def problem_of(error: CorruptError | StorageError) -> str:
-    """The problem in a few words; a refusal that says nothing about the bytes, unlike a failing disk's, is raised."""
+    """The problem in a few words; raises a refusal that says nothing about the bytes (a failing disk's does)."""
     if isinstance(error, StorageError):
         if error.errno != errno.EIO:
             raise error

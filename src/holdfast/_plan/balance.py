@@ -4,8 +4,8 @@ Rows with the same tensor and the same box are replicas; each distinct box is wr
 hold it or in parts by several, so that all hosts, and on each its ranks, write about as many bytes. Boxes that the
 same ranks hold are planned together, because a job has few such sets of holders however many boxes it has:
 
-1. how many bytes each holder takes of each set is found as if bytes were water (``shares``): hosts get as much each,
-   where they are known, and on a host its ranks;
+1. how many bytes each holder should take of each set: what brings hosts, where they are known, and then the ranks of
+   each to the same number of bytes (``shares``);
 2. the large boxes of a set are laid end to end and cut where one holder's share ends and the next one's begins, so
    that only a box on such a border is split (``_cut``);
 3. small boxes go whole, the largest first, to the holder with the most left to take, on such a host (``_place``).
@@ -16,11 +16,11 @@ here: the check of coverage finds those. Never looks at data.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,7 @@ class Shared:
     itemsize: _Int64s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
+class Parts(NamedTuple):
     """Parts of boxes: of box ``box``, for the holder at ``holder``, from ``begin`` to ``stop`` along ``dimension``.
 
     All are [m]. A dimension of -1 stands for the whole box.
@@ -69,8 +68,7 @@ class Parts:
     stop: _Int64s
 
     def take(self, rows: _Int64s) -> Parts:
-        """The parts at ``rows``."""
-        return Parts(**{each.name: getattr(self, each.name)[rows] for each in dataclasses.fields(self)})
+        return Parts(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,15 +77,6 @@ class HolderSet:
 
     holders: _Int64s
     boxes: _Int64s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
-    """Boxes of more than ``cut_above`` bytes may be cut, into parts of at least ``least``, in steps of ``step``."""
-
-    cut_above: int
-    least: int
-    step: int
 
 
 def share_out(
@@ -107,13 +96,14 @@ def share_out(
     might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write little, a
     quarter of that), and a box never has more of them than holders.
     """
-    parts = _joined(_balanced(boxes, sets, Levels(loads, hosts), split_bytes))
+    found = _balanced(boxes, sets, Levels(loads, hosts), split_bytes)
+    parts = Parts(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
     return parts.take(np.argsort(parts.box, kind="stable"))
 
 
 def by_box(rank: _Int64s, lo: _Int64s, length: _Int64s) -> tuple[_Int64s, _Int64s]:
     """The order of rows by box and rank, and where in it each distinct box starts."""
-    words, rank_bits = _packed([*lo.T, *length.T, rank])
+    words, rank_bits = packed([*lo.T, *length.T, rank])
     order = np.argsort(words[0], kind="stable") if len(words) == 1 else np.lexsort(words[::-1])
     begins = np.zeros(len(order), dtype=bool)
     begins[:1] = True
@@ -123,7 +113,7 @@ def by_box(rank: _Int64s, lo: _Int64s, length: _Int64s) -> tuple[_Int64s, _Int64
     return order, np.flatnonzero(begins)
 
 
-def _packed(columns: Sequence[_Int64s]) -> tuple[list[_Int64s], int]:
+def packed(columns: Sequence[_Int64s]) -> tuple[list[_Int64s], int]:
     """Words that sort rows as the columns do, the first one first, and how many low bits the last column takes.
 
     Few words sort several times faster than a key per column.
@@ -179,47 +169,43 @@ def _balanced(boxes: Shared, sets: Sequence[HolderSet], levels: Levels, split_by
     parts: list[Parts] = []
     for one, group, size, share in zip(sets, groups, sizes, shares, strict=True):
         reached = levels.ranks[one.holders]
-        limits = _limits(float(reached.min(where=share > 0, initial=reached.max())), split_bytes)
-        # What earlier sets took beside their shares, because boxes are not water, this set evens out.
+        # The fewer bytes a rank writes, the finer boxes are cut.
+        tolerated = int(reached.min(where=share > 0, initial=reached.max()) * _TOLERANCE)
+        # Earlier sets took other bytes than their shares, because boxes are not cut anywhere: this set evens that out.
         levels.add(group, -share)
-        left = levels.poured(float(size.sum()), group)
+        left = levels.shares_of(float(size.sum()), group)
         lengths = boxes.length[one.boxes]
         divisible = (lengths.prod(axis=1) * boxes.itemsize[one.boxes] == size) & (lengths > 1).any(axis=1)
-        cut = (size > limits.cut_above) & divisible
+        cut = (size > max(split_bytes // 16, min(tolerated, split_bytes))) & divisible
         taken = np.zeros(len(left))
         if cut.any():
             target = left * (size[cut].sum() / size.sum())
-            cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, limits)
+            least = max(split_bytes // 64, min(tolerated, split_bytes // 16), 1)
+            cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, least, max(least, tolerated))
             parts.append(cuts)
         hosts = np.split(group.by_host, group.starts[1:])
         holder = _place(size[~cut], left - taken, hosts, place_all=place_all)
-        parts.append(_whole(one.boxes[~cut], holder))
+        nothing = np.zeros(len(holder), dtype=np.int64)
+        parts.append(Parts(one.boxes[~cut], holder, nothing - 1, nothing, nothing))
         levels.add(group, taken + sums(holder, size[~cut], len(left)))
     return parts
 
 
-def _limits(level: float, split_bytes: int) -> _Limits:
-    """How boxes are cut where each rank writes about ``level`` bytes: the fewer, the finer."""
-    tolerated = int(level * _TOLERANCE)
-    least = max(split_bytes // 64, min(tolerated, split_bytes // 16), 1)
-    return _Limits(
-        cut_above=max(split_bytes // 16, min(tolerated, split_bytes)), least=least, step=max(least, tolerated)
-    )
-
-
-def _cut(boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, limits: _Limits) -> tuple[Parts, _Floats]:
+def _cut(
+    boxes: _Int64s, sizes: _Int64s, lengths: _Int64s, target: _Floats, least: int, most_step: int
+) -> tuple[Parts, _Floats]:
     """The parts of boxes of ``sizes`` bytes that bring each holder near its target, and the bytes of each holder.
 
-    A box is cut along the first dimension in which a step is small enough, mostly the outermost, so that the bytes of
-    a part lie together.
+    Parts have ``least`` bytes or more. A box is cut along the first dimension in which a step has at most ``most_step``
+    bytes, mostly the outermost, so that the bytes of a part lie together.
     """
     steps_of = sizes[:, None] // lengths
-    fine = (lengths > 1) & (steps_of <= limits.step)
+    fine = (lengths > 1) & (steps_of <= most_step)
     dimension = np.where(fine.any(axis=1), fine.argmax(axis=1), lengths.argmax(axis=1))
     steps = np.take_along_axis(steps_of, dimension[:, None], axis=1)[:, 0]
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    borders = _borders(np.cumsum(target)[:-1].tolist(), starts.tolist(), sizes.tolist(), steps.tolist(), limits.least)
+    borders = _borders(np.cumsum(target)[:-1].tolist(), starts.tolist(), sizes.tolist(), steps.tolist(), least)
     # Sorted by hand: np.unique without indexes first imports numpy.ma, which takes longer than the plan of most jobs.
     edges = np.sort(np.concatenate([starts, borders, ends[-1:]]))
     edges = edges[np.append(np.diff(edges) > 0, True)]
@@ -304,18 +290,6 @@ def _by_most_left(sizes: Sequence[int], left: _Floats, hosts: Sequence[_Int64s])
             heapq.heapreplace(ranks, (excess + size, place))
         takers.append(place)
     return takers
-
-
-def _whole(boxes: _Int64s, holder: _Int64s | int) -> Parts:
-    """The boxes in one part each, for the holders at ``holder``."""
-    nothing = np.zeros(len(boxes), dtype=np.int64)
-    return Parts(box=boxes, holder=nothing + holder, dimension=nothing - 1, begin=nothing, stop=nothing)
-
-
-def _joined(parts: Sequence[Parts]) -> Parts:
-    """All parts in one table."""
-    names = [each.name for each in dataclasses.fields(Parts)]
-    return Parts(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
 
 
 def cut_out(lo: _Int64s, length: _Int64s, parts: Parts) -> tuple[_Int64s, _Int64s]:

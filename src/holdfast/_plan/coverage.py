@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from holdfast._plan.balance import packed
 
 _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
@@ -43,17 +44,15 @@ class CoverageFault:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Boxes:
+class _Boxes(NamedTuple):
     """Boxes as columns: ``tensor`` is [n], ``lo`` and ``length`` are [n, D]."""
 
     tensor: _Int64s
     lo: _Int64s
     length: _Int64s
 
-    def take(self, rows: _Int64s | _Bools) -> _Boxes:
-        """The boxes at ``rows``."""
-        return _Boxes(tensor=self.tensor[rows], lo=self.lo[rows], length=self.length[rows])
+    def take(self, rows: _Int64s | _Bools | slice) -> _Boxes:
+        return _Boxes(self.tensor[rows], self.lo[rows], self.length[rows])
 
 
 def check_coverage(
@@ -68,34 +67,22 @@ def check_coverage(
     beyond the rank of a tensor have lo 0, length 1 and size 1. Empty boxes are allowed anywhere within the shape.
     """
     sizes = np.asarray(shapes, dtype=np.int64)
-    boxes = _Boxes(
-        tensor=np.asarray(tensor, dtype=np.int64),
-        lo=np.asarray(lo, dtype=np.int64),
-        length=np.asarray(length, dtype=np.int64),
-    )
+    boxes = _Boxes(*(np.asarray(column, dtype=np.int64) for column in (tensor, lo, length)))
     if len(boxes.tensor) and not 0 <= boxes.tensor.min() <= boxes.tensor.max() < len(sizes):
         raise ValueError(f"boxes name tensors outside of the {len(sizes)} that there are")
-    if len(boxes.tensor) > _BOXES_AT_ONCE and bool((boxes.tensor[1:] >= boxes.tensor[:-1]).all()):
-        return [fault for first, stop in _in_turn(boxes, sizes) for fault in _faults_between(boxes, sizes, first, stop)]
-    return _faults(boxes, sizes)
-
-
-def _in_turn(boxes: _Boxes, sizes: _Int64s) -> Iterator[tuple[int, int]]:
-    """Ranges of tensors, by first and stop, that have few enough boxes to be checked together, or are one tensor."""
+    if len(boxes.tensor) <= _BOXES_AT_ONCE or bool((boxes.tensor[1:] < boxes.tensor[:-1]).any()):
+        return _faults(boxes, sizes)
     ends = np.searchsorted(boxes.tensor, np.arange(len(sizes)), side="right")
-    first = 0
+    faults: list[CoverageFault] = []
+    first = begin = 0
     while first < len(sizes):
-        before = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, before + _BOXES_AT_ONCE, side="right")))
-        yield first, stop
-        first = stop
-
-
-def _faults_between(boxes: _Boxes, sizes: _Int64s, first: int, stop: int) -> Iterator[CoverageFault]:
-    start, end = np.searchsorted(boxes.tensor, [first, stop]).tolist()
-    part = _Boxes(tensor=boxes.tensor[start:end] - first, lo=boxes.lo[start:end], length=boxes.length[start:end])
-    for fault in _faults(part, sizes[first:stop]):
-        yield dataclasses.replace(fault, tensor=fault.tensor + first)
+        stop = max(first + 1, int(np.searchsorted(ends, begin + _BOXES_AT_ONCE, side="right")))
+        end = int(ends[stop - 1])
+        part = boxes.take(slice(begin, end))
+        for fault in _faults(part._replace(tensor=part.tensor - first), sizes[first:stop]):
+            faults.append(dataclasses.replace(fault, tensor=fault.tensor + first))
+        first, begin = stop, end
+    return faults
 
 
 def _faults(boxes: _Boxes, sizes: _Int64s) -> list[CoverageFault]:
@@ -103,32 +90,39 @@ def _faults(boxes: _Boxes, sizes: _Int64s) -> list[CoverageFault]:
     unchecked: _Bools = np.all(sizes > 0, axis=1)
     unchecked[list(faults)] = False
     boxes = boxes.take((boxes.length > 0).all(axis=1) & unchecked[boxes.tensor])
-    boxes = _merge_neighbours(_sort(boxes, sizes))
+    boxes = _merge_neighbours(boxes)
     tiled = (np.bincount(boxes.tensor, minlength=len(sizes)) == 1)[boxes.tensor]
     tiled &= (boxes.length == sizes[boxes.tensor]).all(axis=1)
     unchecked[boxes.tensor[tiled]] = False
-    faults |= _tiling_faults(boxes.take(unchecked[boxes.tensor]), sizes, np.flatnonzero(unchecked))
+    numbers = np.flatnonzero(unchecked)
+    boxes = boxes.take(unchecked[boxes.tensor])
+    bounds = np.searchsorted(boxes.tensor, np.append(numbers, len(sizes))).tolist()
+    for number, start, stop in zip(numbers.tolist(), bounds, bounds[1:], strict=False):
+        detail = _tiling_detail(boxes.lo[start:stop], boxes.length[start:stop], sizes[number])
+        if detail is not None:
+            faults[number] = CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
     return [faults[number] for number in sorted(faults)]
 
 
 def _bounds_faults(boxes: _Boxes, sizes: _Int64s) -> dict[int, CoverageFault]:
     """The faults of negative sizes and of boxes that are not within their tensor, by tensor."""
-    faults = {}
-    for number in np.flatnonzero((sizes < 0).any(axis=1)).tolist():
-        detail = f"the shape {_shown(sizes[number], sizes[number])} has a negative size"
-        faults[number] = CoverageFault(tensor=number, problem="out of bounds", detail=detail)
+    details = {
+        number: f"the shape {_shown(sizes[number], sizes[number])} has a negative size"
+        for number in np.flatnonzero((sizes < 0).any(axis=1)).tolist()
+    }
     size = sizes[boxes.tensor]
     # With lo and size not negative the difference cannot overflow; with one that is, the box is a fault whatever it is.
     inside = (boxes.lo >= 0) & (boxes.length >= 0) & (boxes.length <= size - boxes.lo)
     outside = np.flatnonzero(~inside.all(axis=1))
     numbers, first = np.unique(boxes.tensor[outside], return_index=True)
     for row, number in zip(outside[first].tolist(), numbers.tolist(), strict=True):
-        if number not in faults:
-            shape = sizes[number]
-            where = f"{_shown(boxes.lo[row], shape)} with lengths {_shown(boxes.length[row], shape)}"
-            detail = f"the box at {where} is not within the shape {_shown(shape, shape)}"
-            faults[number] = CoverageFault(tensor=number, problem="out of bounds", detail=detail)
-    return faults
+        shape = sizes[number]
+        where = f"{_shown(boxes.lo[row], shape)} with lengths {_shown(boxes.length[row], shape)}"
+        details.setdefault(number, f"the box at {where} is not within the shape {_shown(shape, shape)}")
+    return {
+        number: CoverageFault(tensor=number, problem="out of bounds", detail=detail)
+        for number, detail in details.items()
+    }
 
 
 def _shown(coordinates: _Int64s, shape: _Int64s) -> str:
@@ -138,40 +132,11 @@ def _shown(coordinates: _Int64s, shape: _Int64s) -> str:
     return str(coordinates[:rank].tolist())
 
 
-def _sort(boxes: _Boxes, sizes: _Int64s) -> _Boxes:
-    """The boxes by tensor, then by lower corner, dimension by dimension."""
-    columns = [boxes.tensor, *boxes.lo.T]
-    if _is_sorted(columns):
-        return boxes
-    return boxes.take(_sorting_order(columns, [len(sizes), *sizes.max(axis=0).tolist()]))
-
-
-def _is_sorted(columns: list[_Int64s]) -> bool:
-    """Whether the rows are in the order of the columns, the first one first."""
-    tied = np.arange(len(columns[0]) - 1)
-    for column in columns:
-        before, after = column[tied], column[tied + 1]
-        if bool((after < before).any()):
-            return False
-        tied = tied[after == before]
-    return True
-
-
-def _sorting_order(columns: list[_Int64s], largest: list[int]) -> _Int64s:
-    """The order that sorts rows by the columns, the first one first; none is above its ``largest`` or negative."""
-    widths = [value.bit_length() for value in largest]
-    if sum(widths) > 63:
-        return np.lexsort(columns[::-1])
-    # One integer per row sorts several times faster than a key per column.
-    packed = np.zeros(len(columns[0]), dtype=np.int64)
-    for column, width in zip(columns, widths, strict=True):
-        packed <<= width
-        packed |= column
-    return np.argsort(packed, kind="stable")
-
-
 def _merge_neighbours(boxes: _Boxes) -> _Boxes:
-    """Boxes with the same sum: rows that follow each other and make up one box are one, from the last dimension on."""
+    """Boxes with the same sum, by tensor and lower corner: those that follow each other and make up one box are one."""
+    words, _ = packed([boxes.tensor, *boxes.lo.T])
+    if len(words) > 1 or bool((words[0][1:] < words[0][:-1]).any()):
+        boxes = boxes.take(np.lexsort(words[::-1]) if len(words) > 1 else np.argsort(words[0], kind="stable"))
     stale = True
     for dimension in reversed(range(boxes.lo.shape[1])):
         if stale:
@@ -187,17 +152,6 @@ def _merge_neighbours(boxes: _Boxes) -> _Boxes:
             merged.length[:, dimension] = np.add.reduceat(length, starts)
             boxes = merged
     return boxes
-
-
-def _tiling_faults(boxes: _Boxes, sizes: _Int64s, numbers: _Int64s) -> dict[int, CoverageFault]:
-    """The gaps and overlaps of the tensors ``numbers``, which have elements; ``boxes`` are all of theirs, sorted."""
-    faults = {}
-    bounds = np.searchsorted(boxes.tensor, np.append(numbers, len(sizes))).tolist()
-    for number, start, stop in zip(numbers.tolist(), bounds, bounds[1:], strict=False):
-        detail = _tiling_detail(boxes.lo[start:stop], boxes.length[start:stop], sizes[number])
-        if detail is not None:
-            faults[number] = CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
-    return faults
 
 
 def _tiling_detail(lo: _Int64s, length: _Int64s, shape: _Int64s) -> str | None:
@@ -223,7 +177,7 @@ def _tiling_detail(lo: _Int64s, length: _Int64s, shape: _Int64s) -> str | None:
 
 def _first_gap(lo: _Int64s, hi: _Int64s, shape: list[int]) -> list[int] | None:
     """The first place that none of the boxes holds, which do not overlap; None where there is none."""
-    if _volume(lo, hi) == math.prod(shape):
+    if sum(math.prod(lengths) for lengths in (hi - lo).tolist()) == math.prod(shape):
         return None
     if not shape:
         return []
@@ -234,7 +188,3 @@ def _first_gap(lo: _Int64s, hi: _Int64s, shape: list[int]) -> list[int] | None:
         if rest is not None:
             return [edge, *rest]
     return None
-
-
-def _volume(lo: _Int64s, hi: _Int64s) -> int:
-    return sum(math.prod(lengths) for lengths in (hi - lo).tolist())

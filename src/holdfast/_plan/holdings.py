@@ -1,8 +1,7 @@
 """Which ranks hold which boxes of a tensor, and what becomes of these boxes when they are shared out.
 
-Works on columns; never on more than one holding at a time, so that the cost follows what differs between tensors.
-
-Works on columns. Never decides who writes what.
+Works on columns, and on one holding at a time, so that the cost follows what differs between tensors. Never decides
+who writes what.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Holding:
 
     @property
     def volume(self) -> _Int64s:
-        """How many elements each box has."""
         volume: _Int64s = self.length.prod(axis=1, dtype=np.int64)
         return volume
 
@@ -98,7 +96,6 @@ class Holding:
 
     @property
     def is_single(self) -> bool:
-        """Whether every box has one holder."""
         return len(self.holder) == len(self.lo)
 
 
@@ -166,7 +163,6 @@ class ByRank:
     number: np.ndarray
 
     def of(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows, keys and numbers of ``rank``."""
         mine = slice(int(self.bounds[rank]), int(self.bounds[rank + 1]))
         return self.row[mine], self.key[mine], self.number[mine]
 

@@ -1,9 +1,7 @@
-"""From wanted boxes to stored boxes, to the byte spans they take, to the blocks these touch, to the reads that fetch
-them.
+"""From wanted boxes to stored boxes, to the byte spans they take, to the blocks these touch, to the reads of them.
 
-Spans are half-open, as two int64 columns of starts and stops. Never enumerates elements, only spans.
-
-Works on columns, one row per stored box, in bounds of int64. Never looks at more than one tensor at a time.
+Spans are half-open, as two int64 columns of starts and stops. Never enumerates elements, and never looks at more than
+one tensor at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ def byte_spans(
     """
     if box.volume == 0:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    strides = _row_major_strides(shape, itemsize)
+    strides = [itemsize * math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     # Going outwards, one span at a time grows over a whole dimension. The gaps never shrink on the way (a box reaches
     # at most over its whole row), so the first dimension with too large a gap ends it, unless there are too many spans.
     split = box.ndim
@@ -50,18 +48,9 @@ def byte_spans(
     return starts, starts + extent
 
 
-def _row_major_strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    return [itemsize * math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-
-
 def touched_blocks(starts: _Int64s, stops: _Int64s, block: int) -> _Int64s:
     """The numbers, ascending and each once, of the blocks of ``block`` bytes that the spans touch."""
-    filled = stops > starts
-    first = starts[filled] // block
-    counts = (stops[filled] - 1) // block - first + 1
-    before = np.cumsum(counts) - counts
-    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(before, counts)
-    return _distinct(np.repeat(first, counts) + within)
+    return _distinct(cut_at_blocks(starts, stops, block)[0] // block)
 
 
 def cut_at_blocks(starts: _Int64s, stops: _Int64s, block: int) -> tuple[_Int64s, _Int64s]:
@@ -90,7 +79,8 @@ def coalesce(file: npt.NDArray[np.integer], offset: _Int64s, nbytes: _Int64s, *,
     starts_run[1:] = (file[1:] != file[:-1]) | (offset[1:] > reach[:-1])
     runs = np.append(np.flatnonzero(starts_run), count).astype(np.int64)
     run_first, run_stop = runs[:-1], runs[1:]
-    span = _rounded_up(reach[run_stop - 1], alignment) - _rounded_down(offset[run_first], alignment)
+    begin = offset[run_first] - offset[run_first] % alignment
+    span = reach[run_stop - 1] + -reach[run_stop - 1] % alignment - begin
     too_long = (span > most) & (run_stop - run_first > 1)
     splits = [
         first + _groups_within(offset[first:stop], end[first:stop], most, alignment)
@@ -120,18 +110,10 @@ def _distinct(values: _Int64s) -> _Int64s:
     return values[keep]
 
 
-def _rounded_down(value: _Int64s, alignment: int) -> _Int64s:
-    return value - value % alignment
-
-
-def _rounded_up(value: _Int64s, alignment: int) -> _Int64s:
-    return _rounded_down(value + (alignment - 1), alignment)
-
-
 def _groups_within(offset: _Int64s, end: _Int64s, most: int, alignment: int) -> _Int64s:
     """The rows of one run at which groups start, each group taking as many rows as ``most`` allows."""
     # Rounded up, an end is within the limit exactly when it is within the limit rounded down.
-    limit = _rounded_down(_rounded_down(offset, alignment) + most, alignment)
+    limit = offset - offset % alignment + (most - most % alignment)
     if bool((end[1:] < end[:-1]).any()):
         return _groups_of_nested(offset.tolist(), end.tolist(), limit.tolist())
     own_group = np.arange(1, len(offset) + 1)
@@ -164,17 +146,12 @@ class Overlap:
     Row ``rows[i]`` of the stored boxes holds the box ``lo[i]``, ``length[i]``, in coordinates of the tensor.
     """
 
-    rows: npt.NDArray[np.int64]
-    lo: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
+    rows: _Int64s
+    lo: _Int64s
+    length: _Int64s
 
 
-def overlap(
-    lo: npt.NDArray[np.int64],
-    length: npt.NDArray[np.int64],
-    box_lo: npt.NDArray[np.int64],
-    box_length: npt.NDArray[np.int64],
-) -> Overlap:
+def overlap(lo: _Int64s, length: _Int64s, box_lo: _Int64s, box_length: _Int64s) -> Overlap:
     """The parts of the stored boxes ``lo``, ``length`` (both [n, D]) that lie in one box (both [D]), in row order.
 
     In zero dimensions every stored box is the one element, so all rows overlap.

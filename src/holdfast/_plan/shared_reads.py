@@ -1,9 +1,6 @@
 """Who reads the blocks that several ranks want: one rank of a host, one host of a job, so that each block is read once.
 
-Every rank computes the same from the same table of wishes, in time that is linear in the blocks. numpy only.
-
-Every rank of every host computes the same from the same table of wishes, in time that is linear in the blocks. numpy
-only.
+Every rank of every host computes the same from the same table of wishes, in time that is linear in the blocks.
 """
 
 from __future__ import annotations
@@ -57,27 +54,21 @@ def locate(
 ) -> Blocks:
     """Where blocks lie; ``first_block`` is the number of each chunk's first one, the rest are columns of the chunks."""
     chunk = np.searchsorted(first_block, number, side="right") - 1
+    order = np.lexsort((offset[chunk] + (number - first_block[chunk]) * block_bytes, file[chunk]))
+    number, chunk = number[order], chunk[order]
     start = (number - first_block[chunk]) * block_bytes
-    found = Blocks(
+    return Blocks(
         number=number,
         chunk=chunk,
         file=file[chunk],
         offset=offset[chunk] + start,
         nbytes=np.minimum(nbytes[chunk] - start, block_bytes),
     )
-    order = np.lexsort((found.offset, found.file))
-    return Blocks(
-        number=number[order],
-        chunk=chunk[order],
-        file=found.file[order],
-        offset=found.offset[order],
-        nbytes=found.nbytes[order],
-    )
 
 
 def common_numbers(wanted: _Bools, least: int = 2) -> _Int64s:
     """The numbers of the blocks that ``least`` or more ranks want; ``wanted`` is [ranks, blocks]."""
-    return np.flatnonzero(_count(wanted) >= least)
+    return np.flatnonzero(wanted.sum(axis=0) >= least)
 
 
 def own_loads(wanted: _Bools, *, first_block: _Int64s, nbytes: _Int64s, block_bytes: int) -> _Int64s:
@@ -86,7 +77,7 @@ def own_loads(wanted: _Bools, *, first_block: _Int64s, nbytes: _Int64s, block_by
     filled = counts > 0
     sizes = np.full(wanted.shape[1], block_bytes, dtype=np.int64)
     sizes[first_block[1:][filled] - 1] = nbytes[filled] - (counts[filled] - 1) * block_bytes
-    alone = np.where(_count(wanted) == 1, sizes, 0)
+    alone = np.where(wanted.sum(axis=0) == 1, sizes, 0)
     return np.array([int(alone[row].sum()) for row in wanted], dtype=np.int64)
 
 
@@ -147,11 +138,6 @@ def level(nbytes: _Int64s, loads: _Int64s, most_readers: int) -> _Int64s:
         readers.append(rank)
         heapq.heapreplace(least, (load + size, rank))
     return np.repeat(np.array(readers, dtype=np.int64), stride)[: len(nbytes)]
-
-
-def _count(wanted: _Bools) -> npt.NDArray[np.int64]:
-    count: npt.NDArray[np.int64] = wanted.sum(axis=0, dtype=np.int64)
-    return count
 
 
 LEAST_HOSTS = 4

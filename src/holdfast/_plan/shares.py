@@ -1,10 +1,10 @@
 """How many bytes each holder of a box takes, and what every member of a mesh holds of a tensor.
 
-The ranks of a host share its disk and its network, so water finds its level over hosts first, then over the ranks of
-each. Whose host is not known is taken to be alone on one. Never looks at boxes.
+The ranks of a host share its disk and its network, so bytes are evened out over hosts first, then over the ranks of
+each. A rank whose host is not known is taken to be alone on one.
 
-Works on columns, one row per box, for all members at once; only splits that leave a member several runs of indices take
-a Python loop over the members. Also digests of such rows, made so that those of all members are as cheap as one.
+What a mesh holds is found in columns, one row per box, for all members at once; only splits that leave a member several
+runs of indices take a Python loop over the members. Digests of such rows are as cheap for all members as for one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Holders:
 
 
 class Levels:
-    """The bytes of every rank, and of its host; ``loads`` to begin with."""
+    """How many bytes every rank writes, and its host; ``loads`` to begin with."""
 
     def __init__(self, loads: _Floats, hosts: _Int64s | None = None) -> None:
         self.ranks = loads.copy()
@@ -65,33 +65,31 @@ class Levels:
         self._hosts = sums(self._host_of, loads, len(loads))
 
     def holders(self, ranks: _Int64s) -> Holders:
-        """The ranks as a group that water can be poured over."""
+        """The ranks, ascending, with their hosts."""
         host = self._host_of[ranks]
         by_host = np.argsort(host, kind="stable")
         starts = np.flatnonzero(np.diff(host[by_host], prepend=-1))
         return Holders(ranks=ranks, by_host=by_host, hosts=host[by_host[starts]], starts=starts)
 
     def add(self, holders: Holders, shares: _Floats) -> None:
-        """Give each holder its share more."""
         self.ranks[holders.ranks] += shares
         self._hosts[holders.hosts] += np.add.reduceat(shares[holders.by_host], holders.starts)
 
-    def poured(self, amount: float, holders: Holders) -> _Floats:
-        """What each holder gets of ``amount`` when the lowest hosts, and on them the lowest ranks, are raised."""
-        of_hosts = _poured(amount, self._hosts[holders.hosts])
+    def shares_of(self, amount: float, holders: Holders) -> _Floats:
+        """What each holder gets of ``amount`` if hosts with little, and on them ranks with little, get the most."""
+        of_hosts = _raised(np.array([amount]), self._hosts[holders.hosts], np.zeros(1, dtype=np.int64))
         shares = np.empty(len(holders.ranks))
         if len(of_hosts) == len(shares):
             shares[holders.by_host] = of_hosts
         else:
-            loads = self.ranks[holders.ranks[holders.by_host]]
-            shares[holders.by_host] = _poured_within(of_hosts, loads, holders.starts)
+            shares[holders.by_host] = _raised(of_hosts, self.ranks[holders.ranks[holders.by_host]], holders.starts)
         return shares
 
 
 def fair_shares(levels: Levels, holders: Sequence[Holders], amounts: Sequence[float]) -> list[_Floats]:
     """For each set the bytes that each of its holders takes, so that the fullest have as little as can be.
 
-    ``levels`` has them afterwards. Each set in turn fills up those of its holders that have the least, as water would.
+    ``levels`` has them afterwards. Each set in turn gives its bytes to those of its holders that have the least.
     Repeated, that comes ever closer to the fairest shares (it minimises the sum of squared loads, set by set).
     """
     shares = [np.zeros(len(each.ranks)) for each in holders]
@@ -101,7 +99,7 @@ def fair_shares(levels: Levels, holders: Sequence[Holders], amounts: Sequence[fl
         change = 0.0
         for number, (each, amount) in enumerate(zip(holders, amounts, strict=True)):
             levels.add(each, -shares[number])
-            share = levels.poured(amount, each)
+            share = levels.shares_of(amount, each)
             change = max(change, float(np.abs(share - shares[number]).max()))
             levels.add(each, share)
             shares[number] = share
@@ -110,22 +108,14 @@ def fair_shares(levels: Levels, holders: Sequence[Holders], amounts: Sequence[fl
     return shares
 
 
-def _poured(amount: float, loads: _Floats) -> _Floats:
-    """What each load gets of ``amount`` when the lowest are raised to one level."""
-    ascending = np.sort(loads)
-    levels = (np.cumsum(ascending) + amount) / np.arange(1, len(loads) + 1)
-    # To raise one load more lowers the level as long as that load is below it: the lowest level is the one reached.
-    reached: _Floats = np.maximum(levels.min() - loads, 0)
-    return reached
-
-
-def _poured_within(amounts: _Floats, loads: _Floats, starts: _Int64s) -> _Floats:
-    """The same for many at once: ``amounts[i]`` is for the loads from ``starts[i]`` up to the next start."""
+def _raised(amounts: _Floats, loads: _Floats, starts: _Int64s) -> _Floats:
+    """What each load gets if ``amounts[i]`` brings the lowest from ``starts[i]`` to the next start to one level."""
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(loads))))
     ascending = loads[np.lexsort((loads, group))]
     below = np.cumsum(ascending)
     below -= (below - ascending)[starts][group]
     levels = (below + amounts[group]) / (np.arange(1, len(loads) + 1) - starts[group])
+    # To raise one load more lowers the level as long as that load is below it: the lowest level is the one reached.
     reached: _Floats = np.maximum(np.minimum.reduceat(levels, starts)[group] - loads, 0)
     return reached
 

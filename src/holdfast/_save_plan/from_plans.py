@@ -299,7 +299,7 @@ class _Entries(NamedTuple):
 def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:
     is_tensor = np.array([head is not None for head in heads.values()], dtype=bool)
     tensors = np.flatnonzero(is_tensor[rows.key])
-    sizes = [head.size if head is not None else () for head in heads.values()]
+    sizes = [head.size if head is not None else (0,) for head in heads.values()]  # without elements, nothing to tile
     width = max(rows.lo.shape[1], max(map(len, sizes), default=0))
     faults = check_coverage(
         rows.key[tensors],
@@ -308,6 +308,6 @@ def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:
         widened(padded(sizes, fill=1), width, 1),
     )
     keys = list(heads)
-    wrong = [(keys[fault.tensor], fault.detail) for fault in faults if is_tensor[fault.tensor]]
+    wrong = [(keys[fault.tensor], fault.detail) for fault in faults]
     if wrong:
         raise not_whole(wrong)

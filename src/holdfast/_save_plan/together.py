@@ -176,7 +176,7 @@ class JointPlan:
         return [
             chunks_of(
                 holding,
-                dataclasses.replace(mine := parts.take(np.arange(start, stop)), box=holding.shared[mine.box - first]),
+                (mine := parts.take(np.arange(start, stop)))._replace(box=holding.shared[mine.box - first]),
                 writer[start:stop],
             )
             for holding, first, start, stop in zip(holdings, bounds[:-1], ends[:-1], ends[1:], strict=True)

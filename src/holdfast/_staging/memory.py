@@ -30,8 +30,8 @@ from holdfast._io.mapping import HUGE_PAGE, attach, collapse, map_private, new_s
 from holdfast._io.pipeline import run_bounded
 from holdfast._native.file_layout import Copy
 from holdfast._process import CLOSED, forget_in_child
-from holdfast._state.modes import cuda_stream
 from holdfast._state.tensor_bytes import ScatteredSource, Source
+from holdfast._state.tensors import cuda_stream
 from holdfast.errors import StorageError
 
 _TOUCHED_BYTES = 64 << 20

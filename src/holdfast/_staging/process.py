@@ -201,7 +201,7 @@ class ProcessOutput:
         self._number = self._process.number
         self._process.order(Write(list(files), posix.umask()))
         while True:
-            with posix.working_on(self._file_at_work(files)):
+            with posix.reporting("write", self._file_at_work(files)):
                 self._check()
                 answer = self._process.answer()
             if isinstance(answer, Moved):

@@ -1,23 +1,23 @@
 """Nested states <-> flat keys: torch's dotted keys, typed paths that bring the nesting back exactly, versions of
 modules.
 
-A checkpoint keeps a container once for each path that leads to it. A few dozen lists, each made of the one before twice
-over, would never end, whether a program made them or a pickle did. They are counted here, each container once.
-
-torch keeps it as an attribute of the dict, for each module in it by name. A checkpoint keeps it for each such dict by
-the key of the dict, without modules that say nothing but version 1. So it knows with which versions it was saved, and
-load_state_dict is told those, instead of the versions of the classes that load.
-
 Dicts and lists are flattened and keys joined by dots, dict keys as str. A list without tensors or dicts in it, and a
 tuple without tensors in it, is one value. An empty container is a value too, so that it survives. Path elements equal
 torch's (str for dict keys, int for positions); the subclasses ``TypedKey`` and ``TupleIndex`` remember the rest.
+
+A checkpoint keeps a container once for each path that leads to it. A few dozen lists, each of which has the one before
+twice, would never end, whether a program made them or a pickle did: so entries are counted first.
+
+The state_dict of a module has the versions of its modules, by name, as an attribute. A checkpoint keeps those other
+than 1, by the key of the dict. So load_state_dict is told the versions that were saved, not those of the classes that
+load.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,15 +25,21 @@ import torch
 from holdfast._state.tensors import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.dtypes import MAX_PATH_DEPTH, MAX_REPEATED_ENTRIES, MAX_REPETITION
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import Metadata, Versions
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, Versions
 from holdfast.stateful import is_stateful
+
+AnyDict: TypeAlias = dict[Any, Any]
+AnyMapping: TypeAlias = Mapping[Any, Any]
+AnyTarget: TypeAlias = MutableMapping[Any, Any]
+"""The dicts of a state: keys and values of any type."""
 
 _LONG = 64  # So much text counts as one entry.
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, Mapping)
+_Container: TypeAlias = "AnyMapping | list[object] | tuple[object, ...] | set[object] | frozenset[object]"
 
 
-def check_containers(value: Any, *, within: str = "") -> None:
+def check_containers(value: object, *, within: str = "") -> None:
     """InvalidStateError when ``value`` contains itself, nests too deep, or repeats containers out of all proportion.
 
     ``within`` is the key of ``value``; the error names the key of what is wrong.
@@ -41,13 +47,13 @@ def check_containers(value: Any, *, within: str = "") -> None:
     if not isinstance(value, _CONTAINERS):
         return
     try:
-        _Census().count(value, 0)
-    except _Fault as fault:
+        _Entries().count(value, 0)
+    except _BadContainer as fault:
         key = ".".join(([within] if within else []) + fault.trail[::-1])
         raise InvalidStateError(fault.problem.format(repr(key[:200])), key=key) from None
 
 
-class _Fault(Exception):
+class _BadContainer(Exception):
     """What is wrong; ``trail`` becomes the way there, from its end, as the search is given up."""
 
     def __init__(self, problem: str) -> None:
@@ -56,7 +62,7 @@ class _Fault(Exception):
         self.trail: list[str] = []
 
 
-class _Census:
+class _Entries:
     """How many entries containers stand for, and how many there are."""
 
     def __init__(self) -> None:
@@ -64,14 +70,16 @@ class _Census:
         self._counts: dict[int, tuple[object, int | None]] = {}
         self._entries = 0
 
-    def count(self, value: Any, depth: int) -> int:
+    def count(self, value: _Container, depth: int) -> int:
         """The entries at and below ``value``, those of a container each time that it is met."""
         if depth > MAX_PATH_DEPTH:
-            raise _Fault(f"the state is nested deeper than {MAX_PATH_DEPTH} at {{}}; flatten it")
+            raise _BadContainer(f"the state is nested deeper than {MAX_PATH_DEPTH} at {{}}; flatten it")
         if id(value) in self._counts:
             known = self._counts[id(value)][1]
             if known is None:
-                raise _Fault("{} leads back to a container that it is in, and no state can contain itself; take it out")
+                raise _BadContainer(
+                    "{} leads back to a container that it is in, and no state can contain itself; take it out"
+                )
             return known
         self._counts[id(value)] = value, None
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -79,29 +87,25 @@ class _Census:
         self._entries += total
         for name, entry in items:
             if type(entry) in _LEAVES or not isinstance(entry, _CONTAINERS):
-                if type(entry) in (str, bytes) and len(entry) > _LONG:
-                    total += self._text(entry)
+                if isinstance(entry, (str, bytes)) and len(entry) > _LONG:
+                    weight = len(entry) // _LONG
+                    total += weight
+                    if id(entry) not in self._counts:
+                        self._counts[id(entry)] = entry, weight
+                        self._entries += weight
                 continue
             try:
                 total += self.count(entry, depth + 1)
-            except _Fault as fault:
+            except _BadContainer as fault:
                 fault.trail.append(str(name))
                 raise
         if total > MAX_REPEATED_ENTRIES and total > MAX_REPETITION * self._entries:
-            raise _Fault(
+            raise _BadContainer(
                 f"{{}} has the same containers in so many places that {self._entries} entries would be stored as "
                 f"{total} or more; keep each in one place"
             )
         self._counts[id(value)] = value, total
         return total
-
-    def _text(self, text: str | bytes) -> int:
-        """What a long text counts for in one place."""
-        weight = len(text) // _LONG
-        if id(text) not in self._counts:
-            self._counts[id(text)] = text, weight
-            self._entries += weight
-        return weight
 
 
 _ATTRIBUTE = "_metadata"
@@ -111,14 +115,14 @@ _MOST_DOTS = 16
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def versions_in(state_dict: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+def versions_in(state_dict: AnyMapping) -> Mapping[str, object] | None:
     """What ``state_dict`` says of each of its modules; None for a dict that is no module's."""
     found = getattr(state_dict, _ATTRIBUTE, None)
     return found if isinstance(found, Mapping) else None
 
 
-def with_versions(entries: dict[Any, Any], versions: Mapping[str, Any] | None) -> dict[Any, Any]:
-    """``entries``; as a dict that says that of its modules, if there is something to say."""
+def with_versions(entries: AnyDict, versions: Mapping[str, object] | None) -> AnyDict:
+    """``entries``, as a dict that has these versions if there are any."""
     if versions is None:
         return entries
     made = OrderedDict(entries)
@@ -126,14 +130,14 @@ def with_versions(entries: dict[Any, Any], versions: Mapping[str, Any] | None) -
     return made
 
 
-def pass_on_versions(source: Mapping[Any, Any], target: Mapping[Any, Any]) -> None:
-    """Let ``target``, if it is a module's, say what ``source`` says."""
+def pass_on_versions(source: AnyMapping, target: AnyMapping) -> None:
+    """Give ``target``, if it is a module's, the versions of ``source``."""
     versions = versions_in(source)
     if versions is not None and versions_in(target) is not None:
         setattr(target, _ATTRIBUTE, versions)
 
 
-def unusual_versions(state_dicts: Mapping[str, Mapping[Any, Any]]) -> Versions:
+def unusual_versions(state_dicts: Mapping[str, AnyMapping]) -> Versions:
     """What a checkpoint keeps of these modules' state_dicts, by their keys."""
     return {
         key: {
@@ -145,14 +149,14 @@ def unusual_versions(state_dicts: Mapping[str, Mapping[Any, Any]]) -> Versions:
     }
 
 
-def tell_versions(state_dicts: Mapping[str, Mapping[Any, Any]], stored: Versions, failed: Collection[str]) -> None:
-    """Let the target's ``state_dicts`` say with which versions that was saved which was loaded into them.
+def tell_versions(state_dicts: Mapping[str, AnyMapping], stored: Versions, failed: Collection[str]) -> None:
+    """Give the target's ``state_dicts`` the versions with which their contents were saved.
 
     Modules of which nothing could be loaded, because all of their keys are among ``failed``, stay what they are.
     """
     known = {_joined(key, module): said for key, modules in stored.items() for module, said in modules.items()}
     for key, state_dict in state_dicts.items() if stored else ():
-        told: OrderedDict[str, Any] = OrderedDict(versions_in(state_dict) or {})
+        told: OrderedDict[str, object] = OrderedDict(versions_in(state_dict) or {})
         filled = {_module_of(name) for name in state_dict if _joined(key, name) not in failed}
         left = {_module_of(name) for name in state_dict} - filled
         for module in told.keys() - left:
@@ -162,15 +166,16 @@ def tell_versions(state_dicts: Mapping[str, Mapping[Any, Any]], stored: Versions
         setattr(state_dict, _ATTRIBUTE, told)
 
 
-def add_versions(state: dict[Any, Any], stored: Versions) -> dict[Any, Any]:
-    """``state``, with dicts made for what was loaded; those that are modules' state_dicts say what was stored."""
+def add_versions(state: AnyDict, stored: Versions) -> AnyDict:
+    """``state``, made for what was loaded, with the stored versions in the state_dicts of modules."""
     stored = {key: modules for key, modules in stored.items() if key.count(".") <= _MOST_DOTS}
     above = {prefix for key in stored for prefix in ("", *_prefixes(key))}
-    made: dict[Any, Any] = _with_stored(state, "", stored, above)
+    made = _with_stored(state, "", stored, above)
+    assert isinstance(made, dict)
     return made
 
 
-def _with_stored(value: Any, key: str, stored: Versions, above: Collection[str]) -> Any:
+def _with_stored(value: object, key: str, stored: Versions, above: Collection[str]) -> object:
     if key in above and isinstance(value, (dict, list, tuple)):
         entries = list(value.items() if isinstance(value, dict) else enumerate(value))
         grown = [(name, _with_stored(child, _joined(key, str(name)), stored, above)) for name, child in entries]
@@ -205,7 +210,6 @@ class TypedKey(str):
     value: Hashable
 
     def __new__(cls, value: Hashable) -> TypedKey:
-        """The element for ``value``."""
         element = super().__new__(cls, str(value))
         element.value = value
         return element
@@ -231,7 +235,6 @@ def path_element(key: Hashable) -> str:
 
 
 def path_key(path: Path) -> str:
-    """The dotted key of ``path``."""
     return ".".join(map(str, path))
 
 
@@ -247,7 +250,7 @@ def stored_paths(metadata: Metadata) -> dict[str, Path]:
     return metadata.paths or path_mapping(metadata.planner_data) or {}
 
 
-def is_path(path: Any) -> bool:
+def is_path(path: object) -> bool:
     """Whether it is a tuple of dict keys (str) and list positions (int), as planners write it."""
     return (
         isinstance(path, tuple)
@@ -278,13 +281,13 @@ def restorable_paths(metadata: Metadata) -> dict[str, Path]:
 
 
 def flatten(
-    state: Mapping[Any, Any], versioned: dict[str, Mapping[Any, Any]] | None = None
-) -> tuple[dict[str, Any], dict[str, Path]]:
+    state: AnyMapping, versioned: dict[str, AnyMapping] | None = None
+) -> tuple[STATE_DICT_TYPE, dict[str, Path]]:
     """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key.
 
     State_dicts that know the versions of their modules are entered, by key, in ``versioned``.
     """
-    found: list[tuple[str, Path, Any]] = []
+    found: list[tuple[str, Path, object]] = []
     _collect(found, "", (), state, {} if versioned is None else versioned)
     leaves = {key: leaf for key, _, leaf in found}
     paths = {key: path for key, path, _ in found}
@@ -299,16 +302,13 @@ def flatten(
     return leaves, paths
 
 
-def empty_dicts(leaves: Mapping[str, Any]) -> set[str]:
-    """The keys of empty dicts, which torch's format has not.
-
-    torch takes a checkpoint that has one for an old one, and then looks for other keys in it.
-    """
+def empty_dicts(leaves: Mapping[str, object]) -> set[str]:
+    """The keys of empty dicts: torch takes a checkpoint with one for an old one, and looks for other keys in it."""
     return {key for key, leaf in leaves.items() if type(leaf) is dict and not leaf}
 
 
 def _collect(
-    found: list[tuple[str, Path, Any]], key: str, path: Path, value: Any, versioned: dict[str, Mapping[Any, Any]]
+    found: list[tuple[str, Path, object]], key: str, path: Path, value: object, versioned: dict[str, AnyMapping]
 ) -> None:
     """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
     if len(path) > MAX_PATH_DEPTH or (len(path) == MAX_PATH_DEPTH and isinstance(value, Mapping) and value):
@@ -317,11 +317,12 @@ def _collect(
         )
     prefix = f"{key}." if path else ""
     if isinstance(value, Mapping) and (value or not path):
-        _check_dict_keys(path, value)
+        if not all(type(name) is str for name in value):
+            _check_dict_keys(path, value)
         if type(value) is not dict and versions_in(value) is not None:
             versioned[key] = value
         for name, entry in value.items():
-            element = path_element(name)
+            element = name if type(name) is str else TypedKey(name)
             if type(entry) is torch.Tensor and entry.dtype not in PACKED:
                 found.append((prefix + element, (*path, element), entry))
             else:
@@ -339,11 +340,9 @@ def _collect(
         found.append((key, path, {} if isinstance(value, Mapping) else value))
 
 
-def _check_dict_keys(path: Path, mapping: Mapping[Any, Any]) -> None:
+def _check_dict_keys(path: Path, mapping: AnyMapping) -> None:
     """InvalidStateError when two keys of one dict, such as 1 and "1", have the same name."""
-    if all(type(key) is str for key in mapping):
-        return
-    names: dict[str, Any] = {}
+    names: dict[str, object] = {}
     for key in mapping:
         if names.setdefault(str(key), key) is not key:
             dotted = path_key((*path, str(key)))
@@ -352,7 +351,7 @@ def _check_dict_keys(path: Path, mapping: Mapping[Any, Any]) -> None:
             )
 
 
-def is_one_value(value: Any, depth: int = 0) -> bool:
+def is_one_value(value: object, depth: int = 0) -> bool:
     """Whether a list or tuple is kept as one value: nothing in it needs a key of its own."""
     if depth > MAX_PATH_DEPTH:
         # Ends the search at once, where True would go through every way into a list that contains itself.
@@ -368,9 +367,9 @@ def is_one_value(value: Any, depth: int = 0) -> bool:
     return True
 
 
-def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+def unflatten(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> AnyDict:
     """The nested state whose leaves are ``leaves``; a key without a path stays at the top under its own name."""
-    root: dict[PathElement, Any] = {}
+    root = _Branch()
     for key, leaf in leaves.items():
         path = paths.get(key, (key,))
         node = root
@@ -383,12 +382,13 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any,
     return {_dict_key(element): _grown(child) for element, child in root.items()}
 
 
-def tuple_like(value: tuple[Any, ...], entries: Iterable[Any]) -> Any:
+def tuple_like(value: tuple[object, ...], entries: Iterable[object]) -> tuple[object, ...]:
     """``entries`` as a tuple; a named one where ``value`` is."""
-    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    kind: Callable[..., tuple[object, ...]] = type(value)
+    return kind(*entries) if hasattr(value, "_fields") else tuple(entries)
 
 
-class _Branch(dict[PathElement, Any]):
+class _Branch(dict[PathElement, object]):
     """A container under reconstruction: path element -> leaf or branch."""
 
 
@@ -396,7 +396,7 @@ def _dict_key(element: PathElement) -> Hashable:
     return element.value if isinstance(element, TypedKey) else element
 
 
-def _grown(node: Any) -> Any:
+def _grown(node: object) -> object:
     if not isinstance(node, _Branch):
         return node
     first = next(iter(node))
@@ -406,7 +406,7 @@ def _grown(node: Any) -> Any:
     return tuple(entries) if isinstance(first, TupleIndex) else entries
 
 
-def set_element(container: Any, path: Path, value: Any) -> Any:
+def set_element(container: object, path: Path, value: object) -> object:
     """``container`` with ``value`` at ``path``: changed in place, except that tuples on the way are made anew."""
     if not path:
         return value

@@ -9,11 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import torch
 
 from holdfast._state.nested import (
+    AnyDict,
+    AnyMapping,
+    AnyTarget,
     Path,
     check_containers,
     is_one_value,
@@ -26,7 +29,8 @@ from holdfast._state.nested import (
 )
 from holdfast._values.dtypes import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
-from holdfast.stateful import is_stateful
+from holdfast.metadata import STATE_DICT_TYPE
+from holdfast.stateful import Stateful, is_stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,51 +46,54 @@ class Owners:
     buffers: set[str] = field(default_factory=set)
 
 
-def expose(state: Any, owners: Owners | None = None) -> dict[Any, Any]:
+def expose(state: object, owners: Owners | None = None) -> AnyDict:
     """``state`` with every Stateful replaced by its state_dict; containers on the way are copied, ``owners`` filled."""
     if not isinstance(state, Mapping):
         raise InvalidStateError(
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
     check_containers(state)
-    exposed: dict[Any, Any] = _exposed(state, (), owners or Owners())
-    return exposed
+    return _exposed_dict(state, (), owners or Owners())
 
 
-def _exposed(value: Any, trail: Path, owners: Owners) -> Any:
+def _exposed_dict(value: AnyMapping, trail: Path, owners: Owners) -> AnyDict:
+    entries = {
+        key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
+        for key, entry in value.items()
+    }
+    return entries if type(value) is dict else with_versions(entries, versions_in(value))
+
+
+def _exposed(value: object, trail: Path, owners: Owners) -> object:
     if len(trail) > MAX_PATH_DEPTH:
-        key = ".".join(map(str, trail))
+        key = path_key(trail)
         raise InvalidStateError(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        entries = {
-            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
-            for key, entry in value.items()
-        }
-        return with_versions(entries, versions_in(value))
+        return _exposed_dict(value, trail, owners)
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
         made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
         return made if isinstance(value, list) else tuple_like(value, made)
     if is_stateful(value):
-        inner = value.state_dict()
-        check_containers(inner, within=".".join(map(str, trail)))
+        inner = cast(Stateful, value).state_dict()
+        check_containers(inner, within=path_key(trail))
         exposed = _exposed(inner, trail, owners)
         if isinstance(value, torch.nn.Module):
             owners.modules.update(() if exposed else [trail])
             names = (name for name, _ in value.named_buffers(remove_duplicate=False))
             owners.buffers.update(path_key((*trail, name)) for name in names)
-        elif hasattr(value, "param_groups"):
-            owners.parameters.update(_without_state(value, exposed, trail))
+        elif hasattr(value, "param_groups") and isinstance(exposed, dict):
+            owners.parameters.update(_without_state(value.param_groups, exposed, trail))
         return exposed
     return value
 
 
-def _without_state(optimizer: Any, exposed: Any, trail: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+def _without_state(groups: list[AnyDict], exposed: AnyDict, trail: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     """The parameters of which ``exposed``, an optimizer's state_dict, has no state, and where it belongs."""
     try:
         state = exposed["state"]
-        for group, named in zip(optimizer.param_groups, exposed["param_groups"], strict=True):
+        for group, named in zip(groups, exposed["param_groups"], strict=True):
             for parameter, name in zip(group["params"], named["params"], strict=True):
                 if isinstance(parameter, torch.Tensor) and not state.get(name):
                     yield (*trail, "state", path_element(name)), parameter
@@ -94,14 +101,14 @@ def _without_state(optimizer: Any, exposed: Any, trail: Path) -> Iterator[tuple[
         return  # it gives its state another form, which tells nothing of parameters
 
 
-def hand_back(state: MutableMapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+def hand_back(state: AnyTarget, loaded: AnyMapping) -> None:
     """Put what was loaded into ``state``, in place: what is new first, the rest in the order of its keys."""
     for key in sorted(loaded, key=lambda key: str(key) if key in state else ""):
         state[key] = _handed_back(state.get(key), loaded[key])
     pass_on_versions(loaded, state)
 
 
-def _handed_back(original: Any, loaded: Any) -> Any:
+def _handed_back(original: object, loaded: object) -> object:
     if loaded is original:
         return loaded
     if isinstance(original, Mapping) and isinstance(loaded, Mapping):
@@ -120,12 +127,12 @@ def _handed_back(original: Any, loaded: Any) -> Any:
         is_value = not hasattr(original, "_fields") and all(map(operator.is_, entries, loaded))
         return loaded if is_value else tuple_like(original, entries)
     if is_stateful(original):
-        _load_into(original, loaded)
+        _load_into(cast(Stateful, original), cast(STATE_DICT_TYPE, loaded))
         return original
     return loaded
 
 
-def _load_into(original: Any, loaded: Any) -> None:
+def _load_into(original: Stateful, loaded: STATE_DICT_TYPE) -> None:
     """Give ``original`` its state; a module with meta tensors gets the loaded ones themselves, tied as it had them."""
     if not isinstance(original, torch.nn.Module):
         original.load_state_dict(loaded)

@@ -13,12 +13,14 @@ import errno
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from holdfast._process import Ending
 from holdfast._state.pieces import is_sharded
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import DTYPES
@@ -329,3 +331,19 @@ def _text(value: object, depth: int) -> str | None:
     else:
         return None
     return None if None in entries else f"{type(value).__name__}({','.join(map(str, entries))})"
+
+
+def grad_mode() -> Ending:
+    """Puts back, at its end, whether operations are recorded; enter it twice."""
+    return Ending(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
+
+
+def cuda_stream(device: torch.device) -> Ending:
+    """Puts back, at its end, the current stream of ``device`` and the current device; enter it twice."""
+    stream, current = torch.cuda.current_stream(device), torch.cuda.current_device()
+
+    def put_back() -> None:
+        torch.cuda.set_stream(stream)
+        torch.cuda._maybe_exchange_device(current)  # which makes no context where there is none
+
+    return Ending(put_back)

@@ -109,6 +109,12 @@ MAX_REPETITION = 16
 MAX_HEADER_BYTES = 100_000_000
 """The cap that safetensors itself puts on a header: its library must open every file."""
 
+HEADER_ALIGNMENT = 4096
+"""Data starts at a multiple of this in each file, which suits every page size and every O_DIRECT alignment in use."""
+
+LENGTH_BYTES = 8
+"""The length that comes before the JSON of a header takes this many bytes."""
+
 MAX_FILES = 1 << 20
 """Each file costs a handle and an entry of the manifest; a million suffices for every rank of any job."""
 

@@ -23,7 +23,6 @@ import torch
 from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import posix
-from holdfast._io.mapping import MappedFile
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
 from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, unflatten
@@ -381,42 +380,33 @@ def _from_pt(
     path: _Path, writer: StorageWriter, progress: Progress, *, allow_pickle: bool, verify: bool
 ) -> tuple[int, int]:
     """Save what is in the file, and tell how many tensors and values that were."""
-    found = read_pt(path, allow_pickle=allow_pickle, verify=verify)
-    planner = _MappedPlanner(progress, MappedFile(path) if found.is_unchanged_file else None)
-    metadata = save(found.state, storage_writer=writer, planner=planner, no_dist=True)
+    state = read_pt(path, allow_pickle=allow_pickle, verify=verify)
+    metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
     entries = metadata.state_dict_metadata.values()
     tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
     return tensors, len(entries) - tensors
 
 
-class _MappedSource:
-    """The bytes of a tensor that stands for part of a file; pages of the file are given back once they are copied."""
+class _CountedSource:
+    """The bytes of a tensor; those that are copied count as progress."""
 
-    def __init__(self, tensor: torch.Tensor, progress: Progress, file: MappedFile | None) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor, progress: Progress) -> None:
         self._source = source_of(tensor)
         self._progress = progress
-        self._file = file
         self.nbytes = self._source.nbytes
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         self._source.copy_out(start, stop, buffer, at)
-        if self._file is not None and self._tensor.is_contiguous():
-            self._file.give_back(self._tensor.data_ptr() + start, stop - start)
-        elif self._file is not None:
-            storage = self._tensor.untyped_storage()
-            self._file.give_back(storage.data_ptr(), storage.nbytes())
         self._progress.add(stop - start)
 
 
-class _MappedPlanner(DefaultSavePlanner):
-    """Saves a state of mapped tensors without keeping them in memory."""
+class _CountingPlanner(DefaultSavePlanner):
+    """Saves a state, and tells how far it is."""
 
-    def __init__(self, progress: Progress, file: MappedFile | None) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
-        self._file = file
 
     def create_local_plan(self) -> SavePlan:
         """What the default planner plans; its bytes are what there is to do."""
@@ -432,8 +422,8 @@ class _MappedPlanner(DefaultSavePlanner):
         return plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
-        """What the default planner gives; a tensor in memory of the file's as one that gives that memory back."""
+        """What the default planner gives; a tensor as one whose bytes are counted."""
         data = super().transform_object(write_item, object)
         if not isinstance(data, torch.Tensor) or data.is_quantized:
             return data
-        return LazyTensor(_MappedSource(data, self._progress, self._file), data.shape, data.dtype)
+        return LazyTensor(_CountedSource(data, self._progress), data.shape, data.dtype)

@@ -12,11 +12,9 @@ import io
 import os
 import pickle
 import secrets
-import sys
 import threading
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,19 +90,7 @@ _CHECKED_BYTES = 1 << 20
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PtFile:
-    """The state that a file holds.
-
-    ``is_unchanged_file`` says that the tensors are not in memory but stand for the file, and that nobody can have
-    written to that memory since.
-    """
-
-    state: Mapping[Any, Any]
-    is_unchanged_file: bool
-
-
-def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> PtFile:
+def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> Mapping[Any, Any]:
     """The state that torch.save wrote to ``path``, on the CPU.
 
     The tensors stay in the file until they are touched; only those of files in the format before torch 1.6, which is no
@@ -114,7 +100,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     name = os.fspath(path)
     if not posix.exists(name):
         raise NotFoundError(f"there is no file {name!r}")
-    is_archive, is_native_order = _check_archive(name, verify=verify)
+    is_archive = _check_archive(name, verify=verify)
     if not allow_pickle:
         with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
             weigh(stream, what=repr(name))
@@ -137,18 +123,16 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
         raise InvalidStateError(
             f"{name!r} holds a {type(state).__name__}, and a state is a dict of names to values; save it within one"
         )
-    # torch swaps bytes in place; and code that a pickle runs may do anything.
-    is_unchanged = is_archive and is_native_order and not allow_pickle
-    return PtFile(state=state, is_unchanged_file=is_unchanged)
+    return state
 
 
-def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
-    """Whether the file is an archive, and in this machine's byte order; CorruptError when a record is damaged."""
+def _check_archive(name: str, *, verify: bool) -> bool:
+    """Whether the file is an archive; CorruptError when a record is damaged."""
     with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
         is_archive = stream.read(len(_ARCHIVE_START)) == _ARCHIVE_START
         try:
             if not zipfile.is_zipfile(stream) and not is_archive:
-                return False, False
+                return False
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
                 if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -159,15 +143,11 @@ def _check_archive(name: str, *, verify: bool) -> tuple[bool, bool]:
                     with archive.open(record) as file:
                         while file.read(_CHECKED_BYTES):
                             pass
-                said = [record for record in records if record.filename.endswith("/byteorder")]
-                is_native_order = all(
-                    record.CRC != 0 and archive.read(record) == sys.byteorder.encode() for record in said
-                )
         except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, RuntimeError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is what a mad offset gets
                 raise
             raise CorruptError(f"{name!r} is a damaged archive: {error}; use another file", path=name) from error
-    return True, is_native_order
+    return True
 
 
 def _has_pickle(name: str) -> bool:

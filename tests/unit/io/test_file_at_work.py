@@ -71,12 +71,12 @@ def test_a_call_within_another_leaves_it_under_way(tmp_path: Path) -> None:
 
 
 def test_any_name_can_be_sent_and_is_short(tmp_path: Path) -> None:
-    with posix.working_on(tmp_path / ("x" * 200 + ".distcp")):
+    with posix.reporting("write", tmp_path / ("x" * 200 + ".distcp")):
         name = posix.file_at_work(tmp_path)
     assert len(name) == 100
     assert name.startswith("...x")
     assert name.endswith("x.distcp")
-    with posix.working_on(bytes(tmp_path) + b"/odd\xff"):  # type: ignore[arg-type]
+    with posix.reporting("write", bytes(tmp_path) + b"/odd\xff"):  # type: ignore[arg-type]
         assert msgspec.msgpack.encode(posix.file_at_work(tmp_path)) == msgspec.msgpack.encode("odd\\udcff")
 
 

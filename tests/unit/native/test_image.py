@@ -13,7 +13,7 @@ from holdfast._engine.images import ImageFiles
 from holdfast._native import file_layout as image_module
 from holdfast._native import packer
 from holdfast._native.file_layout import Image
-from holdfast._native.header import header_entry_bytes
+from holdfast._native.index import header_entry_bytes
 from holdfast._native.packer import Chunk, DataFile, Packer
 from holdfast._staging import copies
 from holdfast._staging.copies import HostCopier

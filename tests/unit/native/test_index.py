@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from holdfast._native.header import HEADER_ALIGNMENT, HeaderEntry, encode_header
-from holdfast._native.index import INDEX_METADATA, ChunkIndex, check_index, decode_index, encode_index, file_digest
+from holdfast._native.index import (
+    HEADER_ALIGNMENT,
+    INDEX_METADATA,
+    ChunkIndex,
+    HeaderEntry,
+    check_index,
+    decode_index,
+    encode_header,
+    encode_index,
+    file_digest,
+)
 from holdfast._native.manifest import FileEntry, TensorEntry
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest, to_hex
 from holdfast.errors import CorruptError, InternalError

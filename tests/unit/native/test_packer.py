@@ -12,8 +12,7 @@ from safetensors import safe_open
 
 import holdfast
 from holdfast._io.direct import ALIGNMENT
-from holdfast._native.header import decode_header, header_entry_bytes
-from holdfast._native.index import file_digest
+from holdfast._native.index import decode_header, file_digest, header_entry_bytes
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import Buffer

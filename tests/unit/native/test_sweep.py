@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._io import directory as io_directory
 from holdfast._io import locks
 from holdfast._native import sweep as sweep_module
 from holdfast._native.sweep import Leftover, sweep
@@ -190,16 +189,16 @@ def test_a_directory_exchanged_for_a_link_meanwhile_is_not_followed(
 ) -> None:
     plant(tmp_path / "outside", *DEAD)
     plant(tmp_path / "root" / "step", *DEAD)
-    real = io_directory.Directory.names
+    real = locks.Directory.names
 
-    def exchanging(self: io_directory.Directory) -> list[str]:
+    def exchanging(self: locks.Directory) -> list[str]:
         names = real(self)
         if names and names[0].startswith("data-") and not (tmp_path / "root" / "step").is_symlink():
             os.rename(tmp_path / "root" / "step", tmp_path / "moved")
             (tmp_path / "root" / "step").symlink_to(tmp_path / "outside")
         return names
 
-    monkeypatch.setattr(io_directory.Directory, "names", exchanging)
+    monkeypatch.setattr(locks.Directory, "names", exchanging)
     sweep(tmp_path / "root", delete=True)
     assert sorted(os.listdir(tmp_path / "outside")) == sorted(DEAD)
     assert os.listdir(tmp_path / "moved") == []

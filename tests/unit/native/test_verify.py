@@ -15,8 +15,7 @@ import holdfast
 from holdfast._io.direct import InputFile
 from holdfast._native import file_layout as work
 from holdfast._native.catalog import read_catalog
-from holdfast._native.header import HeaderEntry, encode_header
-from holdfast._native.index import ChunkIndex, encode_index, file_digest
+from holdfast._native.index import ChunkIndex, HeaderEntry, encode_header, encode_index, file_digest
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, TensorEntry, WriterEntry, encode_manifest
 from holdfast._native.verify import Damage, verify_checkpoint
 from holdfast._values.digest import digest, to_hex

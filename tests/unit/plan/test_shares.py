@@ -1,4 +1,4 @@
-"""Bytes poured like water: over hosts, then over the ranks of each."""
+"""Bytes evened out: over hosts, then over the ranks of each."""
 
 from __future__ import annotations
 

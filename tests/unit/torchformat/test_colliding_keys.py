@@ -111,7 +111,7 @@ def test_honest_files_are_left_alone(zipped: bool, tmp_path: Path) -> None:
     with open(tmp_path / "a.pt", "rb") as stream:
         weigh(stream, what="it")  # type: ignore[arg-type]
         assert stream.tell() == 0
-    found = read_pt(tmp_path / "a.pt").state
+    found = read_pt(tmp_path / "a.pt")
     assert {key: found[key] for key in ("sets", "counter", "ordered", "again", "many")} == {
         key: honest()[key] for key in ("sets", "counter", "ordered", "again", "many")
     }

@@ -38,17 +38,3 @@ def test_a_child_resets_what_modules_hold(monkeypatch):
 def test_an_object_that_is_gone_is_not_asked():
     Holder()
     assert in_child(lambda: True)
-
-
-def test_what_is_never_destroyed_outlives_its_last_name():
-    class Loud:
-        def __del__(self) -> None:
-            os._exit(3)
-
-    child = os.fork()
-    if child == 0:
-        loud = Loud()
-        forks.never_destroy(loud)
-        del loud
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
