@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from holdfast._state.modes import collector_paused
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,7 +29,6 @@ from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, Members,
 from holdfast._save_plan.local import properties_of
 from holdfast._save_plan.rounds import plan_save
 from holdfast._save_plan.together import chosen_columns
-from holdfast._state.modes import collector_paused
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.box import Split
 from holdfast._values.digest import block_counts, name_words
