@@ -38,6 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 import holdfast
 from disk import empty_folder, prepare_raw, require_space, write_raw
 from holdfast._async_saver import AsyncCheckpointerType, AsyncSave, async_save, prewarm, release
+from holdfast._staging.copies import Mode
 from machine import describe_machine
 from states import (
     Shapes,
@@ -220,12 +221,12 @@ class Bench:
         if wrong:
             raise SystemExit(f"{len(wrong)} tensors differ from what was saved, first {wrong[0]!r}")
 
-    def save(self, name: str, *, is_checked: bool = False, **options: Any) -> None:
+    def save(self, name: str, *, is_checked: bool = False, stage: Mode = "copy", prove: bool = False) -> None:
         """One asynchronous save: seconds that it blocks, until it is staged, until it is durable."""
         checkpoint = empty_folder(self.folder / "checkpoint")
         self.device.synchronize()
         start = time.perf_counter()
-        handle = async_save(self.state, checkpoint, **options)
+        handle = async_save(self.state, checkpoint, options=holdfast.SaveOptions(stage=stage, prove=prove))
         self.note(f"{name} blocks", time.perf_counter() - start)
         handle.wait_staged()
         self.note(f"{name} staged", time.perf_counter() - start)
@@ -272,7 +273,9 @@ class Bench:
             for stage in ("copy", "overlap") * max(1, self.rounds - 1):
                 alone += steps.for_seconds(2.0)
                 checkpoint = empty_folder(self.folder / "checkpoint")
-                handle = async_save(self.state, checkpoint, stage=stage, async_checkpointer_type=kind)
+                handle = async_save(
+                    self.state, checkpoint, async_checkpointer_type=kind, options=holdfast.SaveOptions(stage=stage)
+                )
                 found = steps.beside(handle)
                 handle.result()
                 shutil.rmtree(checkpoint)

@@ -101,14 +101,14 @@ class Operation:
     changes: bool = False
 
 
-def _save(place: Place, *, writes: str, in_background: bool = False, **options: Any) -> None:
+def _save(place: Place, *, writes: str, in_background: bool = False, **arguments: Any) -> None:
     path: Path = getattr(place, writes)
-    options["storage_writer"] = {"native": holdfast.NativeWriter, "torch": holdfast.FileSystemWriter}[writes](path)
+    arguments["storage_writer"] = {"native": holdfast.NativeWriter, "torch": holdfast.FileSystemWriter}[writes](path)
     state = state_of(3 - place.versions[path])
     if not in_background:
-        holdfast.save(state, **options)
+        holdfast.save(state, **arguments)
         return
-    handle = holdfast.async_save(state, **options)
+    handle = holdfast.async_save(state, **arguments)
     handle.wait_staged()
     handle.result()
 
@@ -167,8 +167,8 @@ def _release(place: Place) -> None:
     holdfast.release()
 
 
-def _saving(writes: str, **options: Any) -> Operation:
-    return Operation(partial(_save, writes=writes, **options), writes=writes)
+def _saving(writes: str, **arguments: Any) -> Operation:
+    return Operation(partial(_save, writes=writes, **arguments), writes=writes)
 
 
 def _converting(source: str, target: str, to: str) -> Operation:
@@ -178,9 +178,11 @@ def _converting(source: str, target: str, to: str) -> Operation:
 OPERATIONS = {
     "save": _saving("native"),
     "async_save": _saving("native", in_background=True),
-    "async_save, overlap": _saving("native", in_background=True, stage="overlap"),
+    "async_save, overlap": _saving("native", in_background=True, options=holdfast.SaveOptions(stage="overlap")),
     "async_save, process": _saving("native", in_background=True, async_checkpointer_type=_PROCESS),
-    "async_save, streaming": _saving("native", in_background=True, max_host_bytes=1 << 21),
+    "async_save, streaming": _saving(
+        "native", in_background=True, options=holdfast.SaveOptions(max_host_bytes=1 << 21)
+    ),
     "prewarm": Operation(_prewarm),
     "prewarm, process": Operation(partial(_prewarm, async_checkpointer_type=_PROCESS)),
     "release": Operation(_release),

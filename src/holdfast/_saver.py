@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,7 +15,8 @@ from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast._ranks.rendezvous import DEADLINE_S, host_name, mesh_rank, participants
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
-from holdfast._staging.one_at_a_time import TURNS
+from holdfast._staging.copies import Mode
+from holdfast._staging.one_at_a_time import TURNS, OnProgress
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._torch_format.remote import FsspecWriter, is_remote
@@ -38,6 +39,13 @@ ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
 """How ranks compare what they have in common, or the keys of which they need not have the same."""
 
 
+_CHOICES = {
+    "stage": ("copy", "overlap", "device"),
+    "when_busy": ("wait", "raise"),
+    "at_exit": ("finish", "abandon"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How to save, beyond what torch's parameters say.
@@ -48,13 +56,41 @@ class SaveOptions:
             Keys, or patterns of them, may differ, and all else is compared by a sample. Buffers of modules always may:
             the lowest rank's are saved, and ``differing`` of the metadata tells.
         deadline_s: seconds without progress after which a rank that others wait for is given up.
+
+    For ``async_save`` alone:
+
+    Attributes:
+        stage: "copy" returns when the snapshot is complete. "overlap" returns at once, and the copies run beside the
+            training: nothing of the state may be changed before ``handle.wait_staged()``, or the step of an optimizer
+            under ``guard``. "device" clones the state on its device, if there is room, and copies it from there.
+        copy_now: with "overlap", keys (or what keys begin with) that are copied before ``async_save`` returns.
+        max_host_bytes: the most host memory for the snapshot. A larger state streams through it: then ``async_save``
+            returns only when the last byte is copied, most of the others being on disk by then.
+        when_busy: whether to wait while the save before is under way, or to raise BusyError.
+        at_exit: whether the interpreter waits for the save when it ends, or abandons it and removes what is there.
+        prove: take a fingerprint of every tensor now, where it is, and compare it with what was written.
+        warn_unchanged: log a warning for tensors that are just as they were at the save before: False for none, or the
+            keys to look at; those for which an optimizer has state by default.
+        progress: "terminal" for a progress bar, or what to call with the handle when something has changed.
     """
 
     allow_pickle: bool = False
     replica_check: ReplicaCheck = "sample"
     deadline_s: float = DEADLINE_S
+    stage: Mode = "copy"
+    copy_now: Sequence[str] = ()
+    max_host_bytes: int | None = None
+    when_busy: Literal["wait", "raise"] = "wait"
+    at_exit: Literal["finish", "abandon"] = "finish"
+    prove: bool = False
+    warn_unchanged: bool | Sequence[str] = True
+    progress: Literal["terminal"] | OnProgress | None = None
 
     def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name} is one of {choices}, not {getattr(self, name)!r}")
         if isinstance(self.replica_check, str) and self.replica_check not in ("sample", "all", "off"):
             raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {self.replica_check!r}")
         if not self.deadline_s > 0:
@@ -190,7 +226,7 @@ def save_with(
 def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
     writer, planner = saving.writer, saving.planner
     try:
-        plan = saving.plan(state, before=TURNS.settle)
+        plan = saving.plan(state, before=TURNS.finish)
         metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
     except BaseException:
         writer.abandon()

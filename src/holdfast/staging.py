@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from holdfast._native.file_layout import Copy
 from holdfast._process import forget_in_child
-from holdfast._staging.copies import Mode, Staging
-from holdfast._staging.memory import CUDA, HostMemory, Region
+from holdfast._staging.copies import Staging
+from holdfast._staging.memory import HostMemory, Region
 from holdfast._state.nested import tuple_like
 from holdfast._state.tensor_bytes import source_of
 from holdfast.metadata import STATE_DICT_TYPE
@@ -86,31 +86,28 @@ class DefaultStager(AsyncStager):
         )
         self._under_way: Future[STATE_DICT_TYPE] | None = None
 
-    def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+    def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: object) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
         """A copy of ``state_dict`` in host memory; a future of it when staging asynchronously."""
         if self._memory is None:
             raise RuntimeError("the stager is closed; make another")
-        copied = _Copied(state_dict, self._memory, is_shared=self._config.use_shared_memory)
-        mode: Mode = "overlap" if self._executor is not None else "copy"
-        staging = Staging(copied.copies, copied.region, mode=mode, accelerator=CUDA)
+        copied, copies, region = _copied(state_dict, self._memory, is_shared=self._config.use_shared_memory)
+        staging = Staging(copies, region, mode="copy" if self._executor is None else "overlap")
         staging.begin()
         if self._executor is None:
-            return copied.state
+            return copied
 
         def finish() -> STATE_DICT_TYPE:
             staging.finish()
-            return copied.state
+            return copied
 
         self._under_way = self._executor.submit(finish)
         return self._under_way
 
     def synchronize_staging(self) -> None:
-        """Return when what was staged last is complete."""
         if self._under_way is not None:
             self._under_way.result()
 
     def close(self) -> None:
-        """Give the memory back."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         memory, self._memory = self._memory, None
@@ -133,71 +130,66 @@ class BlockingAsyncStager(AsyncStager):
         self._memory = HostMemory()
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        """A copy of ``state_dict`` in host memory."""
         memory = self._memory if self.cache_staged_state_dict else HostMemory()
-        copied = _Copied(state_dict, memory, is_shared=False)
-        Staging(copied.copies, copied.region, mode="copy", accelerator=CUDA).begin()
+        copied, copies, region = _copied(state_dict, memory, is_shared=False)
+        Staging(copies, region, mode="copy").begin()
         if not self.cache_staged_state_dict:
-            copied.region.unpin()  # from here on the memory belongs to the tensors alone
-        return copied.state
+            region.unpin()  # from here on the memory belongs to the tensors alone
+        return copied
 
     def synchronize_staging(self) -> None:
         """Nothing: ``stage`` returns when all is copied."""
 
     def close(self) -> None:
-        """Give the memory back."""
         self._memory.close()
 
 
-class _Copied:
-    """``state`` is a copy whose tensors lie in ``region``, as soon as ``copies`` are done.
+def _copied(
+    state: Mapping[str, object], memory: HostMemory, *, is_shared: bool
+) -> tuple[STATE_DICT_TYPE, list[Copy], Region]:
+    """A copy of ``state`` whose tensors lie in the region, as soon as the copies are done.
 
     What shares memory whole, such as tied weights, still does; what is a view has only its own elements. Values are
     copied at once.
     """
-
-    def __init__(self, state: Mapping[Any, Any], memory: HostMemory, *, is_shared: bool) -> None:
-        self._places: dict[tuple[object, ...], tuple[torch.Tensor, int]] = {}
-        self._end = 0
-        self._reserve(state)
-        self.region: Region = memory.region(self._end, is_shared=is_shared)
-        self.copies = [Copy(str(at), source_of(tensor, is_ordered=True), at) for tensor, at in self._places.values()]
-        self.state: STATE_DICT_TYPE = self._copy(state)
-
-    def _reserve(self, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for entry in value.values():
-                self._reserve(entry)
-        elif isinstance(value, (list, tuple)):
-            for entry in value:
-                self._reserve(entry)
-        elif isinstance(value, torch.Tensor):
-            local = _plain(value)
-            if local is not None and _memory(local) not in self._places:
-                self._places[_memory(local)] = local, self._end
-                self._end += -(-local.numel() * local.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._copy(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            entries = [self._copy(entry) for entry in value]
-            return entries if isinstance(value, list) else tuple_like(value, entries)
-        return self._copy_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    places: dict[tuple[object, ...], tuple[torch.Tensor, int]] = {}
+    end = 0
+    for tensor in _tensors(state):
         local = _plain(tensor)
+        if local is not None and _memory(local) not in places:
+            places[_memory(local)] = local, end
+            end += -(-local.numel() * local.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    region = memory.region(end, is_shared=is_shared)
+    copies = [Copy(str(at), source_of(tensor, is_ordered=True), at) for tensor, at in places.values()]
+
+    def copied(value: object) -> object:
+        if isinstance(value, Mapping):
+            return {key: copied(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            entries = [copied(entry) for entry in value]
+            return entries if isinstance(value, list) else tuple_like(value, entries)
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        local = _plain(value)
         if local is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch's, at every touch of a ShardedTensor
-                return tensor.detach().cpu().clone()
-        _, at = self._places[_memory(local)]
-        staged = self.region.tensor_at(at, local.dtype, local.shape)
-        if _is_distributed(tensor):
-            distributed: Any = tensor
-            rebuilt = type(distributed)(staged, distributed._spec, requires_grad=tensor.requires_grad)
-            return cast(torch.Tensor, rebuilt)
-        return staged.requires_grad_(tensor.requires_grad)
+                return value.detach().cpu().clone()
+        staged = region.tensor_at(places[_memory(local)][1], local.dtype, local.shape)
+        if _is_distributed(value):
+            make: Callable[..., torch.Tensor] = type(value)
+            return make(staged, value._spec, requires_grad=value.requires_grad)  # type: ignore[attr-defined]
+        return staged.requires_grad_(value.requires_grad)
+
+    return {key: copied(entry) for key, entry in state.items()}, copies, region
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(entry)
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
@@ -205,9 +197,9 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor" and type(tensor).__module__.startswith("torch.distributed.")
 
 
-def _plain(tensor: Any) -> torch.Tensor | None:
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor with the bytes that this rank has; None for a kind that knows best itself how to be copied."""
-    local: torch.Tensor = tensor._local_tensor if _is_distributed(tensor) else tensor
+    local: torch.Tensor = tensor._local_tensor if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     is_plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
     return local.detach() if is_plain and not local.is_quantized and not local.is_meta else None
 

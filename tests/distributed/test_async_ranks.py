@@ -43,7 +43,12 @@ def save_four_times(path: str, stage: str, kind: AsyncCheckpointerType) -> list[
         weight.to_local().fill_(number)
         replicated.fill_(number)
         state = {"weight": weight, "replicated": replicated, "step": number}
-        handle = async_save(state, f"{path}/{number}", stage=stage, async_checkpointer_type=kind, prove=True)  # type: ignore[arg-type]
+        handle = async_save(
+            state,
+            f"{path}/{number}",
+            async_checkpointer_type=kind,
+            options=holdfast.SaveOptions(stage=stage, prove=True),
+        )  # type: ignore[arg-type]
         handle.fence()
         handles.append(handle)
     keys = [len(handle.result().state_dict_metadata) for handle in handles]
@@ -168,14 +173,14 @@ def refuse_while_busy(path: str) -> str:
     try:
         handle = async_save({"a": sharded(1.0)}, f"{path}/first")
         try:
-            async_save({"a": sharded(2.0)}, f"{path}/second", when_busy="raise")
+            async_save({"a": sharded(2.0)}, f"{path}/second", options=holdfast.SaveOptions(when_busy="raise"))
         except BusyError as error:
             said = str(error)
         allowed.set()
         handle.result()
     finally:
         ImageFiles.write = write  # type: ignore[method-assign]
-    TURNS.settle()
+    TURNS.finish()
     release()
     return said
 

@@ -36,8 +36,9 @@ def save(path: str, *, deadline_s: float = 120.0, **arguments: Any) -> None:
     holdfast.save(state(1), path, options=holdfast.SaveOptions(deadline_s=deadline_s), **arguments)
 
 
-def save_behind(path: str, **options: Any) -> None:
-    holdfast.async_save(state(1), path, **options).result()
+def save_behind(path: str, *, deadline_s: float = 120.0, **arguments: Any) -> None:
+    options = holdfast.SaveOptions(deadline_s=deadline_s)
+    holdfast.async_save(state(1), path, options=options, **arguments).result()
 
 
 def load(path: str, **options: Any) -> None:
@@ -62,7 +63,7 @@ def works_again(folder: str, name: str) -> bool:
     holdfast.save(state(2), path, options=holdfast.SaveOptions(deadline_s=math.inf))
     found = state(0)
     holdfast.load(found, path, deadline_s=math.inf)
-    holdfast.async_save(state(3), path, deadline_s=math.inf).result()
+    holdfast.async_save(state(3), path, options=holdfast.SaveOptions(deadline_s=math.inf)).result()
     again = state(0)
     holdfast.load(again, path, deadline_s=math.inf)
     mine = f"of rank {dist.get_rank()}"
@@ -101,7 +102,7 @@ class _Interrupted:
 
 
 PLACES = [
-    ("participants", "participants"),
+    ("rendezvous", "participants"),
     ("rendezvous", "connect"),
     ("channel_ranks", "__enter__"),
     ("channel", "enter"),
@@ -113,12 +114,12 @@ PLACES = [
     ("channel_ranks", "_reply"),
     ("channel_ranks", "__exit__"),
     ("channel_ranks", "_see_received"),
-    ("exposure", "_exposed"),
+    ("stateful_values", "_exposed"),
     ("rounds", "said_first"),
     ("writer", "write_data"),
     ("publish", "publish"),
     ("reader", "read_data"),
-    ("exposure", "hand_back"),
+    ("stateful_values", "hand_back"),
 ]
 
 
@@ -158,7 +159,7 @@ def arguments_of_one(folder: str, rank: int) -> Any:
     calls: list[Callable[[], object]] = [
         lambda: save(path, user_metadata={} if not is_it else None, storage_writer=_odd(is_it)),
         lambda: load(path, share="nobody" if is_it else "host"),
-        lambda: save_behind(path, stage="later" if is_it else "copy"),
+        lambda: save_behind(path, async_checkpointer_type="nobody" if is_it else "thread"),
         lambda: save(path, planner=_FailingSave() if is_it else None),
         lambda: load(path, planner=_FailingLoad() if is_it else None),
         lambda: save_behind(path, planner=_FailingSave() if is_it else None),

@@ -113,7 +113,7 @@ def test_a_busy_rank_stops_soon_after_another_has_failed(pool: Any, tmp_path: Pa
 def async_save_while_another_fails(path: str, when: str) -> tuple[str, int]:
     """Rank 0 fails when it stages or writes; rank 1 is slow at that. What each was told, and how often it was at it."""
     rank = torch.distributed.get_rank()
-    name = "holdfast._staging.copies.HostCopier._copy_part" if when == "staging" else "os.pwrite"
+    name = "holdfast._staging.copies.HostCopier._copy_pieces" if when == "staging" else "os.pwrite"
     call = pkgutil.resolve_name(name)
     in_turn, seen = threading.Lock(), itertools.count()
 
@@ -153,7 +153,11 @@ def stage_for_too_long(path: str) -> str:
     given_up, rank = GivenUp(path), torch.distributed.get_rank()
     stager = _StandingStager(given_up) if rank == 1 else BlockingAsyncStager()
     state = {f"of rank {rank}": torch.ones(9)}
-    return given_up.told_by(lambda: holdfast.async_save(state, path, async_stager=stager, deadline_s=4.0).result())
+    return given_up.told_by(
+        lambda: holdfast.async_save(
+            state, path, async_stager=stager, options=holdfast.SaveOptions(deadline_s=4.0)
+        ).result()
+    )
 
 
 def test_a_stager_that_others_give_up_is_named_with_what_to_raise(pool: Any, tmp_path: Path) -> None:
@@ -215,7 +219,9 @@ def hang_in_a_call(path: str, operation: str) -> str:
         return given_up.told_by(
             {
                 "save": lambda: holdfast.save(state, path, options=holdfast.SaveOptions(deadline_s=DEADLINE_S)),
-                "async_save": lambda: holdfast.async_save(state, path, deadline_s=DEADLINE_S).result(),
+                "async_save": lambda: holdfast.async_save(
+                    state, path, options=holdfast.SaveOptions(deadline_s=DEADLINE_S)
+                ).result(),
                 "load": lambda: holdfast.load(state, path, deadline_s=DEADLINE_S),
             }[operation]
         )

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._background import BackgroundThread
 from holdfast._native.packer import Packer
 from holdfast._native.sweep import sweep
 from holdfast._staging.one_at_a_time import TURNS
@@ -83,8 +84,8 @@ def test_a_save_leaves_no_file_and_no_lock(tmp_path: Path, way: str) -> None:
             holdfast.async_save(STATE, tmp_path).result()
 
     files = ("_io/", "_native/publish.py", "_native/writer.py", "_native/publish.py", "_native/packer.py", "_saver.py")
-    assert interrupt_everywhere(save, *files, "_async_saver.py", "_staging/", "_process.py") > 200
-    TURNS.settle()
+    assert interrupt_everywhere(save, *files, "_async_saver.py", "_background.py", "_staging/", "_process.py") > 200
+    TURNS.finish()
     assert len(names(tmp_path)) == 3
     assert not sweep(tmp_path).leftovers
     save()
@@ -102,8 +103,8 @@ def test_a_writer_process_is_not_left_running(tmp_path: Path) -> None:
         holdfast.async_save(STATE, tmp_path, async_checkpointer_type=PROCESS).result()
         holdfast.release()
 
-    assert interrupt_everywhere(save, "_staging/process.py", "_staging/one_at_a_time.py") > 20
-    TURNS.settle()
+    assert interrupt_everywhere(save, "_staging/process.py", "_staging/one_at_a_time.py", "_background.py") > 20
+    TURNS.finish()
     save()
 
 
@@ -170,15 +171,19 @@ def test_a_save_whose_caller_was_interrupted_before_all_was_copied_is_given_up(t
         assert goes_on.wait(300)
         fill(packer, *details)
 
-    def interrupted(*_: object) -> None:
+    start = BackgroundThread.start
+
+    def start_and_interrupt(*details: Any) -> None:
+        start(*details)
         assert is_reached.wait(300)
         raise KeyboardInterrupt
 
-    with mock.patch.object(Packer, "_fill", slow_fill), mock.patch("holdfast._async_saver._catch_up", interrupted):
+    patched_start = mock.patch.object(BackgroundThread, "start", start_and_interrupt)
+    with mock.patch.object(Packer, "_fill", slow_fill), patched_start:
         with pytest.raises(KeyboardInterrupt):
-            holdfast.async_save(STATE, tmp_path, max_host_bytes=1)
+            holdfast.async_save(STATE, tmp_path, options=holdfast.SaveOptions(max_host_bytes=1))
         goes_on.set()
-        TURNS.settle()  # and it has no error to tell: the caller knows
+        TURNS.finish()  # and it has no error to tell: the caller knows
     assert holdfast.load(tmp_path)["step"] == 1
     assert len(names(tmp_path)) == 3
 

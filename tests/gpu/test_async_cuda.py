@@ -77,7 +77,12 @@ def test_the_checkpoint_is_the_state_at_the_call(tmp_path: Path, stage: Any, kin
     state = many_kinds()
     for number in range(2):
         expected = expected_of(state)
-        handle = async_save(state, tmp_path / str(number), stage=stage, async_checkpointer_type=kind, prove=True)
+        handle = async_save(
+            state,
+            tmp_path / str(number),
+            async_checkpointer_type=kind,
+            options=holdfast.SaveOptions(stage=stage, prove=True),
+        )
         handle.fence()
         spoil(state)
         handle.result()
@@ -96,7 +101,7 @@ def test_what_the_callers_stream_has_queued_comes_first_and_what_it_queues_later
         torch.cuda._sleep(500_000_000)
         for tensor in state.values():
             tensor.fill_(7.0)
-        handle = async_save(state, tmp_path / "checkpoint", stage=stage)
+        handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage=stage))
         handle.fence()
         for tensor in state.values():
             tensor.fill_(1.0)
@@ -113,7 +118,9 @@ def test_a_guarded_optimizer_steps_after_the_copies(tmp_path: Path) -> None:
         model(random(4, 8000, seed=number)).square().sum().backward()
         expected = model.weight.detach().clone()
         handle = async_save(
-            {"model": model, "optimizer": optimizer}, tmp_path / str(number), stage="overlap", prove=True
+            {"model": model, "optimizer": optimizer},
+            tmp_path / str(number),
+            options=holdfast.SaveOptions(stage="overlap", prove=True),
         )
         optimizer.step()
         optimizer.zero_grad()
@@ -142,7 +149,9 @@ def test_tensors_that_are_named_are_copied_at_once(tmp_path: Path, monkeypatch: 
     allowed = late_copies(monkeypatch)
     state = {"weight": random(5_000_000), "ema": {"weight": random(5_000_000, seed=1)}}
     expected = {"weight": state["weight"].cpu(), "ema": state["ema"]["weight"].cpu()}
-    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", copy_now=["ema"], prove=True)
+    handle = async_save(
+        state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap", copy_now=["ema"], prove=True)
+    )
     state["ema"]["weight"].zero_()
     torch.cuda.synchronize()
     allowed.set()
@@ -155,7 +164,7 @@ def test_tensors_that_are_named_are_copied_at_once(tmp_path: Path, monkeypatch: 
 def test_the_proof_finds_a_tensor_that_was_changed_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = late_copies(monkeypatch)
     state = {"good": random(5_000_000), "early": random(5_000_000, seed=1)}
-    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", prove=True)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap", prove=True))
     state["early"][4_999_999] += 1
     torch.cuda.synchronize()
     allowed.set()
@@ -167,12 +176,12 @@ def test_the_proof_finds_a_tensor_that_was_changed_too_early(tmp_path: Path, mon
 @pytest.mark.parametrize("stage", ["copy", "overlap"])
 def test_copies_take_no_memory_of_the_device(tmp_path: Path, stage: Any) -> None:
     state = {"rows": random(16_000, 16_000, dtype=torch.bfloat16), "columns": random(8_000, 16_000).T}
-    async_save(state, tmp_path / "first", stage=stage).result()
+    async_save(state, tmp_path / "first", options=holdfast.SaveOptions(stage=stage)).result()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
-    async_save(state, tmp_path / "second", stage=stage).result()
+    async_save(state, tmp_path / "second", options=holdfast.SaveOptions(stage=stage)).result()
     assert torch.cuda.max_memory_allocated() - before <= 64 * MIB
     assert free - torch.cuda.mem_get_info()[0] <= 64 * MIB
 
@@ -184,7 +193,7 @@ def test_without_room_for_a_clone_the_state_is_copied(
     expected = expected_of(state)
     monkeypatch.setattr(accelerator, "_ROOM_LEFT", 1 << 50)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        handle = async_save(state, tmp_path / "checkpoint", stage="device")
+        handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="device"))
     assert "no room for a clone" in caplog.text
     assert handle.staging_completion.done()
     spoil(state)
@@ -195,7 +204,7 @@ def test_without_room_for_a_clone_the_state_is_copied(
 def test_a_bounded_snapshot_streams(tmp_path: Path) -> None:
     state = {str(number): random(10_000_000, seed=number) for number in range(8)}
     expected = expected_of(state)
-    handle = async_save(state, tmp_path / "checkpoint", max_host_bytes=64 * MIB)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(max_host_bytes=64 * MIB))
     assert handle.staging_completion.done()
     spoil(state)
     handle.result()
@@ -248,7 +257,7 @@ def test_steps_go_on_while_a_save_is_written(tmp_path: Path) -> None:
     prewarm(state)
     torch.cuda._sleep(1_000_000_000)  # half a second of work on the caller's stream
     busy = torch.cuda.current_stream().record_event()
-    handle = async_save(state, tmp_path / "checkpoint", stage="overlap")
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap"))
     assert not busy.query(), "the call waited for the device"
     handle.result()
     assert_stored(tmp_path / "checkpoint", expected_of(state))

@@ -21,7 +21,7 @@ STATE = {"w": torch.ones(3)}
 def test_a_deadline_is_positive(tmp_path: Path, deadline_s: float) -> None:
     calls: list[Callable[[], object]] = [
         lambda: holdfast.save(STATE, tmp_path / "a", options=holdfast.SaveOptions(deadline_s=deadline_s)),
-        lambda: holdfast.async_save(STATE, tmp_path / "a", deadline_s=deadline_s),
+        lambda: holdfast.async_save(STATE, tmp_path / "a", options=holdfast.SaveOptions(deadline_s=deadline_s)),
         lambda: holdfast.load(dict(STATE), tmp_path / "a", deadline_s=deadline_s),
     ]
     for call in calls:
@@ -32,7 +32,7 @@ def test_a_deadline_is_positive(tmp_path: Path, deadline_s: float) -> None:
 
 def test_there_may_be_no_deadline(tmp_path: Path) -> None:
     holdfast.save(STATE, tmp_path / "a", options=holdfast.SaveOptions(deadline_s=math.inf))
-    holdfast.async_save(STATE, tmp_path / "b", deadline_s=math.inf).result()
+    holdfast.async_save(STATE, tmp_path / "b", options=holdfast.SaveOptions(deadline_s=math.inf)).result()
     holdfast.load(dict(STATE), tmp_path / "a", deadline_s=math.inf)
 
 
@@ -63,7 +63,7 @@ def test_a_path_is_text(tmp_path: Path) -> None:
 def test_replicas_are_compared_in_three_ways(tmp_path: Path, replica_check: Any) -> None:
     calls: list[Callable[[], object]] = [
         lambda: holdfast.save(STATE, tmp_path / "a", options=holdfast.SaveOptions(replica_check=replica_check)),
-        lambda: holdfast.async_save(STATE, tmp_path / "a", replica_check=replica_check),
+        lambda: holdfast.async_save(STATE, tmp_path / "a", options=holdfast.SaveOptions(replica_check=replica_check)),
         lambda: holdfast.DefaultSavePlanner(replica_check=replica_check),
     ]
     for call in calls:

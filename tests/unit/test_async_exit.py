@@ -32,7 +32,8 @@ if __name__ == "__main__":  # a process that imported this again would have no e
     if kind == "thread":
         ImageFiles.write = write_late
     state = {"a": torch.arange(3_000_000.0), "step": 3}
-    handle = async_save(state, path, at_exit=at_exit, async_checkpointer_type=AsyncCheckpointerType(kind))
+    options = holdfast.SaveOptions(at_exit=at_exit)
+    handle = async_save(state, path, async_checkpointer_type=AsyncCheckpointerType(kind), options=options)
     state["a"].zero_()
     print(handle.done() if kind == "thread" else "begun")
 """

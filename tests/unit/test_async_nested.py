@@ -50,7 +50,9 @@ def test_a_progress_callback_may_save(tmp_path: Path) -> None:
         phases.append(handle.phase)
         holdfast.save({"inner": 1}, tmp_path / "inner")
 
-    holdfast.async_save({"step": 1, "weight": torch.ones(100)}, tmp_path / "outer", progress=save).result()
+    holdfast.async_save(
+        {"step": 1, "weight": torch.ones(100)}, tmp_path / "outer", options=holdfast.SaveOptions(progress=save)
+    ).result()
     assert "writing" in phases
     assert phases[-1] == "published"
     assert holdfast.load(tmp_path / "inner") == {"inner": 1}

@@ -40,7 +40,7 @@ TIMEOUT_S = 300
 def nothing_left() -> Iterator[None]:
     yield
     with contextlib.suppress(holdfast.CheckpointError):
-        TURNS.settle()
+        TURNS.finish()
     release()
 
 
@@ -100,7 +100,12 @@ def assert_is(path: Path, seed: int = 0) -> None:
 def test_what_is_changed_after_the_snapshot_is_not_in_the_checkpoint(tmp_path: Path, stage: Any, kind: Any) -> None:
     for seed in range(2):
         state = state_of(seed)
-        handle = async_save(state, tmp_path / str(seed), stage=stage, async_checkpointer_type=kind, prove=True)
+        handle = async_save(
+            state,
+            tmp_path / str(seed),
+            async_checkpointer_type=kind,
+            options=holdfast.SaveOptions(stage=stage, prove=True),
+        )
         handle.fence()
         spoil(state)
         metadata = handle.result()
@@ -142,7 +147,9 @@ def test_user_metadata_is_copied_too(tmp_path: Path) -> None:
 def test_a_state_over_the_bound_streams_through_few_buffers(tmp_path: Path) -> None:
     state = {str(number): torch.randn(2_500_000) for number in range(10)}
     expected = {key: tensor.clone() for key, tensor in state.items()}
-    handle = async_save(state, tmp_path / "checkpoint", max_host_bytes=33 << 20, stage="overlap")
+    handle = async_save(
+        state, tmp_path / "checkpoint", options=holdfast.SaveOptions(max_host_bytes=33 << 20, stage="overlap")
+    )
     assert handle.staging_completion.done()
     for tensor in state.values():
         tensor.zero_()
@@ -180,7 +187,11 @@ def test_prewarm_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_handle_is_a_future_and_torchs_response(tmp_path: Path) -> None:
     phases: list[str] = []
-    handle = async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", progress=lambda it: phases.append(it.phase))
+    handle = async_save(
+        {"a": torch.ones(3)},
+        tmp_path / "checkpoint",
+        options=holdfast.SaveOptions(progress=lambda it: phases.append(it.phase)),
+    )
     assert isinstance(handle, Future)
     assert isinstance(handle, AsyncSaveResponse)
     assert handle.staging_completion.result() is None
@@ -199,26 +210,28 @@ def test_a_broken_progress_callback_does_not_break_the_save(tmp_path: Path, capl
         calls.append(handle.phase)
         raise ValueError("broken")
 
-    async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", progress=fails).result()
+    async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", options=holdfast.SaveOptions(progress=fails)).result()
     assert calls == ["staging"]
     assert "progress callback" in caplog.text
 
 
 def test_progress_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", progress="terminal").result()
+    async_save(
+        {"a": torch.ones(3)}, tmp_path / "checkpoint", options=holdfast.SaveOptions(progress="terminal")
+    ).result()
     assert "checkpoint: published" in capsys.readouterr().err
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     for options in ({"stage": "later"}, {"when_busy": "skip"}, {"at_exit": "hang"}):
         with pytest.raises(ValueError, match="is one of"):
-            async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", **options)  # type: ignore[arg-type]
+            holdfast.SaveOptions(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="checkpoint_id"):
         async_save({"a": torch.ones(3)})
     with pytest.raises(InvalidStateError, match="'b'"):
         async_save({"b": object()}, tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
-    async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", when_busy="raise").result()
+    async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", options=holdfast.SaveOptions(when_busy="raise")).result()
 
 
 # One after the other.
@@ -248,7 +261,7 @@ def test_a_second_save_is_refused_or_waits_while_one_is_written(
     assert gate.entered.wait(TIMEOUT_S)
     assert first.phase == "writing"
     with pytest.raises(BusyError, match="still writing"):
-        async_save(state_of(2), tmp_path / "refused", when_busy="raise")
+        async_save(state_of(2), tmp_path / "refused", options=holdfast.SaveOptions(when_busy="raise"))
     second: list[AsyncSave] = []
     thread = threading.Thread(target=lambda: second.append(async_save(state_of(2), tmp_path / "second")))
     thread.start()
@@ -277,7 +290,9 @@ def test_a_done_callback_may_save(tmp_path: Path) -> None:
     following: Future[AsyncSave] = Future()
 
     def save_again(handle: Future[Any]) -> None:
-        following.set_result(async_save({"a": torch.ones(3)}, tmp_path / "second", when_busy="raise"))
+        following.set_result(
+            async_save({"a": torch.ones(3)}, tmp_path / "second", options=holdfast.SaveOptions(when_busy="raise"))
+        )
 
     async_save({"a": torch.ones(3)}, tmp_path / "first").add_done_callback(save_again)
     following.result().result()
@@ -443,10 +458,10 @@ def test_trained_tensors_that_did_not_change_are_told(tmp_path: Path, caplog: py
         handle.result()
     assert sorted(handle.unchanged) == ["model.bias", "model.weight"]
     assert "just as they were" in caplog.text
-    handle = async_save(state, tmp_path / "4", warn_unchanged=False)
+    handle = async_save(state, tmp_path / "4", options=holdfast.SaveOptions(warn_unchanged=False))
     handle.result()
     assert handle.unchanged == ()
-    handle = async_save(state, tmp_path / "5", warn_unchanged=["frozen.weight"])
+    handle = async_save(state, tmp_path / "5", options=holdfast.SaveOptions(warn_unchanged=["frozen.weight"]))
     handle.result()
     assert handle.unchanged == ("frozen.weight",)
 

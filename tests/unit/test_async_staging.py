@@ -133,7 +133,7 @@ def spoil(state: dict[str, torch.Tensor]) -> None:
 def test_copy_returns_when_all_is_copied(tmp_path: Path, played: PlayedAccelerator) -> None:
     played.allowed.set()
     state = state_on(played)
-    handle = async_save(state, tmp_path / "checkpoint", prove=True)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(prove=True))
     assert handle.staging_completion.done()
     spoil(state)
     handle.result()
@@ -144,7 +144,7 @@ def test_copy_returns_when_all_is_copied(tmp_path: Path, played: PlayedAccelerat
 
 def test_overlap_returns_before_and_the_fence_waits(tmp_path: Path, played: PlayedAccelerator) -> None:
     state = state_on(played)
-    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", prove=True)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap", prove=True))
     assert handle.phase == "staging"
     assert not handle.staging_completion.done()
     handle.fence()
@@ -159,7 +159,9 @@ def test_a_guarded_optimizer_steps_after_the_copies(tmp_path: Path, played: Play
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.ones(1000)
     removable = guard(optimizer)
-    handle = async_save({"parameter": parameter}, tmp_path / "checkpoint", stage="overlap", prove=True)
+    handle = async_save(
+        {"parameter": parameter}, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap", prove=True)
+    )
     optimizer.step()
     assert "fence" in played.log
     handle.result()
@@ -174,7 +176,9 @@ def test_named_tensors_are_copied_before_overlap_returns(tmp_path: Path, played:
     state = state_on(played)
     # Copies that the call itself waits for must be allowed; those of the background are not, before the fence.
     threading.Timer(0.05, played.allowed.set).start()
-    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", copy_now=["ema", "host"])
+    handle = async_save(
+        state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap", copy_now=["ema", "host"])
+    )
     assert played.log[0] == "issue"
     state["ema"].fill_(-1)
     state["host"].fill_(-1)
@@ -184,7 +188,7 @@ def test_named_tensors_are_copied_before_overlap_returns(tmp_path: Path, played:
 
 def test_the_proof_finds_what_was_changed_too_early(tmp_path: Path, played: PlayedAccelerator) -> None:
     state = state_on(played)
-    handle = async_save(state, tmp_path / "checkpoint", stage="overlap", prove=True)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap", prove=True))
     state["ema"][99_999] = 0
     played.allowed.set()
     with pytest.raises(holdfast.InvalidStateError, match="'ema' changed between"):
@@ -194,7 +198,7 @@ def test_the_proof_finds_what_was_changed_too_early(tmp_path: Path, played: Play
 
 def test_device_clones_first(tmp_path: Path, played: PlayedAccelerator) -> None:
     state = state_on(played)
-    handle = async_save(state, tmp_path / "checkpoint", stage="device", prove=True)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="device", prove=True))
     assert played.log == ["clone"] or played.log == ["clone", "issue"]
     spoil(state)
     handle.fence()
@@ -211,7 +215,7 @@ def test_device_copies_where_there_is_no_room(
     played.allowed.set()
     state = state_on(played)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        handle = async_save(state, tmp_path / "checkpoint", stage="device")
+        handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="device"))
     assert "no room for a clone" in caplog.text
     assert handle.staging_completion.done()
     spoil(state)
@@ -221,7 +225,7 @@ def test_device_copies_where_there_is_no_room(
 
 def test_a_bounded_snapshot_waits_for_the_callers_streams(tmp_path: Path, played: PlayedAccelerator) -> None:
     state = state_on(played)
-    handle = async_save(state, tmp_path / "checkpoint", max_host_bytes=1000)
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(max_host_bytes=1000))
     spoil(state)
     handle.result()
     assert played.log == ["drain"]
@@ -253,9 +257,9 @@ def test_a_failing_copy_fails_the_save_and_holds_up_nobody(
             with pytest.raises(
                 holdfast.CheckpointError, match="staging the state failed: RuntimeError: the device is gone"
             ):
-                async_save(state, tmp_path / "checkpoint", stage=stage)
+                async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage=stage))
         else:
-            handle = async_save(state, tmp_path / "checkpoint", stage=stage)
+            handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage=stage))
             handle.fence()
             with pytest.raises(holdfast.CheckpointError, match="the device is gone"):
                 handle.wait_staged(TIMEOUT_S)

@@ -29,7 +29,7 @@ TIMEOUT_S = 300
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    TURNS.settle()
+    TURNS.finish()
     release()
 
 
@@ -107,7 +107,9 @@ def state_of() -> dict[str, Any]:
 def test_a_storage_of_somebody_else_gets_the_snapshot(stage: Any, kind: AsyncCheckpointerType) -> None:
     writer, state = MemoryWriter(), state_of()
     writer.gate.clear()
-    handle = async_save(state, storage_writer=writer, stage=stage, async_checkpointer_type=kind)
+    handle = async_save(
+        state, storage_writer=writer, async_checkpointer_type=kind, options=holdfast.SaveOptions(stage=stage)
+    )
     handle.fence()
     expected = state["a"].clone()
     for tensor in (state["a"], state["half"]):
@@ -128,7 +130,7 @@ def test_a_storage_of_somebody_else_gets_the_snapshot(stage: Any, kind: AsyncChe
 
 def test_a_state_over_the_bound_is_given_as_it_is_while_the_caller_waits() -> None:
     writer, state = MemoryWriter(), {"a": torch.ones(1000)}
-    handle = async_save(state, storage_writer=writer, max_host_bytes=100)
+    handle = async_save(state, storage_writer=writer, options=holdfast.SaveOptions(max_host_bytes=100))
     state["a"].zero_()
     handle.result()
     assert writer.tensors["a"].unique().tolist() == [1.0]
@@ -157,7 +159,9 @@ class HalfPlanner(holdfast.DefaultSavePlanner):
 @pytest.mark.parametrize("stage", ["copy", "overlap"])
 def test_a_planner_may_change_what_is_saved(tmp_path: Path, stage: Any) -> None:
     state = {"a": torch.arange(1000.0), "b": torch.ones(50, 30), "step": 3}
-    handle = async_save(state, tmp_path / "checkpoint", planner=HalfPlanner(), stage=stage)
+    handle = async_save(
+        state, tmp_path / "checkpoint", planner=HalfPlanner(), options=holdfast.SaveOptions(stage=stage)
+    )
     handle.fence()
     state["a"].zero_()
     handle.result()

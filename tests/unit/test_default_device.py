@@ -64,7 +64,7 @@ def test_nothing_is_made_on_the_default_device(tmp_path: Path) -> None:
         target[key] = torch.zeros_like(target[key])
     with everywhere_else():
         holdfast.save(saved, tmp_path / "a")
-        holdfast.async_save(saved, tmp_path / "b", prove=True).result()
+        holdfast.async_save(saved, tmp_path / "b", options=holdfast.SaveOptions(prove=True)).result()
         holdfast.save(saved, storage_writer=holdfast.FileSystemWriter(tmp_path / "c"))
         for name in "abc":
             holdfast.load(target, tmp_path / name)

@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def saved_late(**options: Any) -> None:
+def saved_late(**arguments: Any) -> None:
     """Save; the working directory is another one before anything is written."""
     go = threading.Event()
 
@@ -39,7 +39,7 @@ def saved_late(**options: Any) -> None:
         if handle.phase == "writing":
             assert go.wait(300)
 
-    handle = holdfast.async_save(STATE, progress=wait, **options)
+    handle = holdfast.async_save(STATE, **arguments, options=holdfast.SaveOptions(progress=wait))
     os.chdir("../elsewhere")
     go.set()
     handle.result()

@@ -322,9 +322,10 @@ def _operate(path: Path, operation: str, shape: str, state: dict[str, Any], fork
         handle = holdfast.async_save(
             state,
             storage_writer=writer,
-            stage="overlap" if operation == _OVERLAP else "copy",
             async_checkpointer_type=holdfast.AsyncCheckpointerType(kind),
-            progress=forking.handles.append,
+            options=holdfast.SaveOptions(
+                stage="overlap" if operation == _OVERLAP else "copy", progress=forking.handles.append
+            ),
         )
         handle.result(_PATIENCE_S)
     else:

@@ -40,7 +40,7 @@ _TOGETHER = 60
 # Where things are held. The rest of the package only computes: a sample will do.
 _HOLDING = (
     *("_io/", "_staging/", "_filesystem/", "interop/", contextlib.__file__),
-    *("_async_saver.py", "_saver.py", "_loader.py", "_checkpoint.py"),
+    *("_async_saver.py", "_background.py", "_saver.py", "_loader.py", "_checkpoint.py"),
     *(f"_native/{name}.py" for name in ("attempt", "image_files", "packer", "pages", "publish", "reader", "sweep")),
     *("_native/writer.py", "_native/verify.py", "_process.py"),
 )

@@ -59,7 +59,12 @@ def filled_slab(job: Job, ring: SlabRing, fill: Callable[[Job, Slab], None]) -> 
 def write_pages(job: PageJob, slab: Slab, ring: SlabRing) -> None:
     """Write the whole pages of ``job``; a last one that is not whole is the next job's, or padded at the file's end."""
     try:
-        _take_over(job, slab)
+        if job.before is not None:
+            # What it left on the page where this job begins. Jobs start in order and fill their slab before they wait,
+            # so this ends.
+            job.before.is_filled.wait()
+            slab.view[: len(job.before.tail)] = job.before.tail
+            job.before = None
         filled = job.end - job.base
         if job.is_last:
             padding = -filled % ALIGNMENT
@@ -68,12 +73,3 @@ def write_pages(job: PageJob, slab: Slab, ring: SlabRing) -> None:
         job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
     finally:
         ring.release(slab)
-
-
-def _take_over(job: PageJob, slab: Slab) -> None:
-    """Copy what the job before left on the page where this one begins: the very bytes that it has in its slab."""
-    if job.before is not None:
-        # Jobs start in order and fill their slab before they wait, so this ends.
-        job.before.is_filled.wait()
-        slab.view[: len(job.before.tail)] = job.before.tail
-        job.before = None

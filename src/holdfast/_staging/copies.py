@@ -24,7 +24,7 @@ from holdfast._io.pipeline import run_bounded
 from holdfast._native.file_layout import Copy
 from holdfast._native.report import WriteReport
 from holdfast._process import forget_in_child
-from holdfast._staging.memory import Accelerator, Region, Transfer
+from holdfast._staging.memory import CUDA, CudaTransfer, Region
 from holdfast._state.pieces import pieces_of
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source
 from holdfast._values.digest import BLOCK_BYTES, combine, digest
@@ -41,7 +41,7 @@ _MOST_THREADS = 8
 class Staging:
     """The copies of one save into ``region``.
 
-    ``mode`` says what ``begin`` leaves to ``finish``: nothing ("copy"), everything but the chunks named in ``at_once``
+    ``mode`` says what ``begin`` leaves to ``finish``: nothing ("copy"), everything but the chunks named in ``now``
     ("overlap"), or what it has cloned on the device ("device"). ``copies`` is emptied when they are done.
     ``advance`` is told, from any thread, how many bytes more have been copied within the host. ``digests`` is given, by
     its place in the region, the digest of each block that was copied within the host, where it costs next to nothing.
@@ -53,24 +53,21 @@ class Staging:
         region: Region,
         *,
         mode: Mode,
-        accelerator: Accelerator,
-        at_once: Collection[str] = (),
+        now: Collection[str] = (),
         advance: Callable[[int], None] = lambda nbytes: None,
         digests: dict[int, int] | None = None,
     ) -> None:
         self._copies = copies
         self._region = region
         self._mode = mode
-        self._accelerator = accelerator
-        self._at_once = at_once
+        self._now = now
         self._copier = HostCopier(region, advance, digests)
-        self._transfer: Transfer | None = None
+        self._transfer: CudaTransfer | None = None
         self._later: list[Copy] = []
         self._copied: Future[None] = Future()
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to copy."""
         return self._mode == "copy" and self._copied.done()
 
     def begin(self) -> None:
@@ -78,16 +75,18 @@ class Staging:
         local: list[Copy] = []
         remote: list[Copy] = []
         for copy in self._copies:
-            (remote if self._accelerator.holds(copy.source) else local).append(copy)
+            (remote if CUDA.holds(copy.source) else local).append(copy)
         if remote:
-            self._region.pin(self._accelerator)
+            self._region.pin()
         if self._mode == "overlap":
-            self._copy_now([copy for copy in remote if copy.name in self._at_once])
-            remote = [copy for copy in remote if copy.name not in self._at_once]
-            self._later = [copy for copy in local if copy.name not in self._at_once]
-            local = [copy for copy in local if copy.name in self._at_once]
+            now, remote = _divided(remote, self._now)
+            if now:
+                transfer = CUDA.transfer(now, self._region.tensor)
+                transfer.issue()
+                transfer.wait()
+            local, self._later = _divided(local, self._now)
         if remote:
-            self._transfer = self._accelerator.transfer(remote, self._region.tensor)
+            self._transfer = CUDA.transfer(remote, self._region.tensor)
         if self._transfer is not None and self._mode == "device" and not self._transfer.clone():
             logger.warning("the device has no room for a clone of the state; it is copied to the host instead")
             self._mode = "copy"
@@ -99,12 +98,6 @@ class Staging:
         self._copy_beside(local)
         self._end()
 
-    def _copy_now(self, remote: Sequence[Copy]) -> None:
-        if remote:
-            transfer = self._accelerator.transfer(remote, self._region.tensor)
-            transfer.issue()
-            transfer.wait()
-
     def finish(self) -> None:
         """Do the rest; returns when the memory holds all of it."""
         if self.is_done:
@@ -115,10 +108,10 @@ class Staging:
             self._copy_beside(self._later)
             self._end()
         except BaseException as error:
-            self.cancel(error)
+            self.abandon(error)
             raise
 
-    def cancel(self, error: BaseException | None = None) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Let nobody wait for copies that will not come; what is done already stays done."""
         if not self._copied.done():
             self._copied.set_exception(error or CancelledError())
@@ -150,6 +143,11 @@ class Staging:
             self._transfer.fence()
 
 
+def _divided(copies: Sequence[Copy], names: Collection[str]) -> tuple[list[Copy], list[Copy]]:
+    """Those of ``copies`` that have one of ``names``, and the others."""
+    return [copy for copy in copies if copy.name in names], [copy for copy in copies if copy.name not in names]
+
+
 class HostCopier:
     """Copies from host memory into ``region`` with the threads that torch may use; the rest is as in ``Staging``.
 
@@ -163,7 +161,6 @@ class HostCopier:
         self._digests = digests
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Do all of ``copies``."""
         threads = min(_MOST_THREADS, torch.get_num_threads())
         jobs = list(self._jobs(copies))
         if threads == 1 or len(jobs) == 1:
@@ -175,30 +172,23 @@ class HostCopier:
 
     def _jobs(self, copies: Sequence[Copy]) -> Iterator[Callable[[], None]]:
         """Pieces of large copies, and small ones together."""
-        small: list[Copy] = []
-        held = 0
+        pieces: list[tuple[Copy, int, int]] = []
+        nbytes = 0
         for copy in copies:
-            nbytes = copy.source.nbytes
-            if nbytes > _JOB_BYTES:
-                for start in range(0, nbytes, _JOB_BYTES):
-                    yield partial(self._copy_part, copy, start, min(start + _JOB_BYTES, nbytes))
-                continue
-            small.append(copy)
-            held += nbytes
-            if held >= _JOB_BYTES:
-                yield partial(self._copy_all, small)
-                small, held = [], 0
-        if small:
-            yield partial(self._copy_all, small)
+            for start in range(0, copy.source.nbytes, _JOB_BYTES):
+                stop = min(start + _JOB_BYTES, copy.source.nbytes)
+                pieces.append((copy, start, stop))
+                nbytes += stop - start
+                if nbytes >= _JOB_BYTES:
+                    yield partial(self._copy_pieces, pieces, nbytes)
+                    pieces, nbytes = [], 0
+        if pieces:
+            yield partial(self._copy_pieces, pieces, nbytes)
 
-    def _copy_part(self, copy: Copy, start: int, stop: int) -> None:
-        self._copy_blocks(copy, start, stop)
-        self._advance(stop - start)
-
-    def _copy_all(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
-            self._copy_blocks(copy, 0, copy.source.nbytes)
-        self._advance(sum(copy.source.nbytes for copy in copies))
+    def _copy_pieces(self, pieces: Sequence[tuple[Copy, int, int]], nbytes: int) -> None:
+        for copy, start, stop in pieces:
+            self._copy_blocks(copy, start, stop)
+        self._advance(nbytes)
 
     def _copy_blocks(self, copy: Copy, start: int, stop: int) -> None:
         if self._digests is None:
@@ -282,7 +272,6 @@ class Changes:
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Have nothing to compare with."""
         self._before: dict[str, int] = {}
 
     def unchanged(self, report: WriteReport, chosen: Collection[str]) -> tuple[str, ...]:
@@ -315,17 +304,15 @@ def trained_keys(leaves: Mapping[str, object], optimizers: Iterable[torch.optim.
     return [
         key
         for key, leaf in leaves.items()
-        if isinstance(leaf, torch.Tensor) and (_address(leaf) in addresses or any(_tails(key, names)))
+        if isinstance(leaf, torch.Tensor) and (_address(leaf) in addresses or _ends_with_one(key, names))
     ]
 
 
-def _tails(key: str, names: Collection[str]) -> Iterable[str]:
-    """Those of ``names`` that are the end of ``key``, from a dot on; numbers name no tensor."""
-    steps = key.split(".")
-    for start in range(len(steps)):
-        tail = ".".join(steps[start:])
-        if tail in names and not tail.isdigit():
-            yield tail
+def _ends_with_one(key: str, names: Collection[str]) -> bool:
+    """Whether ``key``, from one of its dots on, is one of ``names``; numbers name no tensor."""
+    elements = key.split(".")
+    tails = (".".join(elements[start:]) for start in range(len(elements)))
+    return any(tail in names and not tail.isdigit() for tail in tails)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
@@ -43,7 +42,7 @@ class Region:
     ``descriptor`` is that of the memory where it ``is_shared``, else -1. ``pin`` makes it fit for copies from a device.
     """
 
-    _unpin: weakref.finalize[..., Any] | None = None
+    _unpin: weakref.finalize[[int], Region] | None = None
 
     def __init__(self, nbytes: int, *, is_shared: bool) -> None:
         self.nbytes = -(-max(nbytes, 1) // HUGE_PAGE) * HUGE_PAGE
@@ -80,7 +79,6 @@ class Region:
 
     @property
     def view(self) -> memoryview:
-        """All of it, writable."""
         return self.tensor.numpy().data
 
     def tensor_at(self, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -92,14 +90,13 @@ class Region:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a device can copy into it directly."""
         return self._unpin is not None and self._unpin.alive
 
-    def pin(self, accelerator: Accelerator) -> None:
-        """Let the device copy into it directly."""
+    def pin(self) -> None:
+        """Let devices copy into it directly."""
         if not self.is_pinned:
-            accelerator.pin(self.address, self.nbytes)
-            self._unpin = weakref.finalize(self, accelerator.unpin, self.address)
+            CUDA.pin(self.address, self.nbytes)
+            self._unpin = weakref.finalize(self, CUDA.unpin, self.address)
 
     def unpin(self) -> None:
         """Take that back: memory that CUDA knows must not go before it has forgotten it."""
@@ -136,7 +133,6 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """How much is held now."""
         return 0 if self._region is None else self._region.nbytes
 
     def region(self, nbytes: int, *, is_shared: bool) -> Region:
@@ -148,7 +144,6 @@ class HostMemory:
         return region
 
     def close(self) -> None:
-        """Give everything back."""
         region, self._region = self._region, None
         if region is not None:
             region.close()
@@ -160,58 +155,15 @@ _ROOM_LEFT = 256 << 20
 _NON_BLOCKING = 1  # does not wait for the stream that every program has
 
 
-class Transfer(Protocol):
-    """Copies from devices to host memory, from the moment they are ordered until they are done."""
-
-    def clone(self) -> bool:
-        """Copy within the device first, on the caller's streams; False, and nothing done, where it has no room."""
-        ...
-
-    def issue(self) -> None:
-        """Queue the copies to the host; any thread, once."""
-        ...
-
-    def fence(self) -> None:
-        """Make the caller's streams wait for the copies; waits itself only until they are issued."""
-        ...
-
-    def wait(self) -> None:
-        """Return when the copies are done; raises what went wrong with them."""
-        ...
-
-
-class Accelerator(Protocol):
-    """A kind of device that copies to pinned host memory by itself."""
-
-    def holds(self, source: Source) -> bool:
-        """Whether the bytes are in such a device's memory."""
-        ...
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """Let the devices copy into this memory."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Take that back."""
-        ...
-
-    def transfer(self, copies: Sequence[Copy], target: torch.Tensor) -> Transfer:
-        """The copies into ``target``, ordered after all that the caller's streams have queued by now."""
-        ...
-
-    def drain(self, copies: Sequence[Copy]) -> None:
-        """Return when all that the caller's streams have queued by now, where the bytes of ``copies`` are, is done."""
-        ...
-
-
 class Cuda:
-    """CUDA devices. Make transfers on the thread whose streams matter."""
+    """The CUDA devices, which copy to pinned host memory by themselves. Make transfers on the thread whose streams
+    matter.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def holds(self, source: Source) -> bool:
-        """Whether the bytes are in the memory of a CUDA device."""
         return isinstance(source, ScatteredSource) and source.device.type == "cuda"
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -225,7 +177,6 @@ class Cuda:
             )
 
     def unpin(self, address: int) -> None:
-        """Unregister the memory."""
         slabs.unpin(address)
 
     def transfer(self, copies: Sequence[Copy], target: torch.Tensor) -> CudaTransfer:
@@ -237,7 +188,7 @@ class Cuda:
         return CudaTransfer([_DeviceCopies(each, self._stream(device)) for device, each in by_device.items()], target)
 
     def drain(self, copies: Sequence[Copy]) -> None:
-        """Return when the current streams of the devices that hold some of ``copies`` are done."""
+        """Return when all that the current streams have queued by now, where ``copies`` are from, is done."""
         sources = (copy.source for copy in copies)
         for device in {each.device for each in sources if isinstance(each, ScatteredSource) and self.holds(each)}:
             torch.cuda.current_stream(device).synchronize()
@@ -315,7 +266,7 @@ class _DeviceCopies:
 
 
 class CudaTransfer:
-    """Copies from CUDA devices."""
+    """Copies from CUDA devices to host memory, from the moment they are ordered until they are done."""
 
     def __init__(self, devices: list[_DeviceCopies], target: torch.Tensor) -> None:
         self._devices = devices
@@ -324,11 +275,13 @@ class CudaTransfer:
         self._lock = threading.Lock()
 
     def clone(self) -> bool:
-        """Copy within each device first; False where one has no room, which then is copied to the host as it is."""
+        """Copy within each device first, on the caller's streams; False where one has no room, which then is copied to
+        the host as it is.
+        """
         return all([device.clone() for device in self._devices])
 
     def issue(self) -> None:
-        """Queue the copies to the host."""
+        """Queue the copies to the host; any thread, once."""
         try:
             for device in self._devices:
                 device.issue(self._target)
@@ -338,14 +291,14 @@ class CudaTransfer:
         self._issued.set_result(None)
 
     def fence(self) -> None:
-        """Make the current streams wait for the copies."""
+        """Make the current streams wait for the copies; waits itself only until they are issued."""
         if self._issued.exception() is None:
             for device in self._devices:
                 assert device.done is not None
                 torch.cuda.current_stream(device.device).wait_event(device.done)
 
     def wait(self) -> None:
-        """Return when the copies are done."""
+        """Return when the copies are done; raises what went wrong with them."""
         self._issued.result()
         for device in self._devices:
             assert device.done is not None

@@ -10,18 +10,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-from holdfast._process import Ending, Event, forget_in_child, start_thread
+from holdfast._process import Ending, Event, forget_in_child
 from holdfast._staging.memory import HostMemory
 from holdfast._staging.process import WriterProcess
 from holdfast.errors import BusyError, CheckpointError
@@ -40,7 +37,7 @@ class AsyncSaveResponse:
     """Two futures of an asynchronous save: the state has been copied, and the checkpoint has been published."""
 
     staging_completion: Future[None]
-    upload_completion: Future[Any]
+    upload_completion: Future[Metadata]
 
 
 class AsyncSave(Future[Metadata], AsyncSaveResponse):
@@ -57,13 +54,13 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
     def __init__(self) -> None:
         Future.__init__(self)
         self.staging_completion: Future[None] = Future()
-        self.upload_completion: Future[Any] = self
+        self.upload_completion: Future[Metadata] = self
         self.phase: Phase = "planned"
         self.bytes_total = 0
         self.unchanged: tuple[str, ...] = ()
         self._count: Callable[[], int] = lambda: 0
-        self._fence: Callable[[], None] = lambda: None
-        self._progress: OnProgress | None = None
+        self._fence: Callable[[], object] = lambda: None
+        self.on_progress: OnProgress | None = None
         self._told = threading.Lock()
         self._is_observed = False
         self.is_given_up = False
@@ -80,7 +77,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
     def forget_parent(self) -> None:
         """Be over, with what is known, or an error: nothing will ever be heard of the rest."""
-        self._told, self._progress, self._threads = threading.Lock(), None, []
+        self._told, self.on_progress, self._threads = threading.Lock(), None, []
         self._fence, self._is_observed = (lambda: None), True
         error = CheckpointError(_PARENTS)
         self._error = self._error if self.is_over.is_set() else error
@@ -88,7 +85,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self.is_staged, self.is_past, self.is_over = events = Event(), Event(), Event()
         for event in events:
             event.set()
-        futures: tuple[Future[Any], ...] = (self, self.staging_completion)
+        futures: tuple[Future[Metadata] | Future[None], ...] = (self, self.staging_completion)
         for future in futures:  # whose locks may be held by the threads that end them
             if future._state == "FINISHED":
                 future._condition = threading.Condition()
@@ -138,7 +135,6 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         return self._error
 
     def done(self) -> bool:
-        """Whether the save is over."""
         return self.is_over.is_set()
 
     # What follows is for the save itself.
@@ -159,16 +155,11 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         """Whether the save waits for the calling thread, which cannot wait for it in turn."""
         return threading.get_ident() in self._threads
 
-    def show(self, progress: OnProgress | None) -> None:
-        """Have ``progress`` called when something has changed."""
-        self._progress = progress
-
     def expect(self, nbytes: int, count: Callable[[], int]) -> None:
         """Have ``nbytes`` to write, of which ``count`` tells how many are."""
         self.bytes_total, self._count = nbytes, count
 
     def enter(self, phase: Phase) -> None:
-        """Reach ``phase``."""
         self.phase = phase
         if phase == "staged" and not self.is_staged.is_set():
             self.is_staged.set()
@@ -177,29 +168,27 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
     def tell(self) -> None:
         """Have the progress shown; an error of the callback is logged and ends the showing."""
-        if self._progress is None:
+        if self.on_progress is None:
             return
         with self._told:
             try:
                 with self.working():
-                    self._progress(self)
+                    self.on_progress(self)
             except Exception:
                 logger.exception("the progress callback of a save failed and is not called again")
-                self._progress = None
+                self.on_progress = None
 
-    def guard_with(self, fence: Callable[[], None]) -> None:
+    def guard_with(self, fence: Callable[[], object]) -> None:
         """Use ``fence`` to keep what is still being copied from being changed."""
         self._fence = fence
 
     def succeed(self, metadata: Metadata) -> None:
-        """End with a published checkpoint."""
         self.enter("published")
         self._metadata = metadata
         self.is_over.set()
         self.set_result(metadata)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error."""
         self.phase = "failed"
         logger.error("a save in the background failed: %s", error)
         if not self.is_staged.is_set():
@@ -222,21 +211,18 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 class TerminalProgress:
     """Shows phase, bytes and speed on standard error; it is called with the handle whenever something has changed."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        # Only now: it is for people, and takes a while to import.
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        self._name = "checkpoint" if checkpoint_id is None else os.path.basename(os.fspath(checkpoint_id))
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
         # Without a thread of its own: the save's threads call often enough.
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            console=Console(stderr=True),
-            auto_refresh=False,
-        )
-        self._task = self._progress.add_task(name, total=None)
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._task = self._progress.add_task(self._name, total=None)
 
     def __call__(self, handle: AsyncSave) -> None:
-        """Show where ``handle`` is."""
         if not self._progress.live.is_started and not handle.done():
             self._progress.start()
         self._progress.update(
@@ -255,47 +241,6 @@ def interpreter_ends() -> bool:
     return not threading.main_thread().is_alive()
 
 
-class Background:
-    """A thread that waits for its work, which the interpreter does not end before; made ahead, because starting one
-    takes as long as it takes another thread to give the interpreter back.
-
-    It ends without work once it is called off. Whoever makes it sees to that before it is started.
-    """
-
-    def __init__(self) -> None:
-        self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._given: list[None] = []
-        self._is_started = False
-
-    def get_ready(self) -> None:
-        """Start the thread."""
-        if not interpreter_ends():
-            start_thread(threading.Thread(target=_do_first, args=(self._to_do,), name="holdfast-save", daemon=False))
-            self._is_started = True
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done."""
-        # Given and noted in one step of the interpreter: no interrupt comes between.
-        self._given.extend(map(self._to_do.put, (work,)))
-        if not self._is_started:
-            _do_first(self._to_do)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether it has been given its work: then all that this needs is its own."""
-        return bool(self._given)
-
-    def call_off(self) -> None:
-        """Have nothing done, unless it has its work already."""
-        self._to_do.put(None)
-
-
-def _do_first(to_do: SimpleQueue[Callable[[], None] | None]) -> None:
-    work = to_do.get()
-    if work is not None:
-        work()
-
-
 class Turns:
     """Who saves now, and what they use."""
 
@@ -304,7 +249,6 @@ class Turns:
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Have nobody's turn, and nothing to use."""
         self._lock = threading.Lock()
         self._current: AsyncSave | None = None
         self._last: AsyncSave | None = None
@@ -314,7 +258,7 @@ class Turns:
     def take(self, handle: AsyncSave, *, wait: bool) -> None:
         """Make it the turn of ``handle``, once the save before it is over; BusyError at once if it is not to wait.
 
-        Whatever comes of it, an interrupt too, ``pass_on`` undoes it.
+        Whatever comes of it, an interrupt too, ``end`` undoes it.
         """
         while True:
             with self._lock:
@@ -329,7 +273,7 @@ class Turns:
                 )
             _wait_for(current)
 
-    def pass_on(self, handle: AsyncSave, *, is_begun: bool = True) -> None:
+    def end(self, handle: AsyncSave, *, is_begun: bool = True) -> None:
         """End the turn of ``handle``, which is done right after if the save was ``is_begun``; also again."""
         with self._lock:
             if self._current is handle:
@@ -337,11 +281,11 @@ class Turns:
                 self._last = handle if is_begun else self._last
         handle.is_past.set()
 
-    def passing(self, handle: AsyncSave) -> Ending:
+    def ending(self, handle: AsyncSave) -> Ending:
         """The end of a turn of ``handle`` that is no save."""
-        return Ending(partial(self.pass_on, handle, is_begun=False))
+        return Ending(partial(self.end, handle, is_begun=False))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Return when no save is under way in the background; raises the error of one that nobody has asked for.
 
         A save within another one, in its ``state_dict()`` or its progress, does not wait for that.
@@ -353,7 +297,6 @@ class Turns:
         self.raise_unobserved()
 
     def raise_unobserved(self) -> None:
-        """Raise the error of the last save, if nobody has asked for it."""
         last = self._last
         if last is None or last.is_within:
             return
@@ -384,11 +327,11 @@ class Turns:
     def release(self) -> None:
         """Give back memory and process, once the save under way is over."""
         handle = AsyncSave()
-        passing = self.passing(handle)
-        with passing, passing:
+        turn = self.ending(handle)
+        with turn, turn:
             self.take(handle, wait=True)
             if self.process is not None:
-                self.process.stop()
+                self.process.close()
                 self.process = None
             self.memory.close()
 

@@ -8,6 +8,7 @@ variables, nothing from the working directory. A forked child starts one for its
 from __future__ import annotations
 
 import atexit
+import bisect
 import contextlib
 import itertools
 import json
@@ -70,21 +71,18 @@ _PLACES = {
 
 
 class WriterProcess:
-    """A process that writes file images from a shared region.
-
-    ``check`` of a write is called a few times a second and raises to give up.
-    """
+    """A process that writes file images from a shared region."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._serves: Region | None = None
-        atexit.register(self.stop)
+        atexit.register(self.close)
         _process.forget_in_child(self)
 
     def forget_parent(self) -> None:
         """Have none: the copy of the connection would keep it from knowing that the parent has died."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self.close)
         if self._process is not None:
             self._process.returncode = 0  # nobody here has to wait for it
         if self._connection is not None:
@@ -101,7 +99,7 @@ class WriterProcess:
         if self._process is not None and self._process.poll() is None and self._serves is region:
             return
         for _ in range(_TRIES):
-            self.stop()
+            self.close()
             forks_before = _process.begun()
             self._start(region)
             if _process.begun() == forks_before:
@@ -114,12 +112,12 @@ class WriterProcess:
             with contextlib.closing(run_ahead([partial(self._launch, theirs, region)], workers=1, ahead=1)) as launched:
                 next(launched)
         except OSError as error:
-            self.stop()
+            self.close()
             raise StorageError(
                 f"cannot start the process that writes checkpoints: {error}", errno=error.errno
             ) from error
         except BaseException:
-            self.stop()  # it may run already, and ends when the connection does
+            self.close()  # it may run already, and ends when the connection does
             raise
         finally:
             theirs.close()
@@ -137,10 +135,6 @@ class WriterProcess:
             start_new_session=True,  # an interrupt from the terminal is for the training
         )
 
-    def output(self, check: Callable[[], None]) -> ProcessOutput:
-        """What writes one save by means of this process."""
-        return ProcessOutput(self, check)
-
     def order(self, order: Order) -> None:
         """Send an order; CheckpointError when the process is dead."""
         try:
@@ -155,21 +149,20 @@ class WriterProcess:
         if not select.select([self._connection], [], [], _LOOK_EVERY_S)[0]:
             return None
         try:
-            answer: Answer = decode_answer(receive(self._connection))
-            return answer
+            return decode_answer(receive(self._connection))
         except (EOFError, OSError) as error:
             raise self._died() from error
 
     def _died(self) -> CheckpointError:
         process = self._process
-        self.stop()
+        self.close()
         code = None if process is None else process.returncode
         return CheckpointError(
             f"the process that writes checkpoints died (exit code {code}); this save is lost, the next one starts "
             "another; see whether the system ran out of memory"
         )
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the process: it goes when its connection does."""
         self._serves = None  # first: whatever interrupts this, it is not used again
         if self._connection is not None:
@@ -184,7 +177,10 @@ class WriterProcess:
 
 
 class ProcessOutput:
-    """The files of one save, which the process writes and keeps open until it is told otherwise."""
+    """The files of one save, which the process writes and keeps open until it is told otherwise.
+
+    ``check`` is called a few times a second and raises to give up.
+    """
 
     def __init__(self, process: WriterProcess, check: Callable[[], None]) -> None:
         self._process = process
@@ -194,20 +190,22 @@ class ProcessOutput:
         self.bytes_written = 0
 
     def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
-        """What was written, durably."""
         self._paths = [os.fsdecode(file.path) for file in files]
         if not files:
             return []
         self._number = self._process.number
         self._process.order(Write(list(files), posix.umask()))
+        ends = list(itertools.accumulate(file.size for file in files))
         while True:
-            with posix.reporting("write", self._file_at_work(files)):
+            # It writes them one after the other: this is the one that it must have come to.
+            number = min(bisect.bisect_right(ends, self.bytes_written), len(files) - 1)
+            with posix.reporting("write", self._paths[number]):
                 self._check()
                 answer = self._process.answer()
             if isinstance(answer, Moved):
                 self.bytes_written = answer.nbytes
             elif isinstance(answer, Done):
-                self.bytes_written = sum(file.size for file in files)
+                self.bytes_written = ends[-1]
                 return answer.files
             elif isinstance(answer, Failed):
                 if answer.number is None:
@@ -215,15 +213,7 @@ class ProcessOutput:
                 path = None if answer.path is None else os.fsdecode(answer.path)
                 raise StorageError(answer.message, errno=answer.number, path=path)
 
-    def _file_at_work(self, files: Sequence[FileImage]) -> str:
-        """The one that the process must have come to: it writes them one after the other."""
-        ends = itertools.accumulate(file.size for file in files)
-        return next(
-            (path for path, end in zip(self._paths, ends, strict=True) if self.bytes_written < end), self._paths[-1]
-        )
-
     def close(self) -> None:
-        """Have the files closed."""
         # They are synced: whatever closing them tells, nothing is lost any more.
         with contextlib.suppress(CheckpointError):
             self._tell(Close())

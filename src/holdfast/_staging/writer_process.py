@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +23,7 @@ from holdfast._io.mapping import attach
 from holdfast.errors import StorageError
 
 _LENGTH_BYTES = 8
+_TELL_EVERY_S = 0.2
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
@@ -63,12 +65,11 @@ Order = Write | Close | Abandon
 Answer = Moved | Done | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
+decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
 
 
 def send(connection: socket.socket, message: Order | Answer) -> None:
-    """Send one message."""
     data = _encode(message)
     connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
@@ -92,9 +93,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-_TELL_EVERY_S = 0.2
-
-
 class _Stopped(Exception):
     """The parent wants no more of this."""
 
@@ -111,20 +109,19 @@ class _Server:
         self._told_at = 0.0
 
     def run(self) -> None:
-        """Serve until the parent closes the connection."""
         try:
             while True:
                 order = decode_order(receive(self._connection))
                 if isinstance(order, Write):
                     self._write(order)
                 else:
-                    self._let_go(is_abandoned=isinstance(order, Abandon))
+                    self._end(is_abandoned=isinstance(order, Abandon))
                     send(self._connection, Done([]))
         except (EOFError, ConnectionError):
-            self._let_go(is_abandoned=not self._is_reported)
+            self._end(is_abandoned=not self._is_reported)
 
     def _write(self, order: Write) -> None:
-        self._let_go(is_abandoned=False)
+        self._end(is_abandoned=False)
         if order.umask is not None:
             os.umask(order.umask)
         self._files, self._is_reported = ImageFiles(check=self._check), False
@@ -152,12 +149,10 @@ class _Server:
                 self._told_at = now
                 send(self._connection, Moved(self._files.bytes_written))
 
-    def _let_go(self, *, is_abandoned: bool) -> None:
+    def _end(self, *, is_abandoned: bool) -> None:
         files, self._files = self._files, None
-        if files is not None and is_abandoned:
-            files.abandon()
-        elif files is not None:
-            files.close()
+        if files is not None:
+            (files.abandon if is_abandoned else files.close)()
 
 
 def _sendable(text: str) -> str:

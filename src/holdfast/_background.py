@@ -1,0 +1,426 @@
+"""A save in the background, in two halves.
+
+The first runs on the calling thread: it plans with the other ranks and takes the snapshot, or as much of it as the way
+of staging wants. It returns the second, which runs in a thread and ends with a published checkpoint. Between the two
+there is what the caller has to wait for although it happens in the background.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import io
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, MutableSequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from holdfast._engine.images import ImageFiles
+from holdfast._io.slabs import SLAB_BYTES
+from holdfast._native.file_layout import Copy, StagedFiles
+from holdfast._native.report import report_of
+from holdfast._native.writer import ImageOutput
+from holdfast._process import CollectorPause, start_thread
+from holdfast._ranks.ranks import Ranks
+from holdfast._saver import SaveOptions, Saving
+from holdfast._staging.copies import Changes, Fingerprints, Staging
+from holdfast._staging.memory import CUDA, Region
+from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
+from holdfast._staging.process import ProcessOutput
+from holdfast._state.tensor_bytes import source_of
+from holdfast.errors import CheckpointError
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from holdfast.planner import SavePlan, SavePlanner, WriteItem, write_columns
+from holdfast.staging import AsyncStager
+from holdfast.storage import StorageWriter, WriteResult
+
+logger = logging.getLogger("holdfast")
+
+Results = MutableSequence[WriteResult]
+State = Mapping[str, object]
+
+CHANGES = Changes()
+"""What this process wrote last."""
+
+_ALIGNMENT = 64
+
+
+@runtime_checkable
+class ImageStorage(Protocol):
+    """Storage whose files can be laid out in memory first, and be written from there by whoever has that memory."""
+
+    def lay_out(self, plan: SavePlan, planner: SavePlanner, *, advance: Callable[[int], None]) -> StagedFiles: ...
+
+    def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> Results: ...
+
+    def stream_staged(
+        self, staged: StagedFiles, *, slabs: int, check: Callable[[], None], on_copied: Callable[[], None]
+    ) -> Results: ...
+
+
+class Begun(NamedTuple):
+    """What is left of a save: ``run`` is for the background; ``wait`` is for the caller, once that has begun."""
+
+    run: Callable[[], Metadata]
+    wait: Callable[[], object] = lambda: None
+
+
+class BackgroundSave:
+    """One save. ``trained`` finds the keys whose tensors should have changed since the save before."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        handle: AsyncSave,
+        options: SaveOptions,
+        *,
+        in_process: bool,
+        trained: Callable[[], Collection[str]],
+    ) -> None:
+        self.saving = saving
+        self.options = options
+        self.in_process = in_process
+        self._handle = handle
+        self._trained = trained
+
+    def begin(self, state: State) -> Begun:
+        """Plan, give everything its place, and copy what the way of staging does not leave for later."""
+        saving = self.saving
+        plan = saving.plan(state, before=self._take_turn)
+        snapshot = saving.prepare("laying out the state", lambda: self._lay_out(saving.planner.finish_plan(plan)))
+        return saving.prepare("staging the state", lambda: self._stage(snapshot))
+
+    def begin_with(self, stager: AsyncStager, state: State) -> Begun:
+        """Have the state copied by ``stager``, once its buffers are free; what it gives back is planned and saved."""
+        saving, handle = self.saving, self._handle
+        # It cannot show progress; an error that others give it up with tells whose work it was.
+        phase = f"staging the state with {type(stager).__name__}"
+
+        def begin() -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+            self._take_turn()
+            handle.enter("staging")
+            staged = stager.stage(saving.expose(state))
+            if isinstance(staged, Future):
+                handle.guard_with(lambda: concurrent.futures.wait([staged]))
+            else:
+                handle.enter("staged")
+            return staged
+
+        def end() -> STATE_DICT_TYPE:
+            copied = staged.result() if isinstance(staged, Future) else staged
+            self.end_copying()
+            return copied
+
+        def run() -> Metadata:
+            plan = saving.plan(saving.prepare(phase, end))
+            return saving.write(lambda: write(plan))
+
+        def write(plan: SavePlan) -> Results:
+            handle.enter("writing")
+            return saving.writer.write_data(saving.planner.finish_plan(plan), saving.planner).wait()
+
+        staged = saving.prepare(phase, begin)
+        if isinstance(staged, Future) or not stager.should_synchronize_after_execute:
+            return Begun(run)
+        return Begun(run, stager.synchronize_staging)
+
+    def check(self) -> None:
+        """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
+        self._handle.tell()
+        self.saving.check()
+        if self._handle.is_given_up and not self._handle.is_staged.is_set():
+            raise CheckpointError("the save was given up, because async_save was interrupted before all was copied")
+        if self.options.at_exit == "abandon" and interpreter_ends():
+            raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
+
+    def end_copying(self) -> None:
+        """Let the state be changed; what was copied after the caller was interrupted may be changed already."""
+        self.check()
+        self._handle.enter("staged")
+
+    def _take_turn(self) -> None:
+        TURNS.take(self._handle, wait=self.options.when_busy == "wait")
+        TURNS.raise_unobserved()
+
+    def _lay_out(self, plan: SavePlan) -> _Files | _Items:
+        writer = self.saving.writer
+        return _Files(self, writer, plan) if isinstance(writer, ImageStorage) else _Items(self, plan)
+
+    def _stage(self, snapshot: _Files | _Items) -> Begun:
+        saving, handle, options = self.saving, self._handle, self.options
+        handle.expect(snapshot.nbytes, lambda: saving.writer.bytes_written)
+        handle.enter("staging")
+        if options.max_host_bytes is not None and snapshot.nbytes > options.max_host_bytes:
+            CUDA.drain(snapshot.copies)
+            stream = partial(self._stream, snapshot, options.max_host_bytes)
+            return Begun(lambda: saving.write(stream), handle.is_staged.wait)
+        region = TURNS.memory.region(snapshot.nbytes, is_shared=snapshot.is_shared)
+        write = snapshot.writing_from(region)
+        fingerprints = Fingerprints(snapshot.copies) if options.prove else None
+        now: set[str] = set()
+        if options.copy_now:
+            wanted = tuple(f"{name}." for name in options.copy_now)
+            each = zip(snapshot.keys, snapshot.copies, strict=True)
+            now = {copy.name for key, copy in each if f"{key}.".startswith(wanted)}
+        staging = Staging(
+            snapshot.copies, region, mode=options.stage, now=now, advance=saving.advance, digests=snapshot.digests
+        )
+        staging.begin()
+        handle.guard_with(staging.fence)
+        if staging.is_done:
+            handle.enter("staged")
+
+        def finish_and_write() -> Results:
+            staging.finish()
+            snapshot.forget_sources()
+            self.end_copying()
+            handle.enter("writing")
+            results = write()
+            if fingerprints is not None:
+                fingerprints.compare(region)
+            self._look_for_changes(snapshot, results)
+            return results
+
+        def run() -> Metadata:
+            try:
+                return saving.write(finish_and_write)
+            except BaseException:
+                staging.abandon()  # nobody is to wait for copies that will not come
+                raise
+
+        return Begun(run)
+
+    def _stream(self, snapshot: _Files | _Items, max_bytes: int) -> Results:
+        """Copy and write in turns; the caller waits for the copying."""
+        results = snapshot.stream(max_bytes)
+        snapshot.forget_sources()
+        self._look_for_changes(snapshot, results)
+        return results
+
+    def _look_for_changes(self, snapshot: _Files | _Items, results: Results) -> None:
+        if snapshot.digests is None:
+            return
+        same = self._handle.unchanged = CHANGES.unchanged(report_of(results), self._trained())
+        if same:
+            logger.warning(
+                "%d tensors that are being trained are just as they were at the save before (%s); if steps were taken "
+                "in between, the state that is saved is not the one that is trained",
+                len(same),
+                ", ".join(same[:3]),
+            )
+
+
+class _Files:
+    """A snapshot that is laid out as the files which are written from it.
+
+    ``keys`` has the key of each of ``copies``; ``digests`` takes those of the blocks, by their place.
+    """
+
+    def __init__(self, save: BackgroundSave, storage: ImageStorage, plan: SavePlan) -> None:
+        self._save = save
+        self._storage = storage
+        self._staged = storage.lay_out(plan, save.saving.planner, advance=save.saving.advance)
+        self.is_shared = save.in_process
+        self.nbytes = self._staged.image.nbytes
+        self.copies = self._staged.image.copies
+        self.digests: dict[int, int] | None = self._staged.image.known
+
+    @property
+    def keys(self) -> list[str]:
+        return self._staged.work.keys
+
+    def writing_from(self, region: Region) -> Callable[[], Results]:
+        """What writes the snapshot, once ``region`` holds it."""
+        if self.is_shared:
+            TURNS.writer_process().prepare(region)  # now: an interpreter that shuts down starts no process
+        return partial(self._write, region)
+
+    def _write(self, region: Region) -> Results:
+        self._staged.image.fill_frames(region.view)
+        output: ImageOutput = ImageFiles(check=self._save.check)
+        if self.is_shared:
+            process = TURNS.writer_process()
+            process.prepare(region)  # again: it may have died
+            output = ProcessOutput(process, self._save.check)
+        return self._storage.write_staged(self._staged, region.view, output)
+
+    def stream(self, max_bytes: int) -> Results:
+        """Copy and write in turns, through as many buffers as the bound allows."""
+        save = self._save
+        return self._storage.stream_staged(
+            self._staged, slabs=max_bytes // SLAB_BYTES, check=save.check, on_copied=save.end_copying
+        )
+
+    def forget_sources(self) -> None:
+        self._staged.forget_sources()
+
+
+class _Items:
+    """A snapshot of what somebody else's storage asks a planner for, item by item."""
+
+    is_shared = False
+    digests: dict[int, int] | None = None
+
+    def __init__(self, save: BackgroundSave, plan: SavePlan) -> None:
+        self._save = save
+        self._plan = plan
+        self.nbytes = 0
+        self._data: list[tuple[torch.Tensor | io.BytesIO, int]] = []
+        self.copies: list[Copy] = []
+        columns = write_columns(plan.items)
+        for row in range(len(columns)):
+            data = save.saving.planner.resolve_row(columns, row)
+            self._data.append((data, self.nbytes))
+            if isinstance(data, torch.Tensor):
+                size = data.numel() * data.dtype.itemsize
+                if not data.is_quantized:
+                    source = source_of(data, is_ordered=True)
+                    self.copies.append(Copy(columns.keys[columns.key[row]], source, self.nbytes))
+                self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+                save.saving.advance(size)
+
+    @property
+    def keys(self) -> list[str]:
+        return [copy.name for copy in self.copies]
+
+    def writing_from(self, region: Region) -> Callable[[], Results]:
+        """What writes the snapshot, once ``region`` holds it."""
+        planner = _CopiedPlanner(self._save.saving.planner, self._plan, [_kept(*each, region) for each in self._data])
+        return lambda: self._save.saving.writer.write_data(self._plan, planner).wait()
+
+    def stream(self, max_bytes: int) -> Results:
+        """Have the storage ask for the state itself, while the caller waits; how much it holds, nobody knows."""
+        self.forget_sources()
+        saving = self._save.saving
+        results = saving.writer.write_data(self._plan, saving.planner).wait()
+        self._save.end_copying()
+        return results
+
+    def forget_sources(self) -> None:
+        self._data.clear()
+        self.copies.clear()
+
+
+def _kept(data: torch.Tensor | io.BytesIO, at: int, region: Region) -> torch.Tensor | io.BytesIO:
+    """What the storage gets: a tensor in ``region``, or the bytes as they are now."""
+    if not isinstance(data, torch.Tensor):
+        return io.BytesIO(data.getvalue())
+    return data.detach().cpu().clone() if data.is_quantized else region.tensor_at(at, data.dtype, data.shape)
+
+
+class _CopiedPlanner(SavePlanner):
+    """A planner that has been asked for everything already."""
+
+    def __init__(self, planner: SavePlanner, plan: SavePlan, data: list[torch.Tensor | io.BytesIO]) -> None:
+        self._planner = planner
+        columns = write_columns(plan.items)
+        self._data = {columns.item(row).index: each for row, each in enumerate(data)}
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._planner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return self._planner.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self._planner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return self._planner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What the planner gave for ``write_item`` when the save was called."""
+        data = self._data[write_item.index]
+        if isinstance(data, io.BytesIO):
+            data.seek(0)
+        return data
+
+
+class BackgroundThread:
+    """The thread of a save, and what the caller holds until the thread has its work; without that all is given back.
+
+    Enter its block twice: an interrupt may come into the one end, and then there is the other.
+    """
+
+    def __init__(self, handle: AsyncSave, ranks: Ranks) -> None:
+        self._handle = handle
+        self._ranks = ranks
+        self._is_inside = self._is_started = False
+        self._pause = CollectorPause()
+        self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._given: list[None] = []
+        self.writer: StorageWriter | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def begin(self) -> None:
+        """Start the thread, which waits for its work, and enter what does not depend on the save.
+
+        Now, because starting one takes as long as it takes another thread to give the interpreter back.
+        """
+        if not interpreter_ends():
+            # No daemon: the interpreter is to wait for it.
+            start_thread(threading.Thread(target=_do_first, args=(self._to_do,), name="holdfast-save", daemon=False))
+            self._is_started = True
+        self._pause.__enter__()
+        self._ranks.__enter__()
+        self._is_inside = True
+
+    def start(self, run: Callable[[], Metadata]) -> None:
+        """Have ``run`` done; all that this holds is the thread's from now on."""
+        # Given and noted in one step of the interpreter: no interrupt comes between.
+        self._given.extend(map(self._to_do.put, (partial(self._work, run),)))
+        if not self._is_started:
+            _do_first(self._to_do)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._given:
+            # The caller may go on with the training, and has no handle to wait for.
+            self._handle.is_given_up = self._handle.is_given_up or error is not None
+            return
+        self._to_do.put(None)
+        TURNS.end(self._handle, is_begun=False)
+        self._pause.end()
+        self._abandon()
+        if self._is_inside:
+            self._ranks.__exit__(kind, error, trace)
+            self._is_inside = False
+
+    def _abandon(self) -> None:
+        if self.writer is not None:
+            self.writer.abandon()
+
+    def _work(self, run: Callable[[], Metadata]) -> None:
+        handle = self._handle
+        try:
+            with contextlib.ExitStack() as stack, handle.working():
+                stack.push(self._ranks)  # which the caller has entered
+                stack.push(lambda kind, error, trace: None if error is None else self._abandon())
+                # Only here: what the collector then has to look at need not keep the caller waiting.
+                self._pause.end()
+                metadata = run()
+                if self.writer is not None:
+                    self.writer.conclude()
+        except BaseException as error:
+            TURNS.end(handle)
+            handle.fail(error)
+        else:
+            TURNS.end(handle)
+            handle.succeed(metadata)
+
+
+def _do_first(to_do: SimpleQueue[Callable[[], None] | None]) -> None:
+    work = to_do.get()
+    if work is not None:
+        work()
