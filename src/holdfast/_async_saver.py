@@ -106,9 +106,9 @@ def async_save(
         planner = planner or planner_for(options.replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner, those, use_collectives=use_collectives)
-        ranks.follow(lambda: TURNS.bytes_done, lambda: saving.writer.file_at_work)
-        saving.writer.watch(ranks.check)
-        background.writer = saving.writer
+        background.writer = storage = saving.writer
+        prepared = saving.prepared
+        ranks.follow(lambda: TURNS.bytes_done + prepared.done, lambda: storage.file_at_work)
         in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
         save = BackgroundSave(
             saving,
@@ -177,7 +177,7 @@ def prewarm(
         saving = Saving(writer, planner or DefaultSavePlanner(replica_check="off"), ranks)
         with handle.working():
             plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
-        image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner).image
+        image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner, saving.prepared).image
         if max_host_bytes is None or image.nbytes <= max_host_bytes:
             is_shared = async_checkpointer_type is AsyncCheckpointerType.PROCESS
             region = TURNS.memory.region(image.nbytes, is_shared=is_shared)

@@ -34,6 +34,7 @@ from holdfast._staging.memory import CUDA, Region
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
 from holdfast._staging.process import ProcessOutput
 from holdfast._state.tensor_bytes import source_of
+from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, write_columns
@@ -55,13 +56,11 @@ _ALIGNMENT = 64
 class ImageStorage(Protocol):
     """Storage whose files can be laid out in memory first, and be written from there by whoever has that memory."""
 
-    def lay_out(self, plan: SavePlan, planner: SavePlanner, *, advance: Callable[[int], None]) -> StagedFiles: ...
+    def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles: ...
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> Results: ...
 
-    def stream_staged(
-        self, staged: StagedFiles, *, slabs: int, check: Callable[[], None], on_copied: Callable[[], None]
-    ) -> Results: ...
+    def stream_staged(self, staged: StagedFiles, *, slabs: int, on_copied: Callable[[], None]) -> Results: ...
 
 
 class Begun(NamedTuple):
@@ -88,6 +87,7 @@ class BackgroundSave:
         self.in_process = in_process
         self._handle = handle
         self._trained = trained
+        self.written = saving.writer.progress = Progress(partial(_go_on, saving.check, handle, options))
 
     def begin(self, state: State) -> Begun:
         """Plan, give everything its place, and copy what the way of staging does not leave for later."""
@@ -130,18 +130,9 @@ class BackgroundSave:
             return Begun(run)
         return Begun(run, stager.synchronize_staging)
 
-    def check(self) -> None:
-        """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
-        self._handle.tell()
-        self.saving.check()
-        if self._handle.is_given_up and not self._handle.is_staged.is_set():
-            raise CheckpointError("the save was given up, because async_save was interrupted before all was copied")
-        if self.options.at_exit == "abandon" and interpreter_ends():
-            raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
-
     def end_copying(self) -> None:
         """Let the state be changed; what was copied after the caller was interrupted may be changed already."""
-        self.check()
+        self.written.check()
         self._handle.enter("staged")
 
     def _take_turn(self) -> None:
@@ -154,7 +145,7 @@ class BackgroundSave:
 
     def _stage(self, snapshot: _Files | _Items) -> Begun:
         saving, handle, options = self.saving, self._handle, self.options
-        handle.expect(snapshot.nbytes, lambda: saving.writer.bytes_written)
+        handle.expect(snapshot.nbytes, self.written)
         handle.enter("staging")
         if options.max_host_bytes is not None and snapshot.nbytes > options.max_host_bytes:
             CUDA.drain(snapshot.copies)
@@ -169,7 +160,7 @@ class BackgroundSave:
             each = zip(snapshot.keys, snapshot.copies, strict=True)
             now = {copy.name for key, copy in each if f"{key}.".startswith(wanted)}
         staging = Staging(
-            snapshot.copies, region, mode=options.stage, now=now, advance=saving.advance, digests=snapshot.digests
+            snapshot.copies, region, mode=options.stage, now=now, progress=saving.prepared, digests=snapshot.digests
         )
         staging.begin()
         handle.guard_with(staging.fence)
@@ -216,6 +207,16 @@ class BackgroundSave:
             )
 
 
+def _go_on(check: Callable[[], None], handle: AsyncSave, options: SaveOptions) -> None:
+    """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
+    handle.tell()
+    check()
+    if handle.is_given_up and not handle.is_staged.is_set():
+        raise CheckpointError("the save was given up, because async_save was interrupted before all was copied")
+    if options.at_exit == "abandon" and interpreter_ends():
+        raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
+
+
 class _Files:
     """A snapshot that is laid out as the files which are written from it.
 
@@ -225,7 +226,7 @@ class _Files:
     def __init__(self, save: BackgroundSave, storage: ImageStorage, plan: SavePlan) -> None:
         self._save = save
         self._storage = storage
-        self._staged = storage.lay_out(plan, save.saving.planner, advance=save.saving.advance)
+        self._staged = storage.lay_out(plan, save.saving.planner, save.saving.prepared)
         self.is_shared = save.in_process
         self.nbytes = self._staged.image.nbytes
         self.copies = self._staged.image.copies
@@ -243,19 +244,17 @@ class _Files:
 
     def _write(self, region: Region) -> Results:
         self._staged.image.fill_frames(region.view)
-        output: ImageOutput = ImageFiles(check=self._save.check)
+        output: ImageOutput = ImageFiles(self._save.written)
         if self.is_shared:
             process = TURNS.writer_process()
             process.prepare(region)  # again: it may have died
-            output = ProcessOutput(process, self._save.check)
+            output = ProcessOutput(process, self._save.written)
         return self._storage.write_staged(self._staged, region.view, output)
 
     def stream(self, max_bytes: int) -> Results:
         """Copy and write in turns, through as many buffers as the bound allows."""
-        save = self._save
-        return self._storage.stream_staged(
-            self._staged, slabs=max_bytes // SLAB_BYTES, check=save.check, on_copied=save.end_copying
-        )
+        slabs = max_bytes // SLAB_BYTES
+        return self._storage.stream_staged(self._staged, slabs=slabs, on_copied=self._save.end_copying)
 
     def forget_sources(self) -> None:
         self._staged.forget_sources()
@@ -283,7 +282,7 @@ class _Items:
                     source = source_of(data, is_ordered=True)
                     self.copies.append(Copy(columns.keys[columns.key[row]], source, self.nbytes))
                 self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-                save.saving.advance(size)
+                save.saving.prepared.moved(size)
 
     @property
     def keys(self) -> list[str]:
@@ -393,6 +392,7 @@ class BackgroundThread:
         TURNS.end(self._handle, is_begun=False)
         self._pause.end()
         self._abandon()
+        self._forget_progress()
         if self._is_inside:
             self._ranks.__exit__(kind, error, trace)
             self._is_inside = False
@@ -401,10 +401,15 @@ class BackgroundThread:
         if self.writer is not None:
             self.writer.abandon()
 
+    def _forget_progress(self) -> None:
+        if self.writer is not None:
+            self.writer.progress = Progress()  # the storage may live on, and is not to keep handle and ranks
+
     def _work(self, run: Callable[[], Metadata]) -> None:
         handle = self._handle
         try:
             with contextlib.ExitStack() as stack, handle.working():
+                stack.callback(self._forget_progress)
                 stack.push(self._ranks)  # which the caller has entered
                 stack.push(lambda kind, error, trace: None if error is None else self._abandon())
                 # Only here: what the collector then has to look at need not keep the caller waiting.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from holdfast._native.writer import NativeWriter
@@ -20,6 +20,7 @@ from holdfast._staging.one_at_a_time import TURNS, OnProgress
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._torch_format.remote import FsspecWriter, is_remote
+from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
@@ -209,8 +210,8 @@ def save_with(
 ) -> Metadata:
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
     ours = as_writer(writer)
-    ranks.follow(lambda: TURNS.bytes_done + ours.bytes_written, lambda: ours.file_at_work)
-    ours.watch(ranks.check)
+    ours.progress = written = Progress(ranks.check)
+    ranks.follow(lambda: TURNS.bytes_done + written.done, lambda: ours.file_at_work)
     if use_collectives:
         return _save(state, Saving(ours, planner, ranks))
     metadata: list[Metadata] = []
@@ -231,8 +232,17 @@ def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
     except BaseException:
         writer.abandon()
         raise
+    finally:
+        writer.progress = Progress()  # the storage may live on, and is not to keep the ranks
     writer.conclude()
     return metadata
+
+
+def _check(ranks: Ranks, process: int) -> None:
+    # A child that a state_dict() or planner forked may come back from it: one saves, not two.
+    if os.getpid() != process:
+        raise CheckpointError("this process was forked in the middle of a save, which is its parent's; end it there")
+    ranks.check()
 
 
 class Saving:
@@ -250,9 +260,10 @@ class Saving:
         self._use_collectives = use_collectives
         self._planned: PlannedSave | None = None
         self._owners = Owners()
-        self._prepared = 0
-        self._prepared_lock = threading.Lock()
-        self._process = os.getpid()
+        # Raises what another rank has failed with; any thread. No method: this is not to be kept by its own progress,
+        # and the state with it.
+        self.check = partial(_check, ranks, os.getpid())
+        self.prepared = Progress(self.check)
 
     def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
@@ -263,7 +274,7 @@ class Saving:
         def set_up() -> None:
             before()
             self._set_up(state)
-            self._check_process()  # what it called may have forked
+            self.check()  # what it called may have forked
 
         host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)
@@ -274,32 +285,16 @@ class Saving:
         return expose(state, self._owners)
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
-        """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank."""
-        self._prepared = 0
+        """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank.
+
+        It tells ``self.prepared`` how far it is.
+        """
+        self.prepared.done = 0
         return self.ranks.alone(phase, prepare)
-
-    def advance(self, nbytes: int) -> None:
-        """Show the others that ``nbytes`` more are prepared; raise what another has failed with. Any thread."""
-        with self._prepared_lock:
-            self._prepared += nbytes
-        self.ranks.progress(self._prepared)
-        self.check()
-
-    def check(self) -> None:
-        """Raise what another rank has failed with, if one has; any thread."""
-        self._check_process()
-        self.ranks.check()
-
-    def _check_process(self) -> None:
-        """Raise in a child that a state_dict() or planner forked and that comes back from it: one saves, not two."""
-        if os.getpid() != self._process:
-            raise CheckpointError(
-                "this process was forked in the middle of a save, which is its parent's; end it there"
-            )
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
-        self._check_process()
+        self.check()
         planned = self._planned
         assert planned is not None
 

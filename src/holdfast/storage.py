@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.futures import Future
 
+from holdfast._values.deadline import Progress
 from holdfast._values.lazy import Columns
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns
@@ -49,8 +50,9 @@ class PlannedReport(Protocol):
 class StorageWriter(abc.ABC):
     """Writes the items of a plan to a medium and publishes the whole."""
 
-    bytes_written: int = 0
-    """Bytes given to the medium so far, where the storage counts them: how ranks see that a slow one still works."""
+    progress = Progress()
+    """What to tell, between the pieces of long work, of bytes that were given to the medium: how ranks see that a slow
+    one still works. It raises when another rank has failed. Each save sets one."""
 
     file_at_work: str = ""
     """The file that is being written, where the storage knows: what others are told of a rank that hangs."""
@@ -90,9 +92,6 @@ class StorageWriter(abc.ABC):
     def storage_meta(self) -> StorageMeta | None:
         """What planners may want to know of the storage."""
         return None
-
-    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
-        """Take what to call between the pieces of long work: it raises when another rank has failed."""
 
     def conclude(self) -> None:  # noqa: B027 - most storages hold nothing
         """Let go of what a save that succeeded still holds; called on every rank."""

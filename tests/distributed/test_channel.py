@@ -229,7 +229,7 @@ def after_the_coordinator_died() -> Any:
 def slow_but_alive() -> int:
     def local() -> int:
         for step in range(10 if dist.get_rank() == 1 else 0):
-            ranks.progress(step)
+            ranks.follow(lambda step=step: step, str)
             ranks.check()
             threading.Event().wait(0.5)  # the work that takes its time
         return 1
@@ -244,7 +244,7 @@ def hang_beating() -> Any:
 
     def local() -> None:
         if dist.get_rank() == 1:
-            ranks.progress(1_000_000)
+            ranks.follow(lambda: 1_000_000, str)
             store.wait(["given up"])
 
     sum_over()

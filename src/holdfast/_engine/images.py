@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import run_bounded
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import digest
 from holdfast.errors import StorageError
 
@@ -51,17 +52,12 @@ class WrittenImage(msgspec.Struct, frozen=True, kw_only=True):
 class ImageFiles:
     """Writes file images; until ``close`` the files stay open and locked, which tells others that their writer lives.
 
-    ``check`` is called before each piece of work and raises to give up.
+    ``progress`` is told of each piece, before and after.
     """
 
-    def __init__(self, *, check: Callable[[], None] = lambda: None) -> None:
-        self._check = check
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._outputs: list[OutputFile] = []
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that the system took."""
-        return sum(output.bytes_written for output in tuple(self._outputs))
 
     def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
         """What was written, durably; after an error ``abandon`` what there is."""
@@ -72,7 +68,7 @@ class ImageFiles:
         run_bounded(self._jobs(files, memory, digests), workers=_WORKERS)
         written: list[WrittenImage] = []
         for file, output, blocks in zip(files, self._outputs, digests, strict=True):
-            self._check()
+            self._progress.check()
             output.finish(file.size)
             header = memory[file.begin : file.begin + file.header]
             covered = digest(bytes(header) + np.array(blocks, dtype="<u8").tobytes())
@@ -91,11 +87,12 @@ class ImageFiles:
         self, file: FileImage, output: OutputFile, memory: memoryview, blocks: list[int], start: int, stop: int
     ) -> None:
         """Hash those of the blocks that begin in [start, stop) that nobody has, then write that range."""
-        self._check()
+        self._progress.check()
         for number in range(bisect.bisect_left(file.starts, start), bisect.bisect_left(file.starts, stop)):
             known = file.known[number]
             blocks[number] = digest(memory[file.starts[number] : file.stops[number]]) if known is None else known
         output.write(memory[start:stop], start - file.begin)
+        self._progress.moved(stop - start)
 
     def close(self) -> None:
         """Close the files, which ends the sign that their writer lives."""
@@ -105,7 +102,6 @@ class ImageFiles:
                 output.close()
 
     def abandon(self) -> None:
-        """Close and remove the files."""
         for output in self._outputs:
             # What cannot be removed is invisible; the error that led here is the one to tell.
             with contextlib.suppress(StorageError):

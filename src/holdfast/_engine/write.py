@@ -14,6 +14,7 @@ from typing import TypeVar
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.slabs import Slab, SlabRing
 from holdfast._process import Event
+from holdfast._values.deadline import Progress
 
 Job = TypeVar("Job", bound="PageJob")
 
@@ -56,7 +57,7 @@ def filled_slab(job: Job, ring: SlabRing, fill: Callable[[Job, Slab], None]) -> 
         job.is_filled.set()
 
 
-def write_pages(job: PageJob, slab: Slab, ring: SlabRing) -> None:
+def write_pages(job: PageJob, slab: Slab, ring: SlabRing, progress: Progress) -> None:
     """Write the whole pages of ``job``; a last one that is not whole is the next job's, or padded at the file's end."""
     try:
         if job.before is not None:
@@ -70,6 +71,8 @@ def write_pages(job: PageJob, slab: Slab, ring: SlabRing) -> None:
             padding = -filled % ALIGNMENT
             slab.view[filled : filled + padding] = bytes(padding)
             filled += padding
-        job.file.write(slab.view[: filled - filled % ALIGNMENT], job.base)
+        filled -= filled % ALIGNMENT
+        job.file.write(slab.view[:filled], job.base)
+        progress.moved(filled)
     finally:
         ring.release(slab)

@@ -22,6 +22,7 @@ from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
 from holdfast._native.index import HeaderEntry, encode_header
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import DistantSource, Source
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast.errors import InternalError, StorageError
 
@@ -129,7 +130,7 @@ class Packer:
     Until ``close``, the files stay open and locked, which tells others that their writer lives. The calling thread
     fills ``slabs`` ahead of those who write (threads that all copy, hash and need the interpreter get in each other's
     way), and ``on_filled`` is called once it has filled the last: nothing is asked of the chunks' sources any more.
-    ``check`` is called before each job and raises to give up.
+    ``progress`` is told of each job, before and after.
     """
 
     def __init__(
@@ -138,10 +139,10 @@ class Packer:
         pinned: bool = False,
         slabs: int | None = None,
         on_filled: Callable[[], None] = lambda: None,
-        check: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
     ) -> None:
         self._pinned = pinned
-        self._check = check
+        self._progress = progress or Progress()
         self._slabs = slabs
         self._on_filled = on_filled
         self.files: list[DataFile] = []
@@ -165,11 +166,6 @@ class Packer:
         return [
             file.complete(self.digests[bounds[number] : bounds[number + 1]]) for number, file in enumerate(self.files)
         ]
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that the system took."""
-        return sum(file.output.bytes_written for file in tuple(self.files))
 
     def close(self) -> None:
         """Close the files, which ends the sign that their writer lives."""
@@ -225,8 +221,8 @@ class Packer:
         self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing
     ) -> Iterator[Callable[[], None]]:
         for job in self._jobs(chunks, open_file):
-            self._check()
-            yield partial(write_pages, job, filled_slab(job, ring, self._fill), ring)
+            self._progress.check()
+            yield partial(write_pages, job, filled_slab(job, ring, self._fill), ring, self._progress)
         self._on_filled()
 
     def _fill(self, job: _Job, slab: Slab) -> None:

@@ -332,11 +332,6 @@ class WriterNumber:
 class Files(Protocol):
     """The data files of a save under way, whoever writes them."""
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that the system took."""
-        ...
-
     def close(self) -> None:
         """Close the files, which ends the sign that their writer lives."""
         ...

@@ -27,6 +27,7 @@ from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
 from holdfast._torch_classes.adapt import final_save_plan
 from holdfast._torch_classes.translate import metadata_from_torch, save_plan_from_torch
+from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
 from holdfast.errors import InternalError, StorageError
@@ -75,13 +76,6 @@ class NativeWriter(StorageWriter):
         self._unfinished: str | None = None
         self._failed: tuple[str, ...] = ()
         self._held: Held | None = None
-        self._check: Callable[[], None] = _go_on
-
-    @property
-    def bytes_written(self) -> int:  # type: ignore[override]
-        """Bytes of data files that the system took from the save under way."""
-        held = self._held
-        return 0 if held is None else held.files.bytes_written
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -93,10 +87,6 @@ class NativeWriter(StorageWriter):
         self._begin_attempt()
         if checkpoint_id is not None:
             self.path = posix.absolute(checkpoint_id)
-
-    def watch(self, check: Callable[[], None]) -> None:
-        """Call ``check`` before each piece of work of the next write: it raises when another rank has failed."""
-        self._check = check
 
     def storage_meta(self) -> StorageMeta | None:
         """The path and the attempt."""
@@ -141,34 +131,28 @@ class NativeWriter(StorageWriter):
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
-        check, self._check = self._check, _go_on
-        packer = Packer(pinned=uses_cuda(), slabs=slabs_for(work.planned_bytes), check=check)
+        packer = Packer(pinned=uses_cuda(), slabs=slabs_for(work.planned_bytes), progress=self.progress)
         done.set_result(self._pack(work, packer, work.chunks()))
         return done
 
-    def lay_out(
-        self, plan: SavePlan, planner: SavePlanner, *, advance: Callable[[int], None] = lambda nbytes: None
-    ) -> StagedFiles:
+    def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles:
         """The files of ``plan``, laid out and not yet written: values are encoded, tensors still to be copied.
 
-        Whoever copies them sees to it that they are copied after what the caller's streams have queued. ``advance`` is
-        told of the bytes of each chunk that has its place.
+        Whoever copies them sees to it that they are copied after what the caller's streams have queued. ``progress``
+        is told of the bytes of each chunk that has its place.
         """
         work = self._work(plan, planner, is_ordered=True)
         chunks = []
         for chunk in work.chunks():
             chunks.append(chunk)
-            advance(chunk.source.nbytes)
+            progress.moved(chunk.source.nbytes)
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
 
     def stream_staged(
-        self, staged: StagedFiles, *, slabs: int, check: Callable[[], None], on_copied: Callable[[], None]
+        self, staged: StagedFiles, *, slabs: int, on_copied: Callable[[], None]
     ) -> MutableSequence[WriteResult]:
-        """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between.
-
-        ``check`` is called again and again and raises to give up.
-        """
-        packer = Packer(pinned=uses_cuda(), slabs=slabs, on_filled=on_copied, check=check)
+        """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
+        packer = Packer(pinned=uses_cuda(), slabs=slabs, on_filled=on_copied, progress=self.progress)
         return self._pack(staged.work, packer, staged.chunks)
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
@@ -286,13 +270,9 @@ class NativeWriter(StorageWriter):
     conclude = close
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None, "_check": _go_on}
+        return {**self.__dict__, "_held": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)
-
-
-def _go_on() -> None:
-    """Nobody to hear of: nothing to give up for."""

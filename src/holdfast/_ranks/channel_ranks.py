@@ -80,7 +80,7 @@ class ChannelRanks:
         self._watch = Watch(names=channel.names, patience=patience, clock=clock)
         self._round = self._step = 0
         self._phase = "starting"
-        self.moved = self._beats = self._progress = 0
+        self.moved = self._beats = 0
         self._next_beat = clock() + patience.beat_s
         self._returning = Deadline(min(_RETURN_S, patience.progress_s), clock)
         self._count: Callable[[], int] = int
@@ -152,7 +152,7 @@ class ChannelRanks:
 
         They learn of the phase with the next sign of life: announcing it would take the caller's time.
         """
-        self._phase, self._progress = phase, 0
+        self._phase = phase
         try:
             return local()
         except BaseException as error:
@@ -162,10 +162,6 @@ class ChannelRanks:
         """Raise what another rank has failed with, if one has; cheap, any thread."""
         if self._round in self._verdicts:
             raise self._error()
-
-    def progress(self, bytes_done: int) -> None:
-        """Show the others that the work of this phase goes on; any thread."""
-        self._progress = bytes_done
 
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         """Ask at every heartbeat how far the work is, and at which file; any thread may be asked to run them."""
@@ -264,7 +260,7 @@ class ChannelRanks:
         if not self._is_entered:
             raise InternalError("the ranks take steps together only inside 'with ranks:'")
         self._step += 1
-        self._phase, self._progress = phase, 0
+        self._phase = phase
         # Before any work, so that whoever looks for a lost rank knows its phase.
         self._send_sign(self._audience())
         self._channel.see_sent(self._audience(), _ANNOUNCE_S)
@@ -387,7 +383,7 @@ class ChannelRanks:
         sign = Sign(
             beat=self._beats,
             phase=self._phase,
-            progress=self._progress + self._count(),
+            progress=self._count(),
             moved=self.moved,
             file=self._file(),
             working=self._awaited_since is None,

@@ -88,10 +88,6 @@ class Ranks(Protocol):
         """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
         ...
 
-    def progress(self, bytes_done: int) -> None:
-        """Show the others that the work of this phase goes on; any thread."""
-        ...
-
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         """Ask now and then, in another thread, how far the work is, and at which file, and show that to the others."""
         ...
@@ -138,9 +134,6 @@ class SoloRanks:
 
     def check(self) -> None:
         """Nothing to do: there is nobody else who could have failed."""
-
-    def progress(self, bytes_done: int) -> None:
-        """Nothing to do: nobody waits."""
 
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         """Nothing to do: nobody waits."""

@@ -27,6 +27,7 @@ from holdfast._process import forget_in_child
 from holdfast._staging.memory import CUDA, CudaTransfer, Region
 from holdfast._state.pieces import pieces_of
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, combine, digest
 from holdfast.errors import InvalidStateError
 
@@ -43,7 +44,7 @@ class Staging:
 
     ``mode`` says what ``begin`` leaves to ``finish``: nothing ("copy"), everything but the chunks named in ``now``
     ("overlap"), or what it has cloned on the device ("device"). ``copies`` is emptied when they are done.
-    ``advance`` is told, from any thread, how many bytes more have been copied within the host. ``digests`` is given, by
+    ``progress`` is told of the bytes that have been copied within the host. ``digests`` is given, by
     its place in the region, the digest of each block that was copied within the host, where it costs next to nothing.
     """
 
@@ -54,14 +55,14 @@ class Staging:
         *,
         mode: Mode,
         now: Collection[str] = (),
-        advance: Callable[[int], None] = lambda nbytes: None,
+        progress: Progress | None = None,
         digests: dict[int, int] | None = None,
     ) -> None:
         self._copies = copies
         self._region = region
         self._mode = mode
         self._now = now
-        self._copier = HostCopier(region, advance, digests)
+        self._copier = HostCopier(region, progress or Progress(), digests)
         self._transfer: CudaTransfer | None = None
         self._later: list[Copy] = []
         self._copied: Future[None] = Future()
@@ -154,10 +155,10 @@ class HostCopier:
     A block whose digest is wanted is hashed right after it was copied, while the processor's cache has it.
     """
 
-    def __init__(self, region: Region, advance: Callable[[int], None], digests: dict[int, int] | None) -> None:
+    def __init__(self, region: Region, progress: Progress, digests: dict[int, int] | None) -> None:
         self._region = region
         self._view = region.view
-        self._advance = advance
+        self._progress = progress
         self._digests = digests
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -188,7 +189,7 @@ class HostCopier:
     def _copy_pieces(self, pieces: Sequence[tuple[Copy, int, int]], nbytes: int) -> None:
         for copy, start, stop in pieces:
             self._copy_blocks(copy, start, stop)
-        self._advance(nbytes)
+        self._progress.moved(nbytes)
 
     def _copy_blocks(self, copy: Copy, start: int, stop: int) -> None:
         if self._digests is None:

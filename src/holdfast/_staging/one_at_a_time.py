@@ -21,6 +21,7 @@ from typing import Literal
 from holdfast._process import Ending, Event, forget_in_child
 from holdfast._staging.memory import HostMemory
 from holdfast._staging.process import WriterProcess
+from holdfast._values.deadline import Progress
 from holdfast.errors import BusyError, CheckpointError
 from holdfast.metadata import Metadata
 
@@ -58,7 +59,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self.phase: Phase = "planned"
         self.bytes_total = 0
         self.unchanged: tuple[str, ...] = ()
-        self._count: Callable[[], int] = lambda: 0
+        self._written = Progress()
         self._fence: Callable[[], object] = lambda: None
         self.on_progress: OnProgress | None = None
         self._told = threading.Lock()
@@ -97,7 +98,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
     @property
     def bytes_done(self) -> int:
         """Bytes of this rank that the system has taken."""
-        return self.bytes_total if self.phase == "published" else min(self.bytes_total, self._count())
+        return self.bytes_total if self.phase == "published" else min(self.bytes_total, self._written.done)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when the snapshot is complete and every tensor may be changed, by the host or by any stream.
@@ -155,9 +156,9 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         """Whether the save waits for the calling thread, which cannot wait for it in turn."""
         return threading.get_ident() in self._threads
 
-    def expect(self, nbytes: int, count: Callable[[], int]) -> None:
-        """Have ``nbytes`` to write, of which ``count`` tells how many are."""
-        self.bytes_total, self._count = nbytes, count
+    def expect(self, nbytes: int, written: Progress) -> None:
+        """Have ``nbytes`` to write, of which ``written`` knows how many are."""
+        self.bytes_total, self._written = nbytes, written
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase

@@ -17,7 +17,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -42,6 +42,7 @@ from holdfast._staging.writer_process import (
     receive,
     send,
 )
+from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError, StorageError
 
 _LOOK_EVERY_S = 0.25
@@ -179,15 +180,14 @@ class WriterProcess:
 class ProcessOutput:
     """The files of one save, which the process writes and keeps open until it is told otherwise.
 
-    ``check`` is called a few times a second and raises to give up.
+    ``progress`` is told of it a few times a second.
     """
 
-    def __init__(self, process: WriterProcess, check: Callable[[], None]) -> None:
+    def __init__(self, process: WriterProcess, progress: Progress) -> None:
         self._process = process
-        self._check = check
+        self._progress = progress
         self._paths: list[str] = []
         self._number: int | None = None
-        self.bytes_written = 0
 
     def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
         self._paths = [os.fsdecode(file.path) for file in files]
@@ -195,17 +195,19 @@ class ProcessOutput:
             return []
         self._number = self._process.number
         self._process.order(Write(list(files), posix.umask()))
+        written = 0
         ends = list(itertools.accumulate(file.size for file in files))
         while True:
             # It writes them one after the other: this is the one that it must have come to.
-            number = min(bisect.bisect_right(ends, self.bytes_written), len(files) - 1)
+            number = min(bisect.bisect_right(ends, written), len(files) - 1)
             with posix.reporting("write", self._paths[number]):
-                self._check()
+                self._progress.check()
                 answer = self._process.answer()
             if isinstance(answer, Moved):
-                self.bytes_written = answer.nbytes
+                self._progress.moved(answer.nbytes - written)
+                written = answer.nbytes
             elif isinstance(answer, Done):
-                self.bytes_written = ends[-1]
+                self._progress.moved(ends[-1] - written)
                 return answer.files
             elif isinstance(answer, Failed):
                 if answer.number is None:

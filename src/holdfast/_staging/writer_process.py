@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ import msgspec
 
 from holdfast._engine.images import FileImage, ImageFiles, WrittenImage
 from holdfast._io.mapping import attach
+from holdfast._values.deadline import Progress
 from holdfast.errors import StorageError
 
 _LENGTH_BYTES = 8
@@ -105,7 +105,7 @@ class _Server:
         self._memory = memory
         self._files: ImageFiles | None = None
         self._is_reported = False
-        self._lock = threading.Lock()
+        self._progress = Progress()
         self._told_at = 0.0
 
     def run(self) -> None:
@@ -124,7 +124,8 @@ class _Server:
         self._end(is_abandoned=False)
         if order.umask is not None:
             os.umask(order.umask)
-        self._files, self._is_reported = ImageFiles(check=self._check), False
+        self._progress = Progress(self._check)
+        self._files, self._is_reported = ImageFiles(self._progress), False
         try:
             written = self._files.write(order.files, self._memory)
         except _Stopped:
@@ -141,13 +142,12 @@ class _Server:
 
     def _check(self) -> None:
         """Tell the parent how far it is, now and then; raise if the parent has something else to say, or is gone."""
-        with self._lock:
-            if select.select([self._connection], [], [], 0)[0]:
-                raise _Stopped
-            now = time.monotonic()
-            if now - self._told_at >= _TELL_EVERY_S and self._files is not None:
-                self._told_at = now
-                send(self._connection, Moved(self._files.bytes_written))
+        if select.select([self._connection], [], [], 0)[0]:
+            raise _Stopped
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_EVERY_S:
+            self._told_at = now
+            send(self._connection, Moved(self._progress.done))
 
     def _end(self, *, is_abandoned: bool) -> None:
         files, self._files = self._files, None

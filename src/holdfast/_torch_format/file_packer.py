@@ -28,6 +28,7 @@ from holdfast._state.tensor_bytes import Buffer, Source, source_of
 from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, TensorArchive, tensor_archive
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX
 from holdfast._torch_format.items import PlannedItems
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import combine_checksums
 from holdfast.errors import InternalError, StorageError
 from holdfast.storage import WriteResult
@@ -142,17 +143,15 @@ def _view(buffer: Buffer) -> memoryview:
 class FilePacker:
     """Writes items to new files in ``directory``; ``sync`` makes each durable before ``write`` returns."""
 
-    def __init__(self, directory: str | os.PathLike[str], items: PlannedItems, *, sync: bool) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], items: PlannedItems, *, sync: bool, progress: Progress
+    ) -> None:
         self._directory = directory
         self._items = items
         self._sync = sync
+        self._progress = progress
         self._files: list[_File] = []
         self._results: list[WriteResult] = []
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that the system took so far."""
-        return sum(file.output.bytes_written for file in tuple(self._files))
 
     @property
     def names(self) -> list[str]:
@@ -235,8 +234,13 @@ class FilePacker:
     def _runner(self, job: _Job, ring: SlabRing) -> Callable[[], None]:
         """What a thread does for ``job``: all of it, or just the writing where filling is mostly work for Python."""
         if len(job.pieces) > _FEW_PIECES and not job.needs_others:
-            return partial(_write, job, filled_slab(job, ring, _fill), ring)
-        return lambda: _write(job, filled_slab(job, ring, _fill), ring)
+            return partial(self._write, job, filled_slab(job, ring, _fill), ring)
+        return lambda: self._write(job, filled_slab(job, ring, _fill), ring)
+
+    def _write(self, job: _Job, slab: Slab, ring: SlabRing) -> None:
+        write_pages(job, slab, ring, self._progress)
+        assert job.owner is not None
+        job.owner.job_done()
 
 
 def _add(job: _Job, source: Source, start: int, stop: int) -> None:
@@ -255,9 +259,3 @@ def _fill(job: _Job, slab: Slab) -> None:
         source.copy_out(start, stop, slab, at)
     # Sources know their jobs: without this they would keep each other, and the tensors, until the garbage is collected.
     job.pieces.clear()
-
-
-def _write(job: _Job, slab: Slab, ring: SlabRing) -> None:
-    write_pages(job, slab, ring)
-    assert job.owner is not None
-    job.owner.job_done()

@@ -30,6 +30,7 @@ from holdfast._state.tensor_bytes import source_of
 from holdfast._torch_codec.archive_writing import tensor_archive
 from holdfast._torch_format.file_systems import FileSystemBase, PathLike
 from holdfast._torch_format.items import Content, Delivery, Item, PlannedItems, buffer_of
+from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
 from holdfast.planner import WriteItem
 from holdfast.storage import WriteResult
@@ -220,8 +221,10 @@ class StreamPacker:
         thread_count: int,
         copy_ahead: int,
         sync: bool,
+        progress: Progress,
     ) -> None:
         self._fs = fs
+        self._progress = progress
         self._directory = directory
         self._items = items
         self._transforms = transforms
@@ -230,7 +233,6 @@ class StreamPacker:
         self._sync = sync
         self._lock = threading.Lock()
         self.names: list[str] = []
-        self.bytes_written = 0
 
     def write(self, files: list[tuple[str, list[int]]]) -> list[WriteResult]:
         """Write the named ``files``, each with its rows; on an error they are left to ``abandon``."""
@@ -264,8 +266,7 @@ class StreamPacker:
                 def count(nbytes: int) -> None:
                     nonlocal position
                     position += nbytes
-                    with self._lock:
-                        self.bytes_written += nbytes
+                    self._progress.moved(nbytes)
 
                 counted = _Open(stream, count)
                 for row, content in self._contents(rows):

@@ -116,12 +116,6 @@ class _FileSystemWriter(StorageWriter):
         self._files = None
 
     @property
-    def bytes_written(self) -> int:  # type: ignore[override]
-        """Bytes of data files that the file system took from the save under way."""
-        files = self._files
-        return 0 if files is None else files.bytes_written
-
-    @property
     def file_at_work(self) -> str:  # type: ignore[override]
         """The file of the checkpoint that is being written."""
         return posix.file_at_work(self.path)
@@ -197,7 +191,7 @@ class _FileSystemWriter(StorageWriter):
 
     def _new_files(self, items: PlannedItems) -> FilePacker | StreamPacker:
         if is_local(self.fs) and not self.transforms.extensions:
-            return FilePacker(self.path, items, sync=self.sync_files)
+            return FilePacker(self.path, items, sync=self.sync_files, progress=self.progress)
         return StreamPacker(
             self.fs,
             self.path,
@@ -206,6 +200,7 @@ class _FileSystemWriter(StorageWriter):
             thread_count=self.thread_count,
             copy_ahead=self.per_thread_copy_ahead,
             sync=self.sync_files,
+            progress=self.progress,
         )
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:

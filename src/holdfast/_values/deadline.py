@@ -1,5 +1,5 @@
-"""Time: deadlines, how long ago somebody last showed progress, and how much processor time the keys of a checkpoint may
-take.
+"""Time: progress, deadlines, how long ago somebody last showed progress, and how much processor time the keys of a
+checkpoint may take.
 
 Invariant: time comes only from the clock that is handed in, so every rule here is tested without waiting. Nothing here
 sleeps, and nothing reads the wall clock.
@@ -17,7 +17,34 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from holdfast._process import Lock
+
 Clock = Callable[[], float]
+
+
+class Progress:
+    """How many bytes of some work are ``done``.
+
+    Whoever does the work, in any thread, calls ``moved`` after each piece, and ``check`` where nothing moves. Both call
+    ``told``, one call at a time, which raises to have the work given up. A copy or pickle is a new one.
+    """
+
+    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
+        self.done = 0
+        self._told = told
+        self._lock = Lock()
+
+    def moved(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            self._told()
+
+    def check(self) -> None:
+        with self._lock:
+            self._told()
+
+    def __reduce__(self) -> tuple[type[Progress], tuple[()]]:
+        return Progress, ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

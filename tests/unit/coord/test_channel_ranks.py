@@ -184,7 +184,7 @@ def test_work_hears_of_failures_elsewhere_by_check() -> None:
             raise StorageError("full")
         busy.set()
         for step in range(10_000):
-            ranks.progress(step)
+            ranks.follow(lambda step=step: step, str)
             ranks.check()
             threading.Event().wait(0.001)
         raise AssertionError("nobody told")
@@ -216,8 +216,7 @@ def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) ->
 
     def local(ranks: ChannelRanks) -> None:
         if ranks.rank == stuck:
-            ranks.follow(lambda: 4000, lambda: "data-1")
-            ranks.progress(96)
+            ranks.follow(lambda: 4096, lambda: "data-1")
             given_up.wait(300)
 
     def work(ranks: ChannelRanks) -> None:
@@ -239,7 +238,7 @@ def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) ->
 def test_a_slow_rank_that_makes_progress_is_left_alone() -> None:
     def local(ranks: ChannelRanks) -> int:
         for step in range(10 if ranks.rank == 1 else 0):
-            ranks.progress(step)
+            ranks.follow(lambda step=step: step, str)
             threading.Event().wait(0.5)
             ranks.check()
         return 1

@@ -16,7 +16,7 @@ def test_both_kinds_of_phase_merge_the_one_part() -> None:
         assert ranks.share("writing", lambda: 2, lambda parts: parts) == [2]
         assert ranks.alone("staging", lambda: 2) == 2
         ranks.again()
-        ranks.progress(7)
+        ranks.follow(lambda: 7, str)
         ranks.check()
     assert (ranks.rank, ranks.size, ranks.is_coordinator) == (0, 1, True)
 

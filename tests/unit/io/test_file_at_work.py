@@ -13,6 +13,7 @@ from holdfast._io import posix
 from holdfast._io.direct import InputFile, OutputFile
 from holdfast._staging.process import ProcessOutput, WriterProcess
 from holdfast._staging.writer_process import Answer, Done, Moved
+from holdfast._values.deadline import Progress
 
 
 def test_it_is_the_one_of_the_last_call(tmp_path: Path) -> None:
@@ -96,5 +97,5 @@ def test_the_process_that_writes_is_at_the_file_that_its_bytes_tell(
 
     monkeypatch.setattr(WriterProcess, "order", lambda process, order: None)
     monkeypatch.setattr(WriterProcess, "answer", answer)
-    ProcessOutput(WriterProcess(), lambda: None).write(images, memoryview(b""))
+    ProcessOutput(WriterProcess(), Progress()).write(images, memoryview(b""))
     assert seen == ["a", "a", "a", "b", "b"]

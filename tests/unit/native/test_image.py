@@ -19,6 +19,7 @@ from holdfast._staging import copies
 from holdfast._staging.copies import HostCopier
 from holdfast._staging.memory import Region
 from holdfast._state.tensor_bytes import MemorySource
+from holdfast._values.deadline import Progress
 from holdfast.errors import StorageError
 
 SIZES = [8192, 4096, 12288, 1 << 20, 0, 5000, 4095, 1, 3_000_001, 17, 0, 4096]
@@ -67,11 +68,12 @@ def test_the_image_is_what_the_packer_writes(
     assert image.data_bytes == sum(SIZES)
     region = Region(image.nbytes, is_shared=False)
     region.tensor.fill_(255)
-    HostCopier(region, lambda nbytes: None, image.known if is_hashed else None).copy(image.copies)
+    HostCopier(region, Progress(), image.known if is_hashed else None).copy(image.copies)
     image.fill_frames(region.view)
-    output = ImageFiles()
+    progress = Progress()
+    output = ImageFiles(progress)
     written = image.written(output.write(image.files, region.view))
-    assert output.bytes_written == image.nbytes
+    assert progress.done == image.nbytes
     output.close()
 
     assert written == expected
@@ -92,7 +94,7 @@ def test_files_that_are_given_up_are_gone(tmp_path: Path) -> None:
         if len(calls) == 2:
             raise StorageError("enough")
 
-    output = ImageFiles(check=check)
+    output = ImageFiles(Progress(check))
     with pytest.raises(StorageError, match="enough"):
         output.write(image.files, region.view)
     assert len(list((tmp_path / "image").iterdir())) == 1
@@ -104,11 +106,11 @@ def test_digests_are_those_of_the_copy_whatever_becomes_of_the_memory(tmp_path: 
     chunks = chunks_of([5000])
     image = Image(files_in(tmp_path / "image", 4096), chunks)
     region = Region(image.nbytes, is_shared=False)
-    HostCopier(region, lambda nbytes: None, image.known).copy(image.copies)
+    HostCopier(region, Progress(), image.known).copy(image.copies)
     (copied,) = image.known.values()
     region.view[image.copies[0].at] ^= 1
     image.fill_frames(region.view)
-    output = ImageFiles()
+    output = ImageFiles(Progress())
     image.written(output.write(image.files, region.view))
     output.close()
     assert image.digests == [copied]
