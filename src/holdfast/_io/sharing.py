@@ -17,7 +17,6 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -89,7 +88,6 @@ class Inbox:
         forget_in_child(self)
 
     def fileno(self) -> int:
-        """Its descriptor, to wait for it among others."""
         return self._descriptor
 
     def collect(self, timeout_s: float = 0.0) -> list[bytes]:
@@ -100,7 +98,6 @@ class Inbox:
         return [data[at : at + self._size] for at in range(0, len(data), self._size)]
 
     def close(self) -> None:
-        """Close it."""
         descriptor, self._descriptor = self._descriptor, CLOSED
         descriptor.close()
 
@@ -120,7 +117,6 @@ class Outbox:
             os.write(self._descriptor, message)
 
     def close(self) -> None:
-        """Close it."""
         descriptor, self._descriptor = self._descriptor, CLOSED
         descriptor.close()
 
@@ -189,7 +185,7 @@ class Doorstep:
 
 def _receive(visitor: socket.socket, descriptors: list[Descriptor]) -> tuple[bytes, int]:
     """A message and its flags; what was handed over with it goes to ``descriptors``, also after an interrupt."""
-    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, Any]] = []
+    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = []
     try:
         received.extend(map(visitor.recvmsg, (_PIECE,), (socket.CMSG_LEN(MOST_HANDED_OVER * _NUMBER.size),)))
         ((message, _, flags, _),) = received

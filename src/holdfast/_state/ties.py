@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class _Outline:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
-        self.__array_interface__: dict[str, Any] = {
+        self.__array_interface__: dict[str, object] = {
             "version": 3,
             "typestr": f"|V{size}",
             "data": (tensor.data_ptr(), False),

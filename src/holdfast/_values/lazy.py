@@ -95,14 +95,13 @@ class LazyList(MutableSequence[T], Generic[T]):
     def __setitem__(self, index: int, value: T) -> None: ...
     @overload
     def __setitem__(self, index: slice, value: Iterable[T]) -> None: ...
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._touched()[index] = value
+    def __setitem__(self, index: int | slice, value: T | Iterable[T]) -> None:
+        self._touched()[index] = value  # type: ignore[index, assignment]
 
     def __delitem__(self, index: int | slice) -> None:
         del self._touched()[index]
 
     def insert(self, index: int, value: T) -> None:
-        """Put ``value`` before ``index``."""
         self._touched().insert(index, value)
 
     def __add__(self, other: Iterable[T]) -> list[T]:
@@ -142,7 +141,6 @@ class LazyDict(MutableMapping[str, T]):
 
     @property
     def source(self) -> Columns[T]:
-        """The columns that values are made from."""
         return self._columns
 
     @property
@@ -173,7 +171,6 @@ class LazyDict(MutableMapping[str, T]):
         return key in self._rows
 
     def keys(self) -> KeysView[str]:
-        """The keys, in order."""
         return self._rows.keys()
 
     def __repr__(self) -> str:
