@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from holdfast._plan.coverage import packed
 from holdfast._plan.shares import Levels, fair_shares, scrambled, sums
 
 _Int64s = npt.NDArray[np.int64]
@@ -111,28 +112,6 @@ def by_box(rank: _Int64s, lo: _Int64s, length: _Int64s) -> tuple[_Int64s, _Int64
         key = (word >> rank_bits if number == len(words) - 1 else word)[order]
         begins[1:] |= key[1:] != key[:-1]
     return order, np.flatnonzero(begins)
-
-
-def packed(columns: Sequence[_Int64s]) -> tuple[list[_Int64s], int]:
-    """Words that sort rows as the columns do, the first one first, and how many low bits the last column takes.
-
-    Few words sort several times faster than a key per column.
-    """
-    count = len(columns[0])
-    words = [np.zeros(count, dtype=np.int64)]
-    used = width = 0
-    for column in columns if count else ():
-        lowest = int(column.min())
-        width = (int(column.max()) - lowest).bit_length()
-        if width == 0:
-            continue
-        if used + width > 63:
-            words.append(np.zeros(count, dtype=np.int64))
-            used = 0
-        words[-1] <<= width
-        words[-1] |= column - lowest
-        used += width
-    return words, width
 
 
 def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:

@@ -180,9 +180,3 @@ def chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
     length = np.concatenate([holding.length[alone], length])
     order = np.lexsort((*length.T[::-1], *lo.T[::-1]))
     return KeyChunks(lo=lo[order], length=length[order], box=box[order], writer=writer[order], is_cut=True)
-
-
-def widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
-    """``table`` with as many columns as ``width``, the new ones filled with ``fill``."""
-    missing = width - table.shape[1]
-    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill) if missing else table
