@@ -44,7 +44,6 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """New memory, which nobody can shrink."""
         return cls.attach(mapping.new_shared(size), size)
 
     @classmethod
@@ -59,7 +58,6 @@ class SharedMemory:
             raise
 
     def slab(self, start: int, stop: int) -> Slab:
-        """Bytes [start, stop) as a buffer."""
         return Slab(self.view[start:stop], self.tensor[start:stop])
 
     def make_huge(self, start: int, stop: int) -> None:
@@ -135,7 +133,6 @@ def make_pipes(count: int) -> list[tuple[Descriptor, Descriptor]]:
 
 
 def close_all(descriptors: Iterable[Descriptor]) -> None:
-    """Close them, whatever became of them."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             descriptor.close()
@@ -177,7 +174,6 @@ class Doorstep:
                 return message, descriptors
 
     def close(self) -> None:
-        """Nobody can leave anything here any more."""
         self._socket.close()
 
     forget_parent = close

@@ -123,7 +123,7 @@ def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
 
 
 def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """A number for each segment of ``values``, the same for equal ones only, and of each number the first segment."""
+    """A number for each segment of ``values``, equal for equal ones only; and the first segment of each number."""
     within = np.arange(len(values)) - np.repeat(starts, counts)
     salt = 0
     while True:

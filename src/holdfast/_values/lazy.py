@@ -131,17 +131,13 @@ class LazyList(MutableSequence[T], Generic[T]):
 class LazyDict(MutableMapping[str, T]):
     """A dict whose value for the n-th of ``keys`` is made from row n of ``columns`` when it is first asked for."""
 
-    __slots__ = ("_columns", "_count", "_made", "_rows")
+    __slots__ = ("_count", "_made", "_rows", "source")
 
     def __init__(self, keys: Iterable[str], columns: Columns[T]) -> None:
-        self._columns = columns
+        self.source = columns
         self._rows: dict[str, int] = {key: row for row, key in enumerate(keys)}
         self._count = len(self._rows)
         self._made: dict[str, T] = {}
-
-    @property
-    def source(self) -> Columns[T]:
-        return self._columns
 
     @property
     def is_untouched(self) -> bool:
@@ -150,7 +146,7 @@ class LazyDict(MutableMapping[str, T]):
 
     def __getitem__(self, key: str) -> T:
         if key not in self._made:
-            self._made[key] = self._columns.item(self._rows[key])
+            self._made[key] = self.source.item(self._rows[key])
         return self._made[key]
 
     def __setitem__(self, key: str, value: T) -> None:
