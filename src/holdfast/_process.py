@@ -74,7 +74,7 @@ class Lock(type(threading.RLock())):  # type: ignore[misc]
 
 
 def begun() -> int:
-    """How many forks this process has begun: unchanged, no child has what was made, and noted, in between."""
+    """How many forks this process has begun: while it stays the same, no child has got what was made in between."""
     return _begun
 
 
@@ -185,7 +185,7 @@ CLOSED = Descriptor(-1)
 
 
 def opened(opening: Iterator[int]) -> Descriptor:
-    """What comes of ``opening``, a ``map`` of ``os.open``, say, over one set of arguments."""
+    """The descriptor that ``opening`` gives (a ``map`` of ``os.open``, say, over one set of arguments), never lost."""
     return next(map(OpenDescriptor, opening))
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = [
     "AlreadyPublishedError",
@@ -52,24 +51,23 @@ class CheckpointError(Exception):
     ``failures`` maps each failed rank to its error, ``tracebacks`` to the text of its traceback, where others told it.
     """
 
-    def __init__(self, message: str, failures: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:
         super().__init__(message)
-        self.failures: dict[int, Any] = dict(failures or {})
+        self.failures: dict[int, BaseException] = dict(failures or {})
         self.tracebacks: dict[int, str] = {}
 
     @property
     def message(self) -> str:
-        """The one line that says what failed and what to do."""
         return str(self.args[0])
 
     def __str__(self) -> str:
         return self.message
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.__dict__)
 
 
-def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any]) -> CheckpointError:
+def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, object]) -> CheckpointError:
     error = cls.__new__(cls, message)
     Exception.__init__(error, message)
     error.__dict__.update(attributes)
@@ -180,13 +178,7 @@ class UnsupportedVersionError(CheckpointError):
 class StorageError(CheckpointError):
     """The file system refused an operation; ``errno`` and ``path`` are those of the refusal."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        errno: int | None = None,
-        path: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, errno: int | None = None, path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(message)
         self.errno = errno
         self.path = None if path is None else os.fspath(path)

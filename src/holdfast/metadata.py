@@ -30,7 +30,7 @@ __all__ = [
 
 STATE_DICT_TYPE = dict[str, Any]
 
-Versions = dict[str, dict[str, dict[str, Any]]]
+Versions = dict[str, dict[str, dict[str, object]]]
 """By the key of a state_dict and the name of a module in it: what the module says of itself, if not version 1."""
 
 
@@ -68,7 +68,6 @@ class ChunkColumns:
         return self._stop - self._first
 
     def item(self, row: int) -> ChunkStorageMetadata:
-        """The chunk of ``row`` as an object."""
         return ChunkStorageMetadata(torch.Size(self.lo[row].tolist()), torch.Size(self.length[row].tolist()))
 
 
@@ -102,12 +101,10 @@ class TensorProperties:
         self.memory_format = getattr(torch, name)
 
     def duplicate(self) -> TensorProperties:
-        """The same properties as an object of their own."""
         return TensorProperties(self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory)
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """The properties of ``tensor``."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -130,7 +127,7 @@ class TensorStorageMetadata:
     chunks: Sequence[ChunkStorageMetadata]
     alias_of: str | None = None
     kind: str | None = None
-    quantizer: dict[str, Any] | None = None
+    quantizer: STATE_DICT_TYPE | None = None
 
 
 @dataclass
@@ -167,7 +164,7 @@ class Metadata:
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
     version: str | None = None
-    user_metadata: dict[str, Any] = field(default_factory=dict)
+    user_metadata: STATE_DICT_TYPE = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     versions: Versions = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)

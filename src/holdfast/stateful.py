@@ -15,7 +15,7 @@ class Stateful(Protocol):
         """The state, as a dict whose tensors alias the object's own."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Take over ``state_dict``."""
         ...
 

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from output_files import new_output
 
 import holdfast
 from holdfast import AsyncCheckpointerType
 from holdfast import _process as forks
 from holdfast._engine.images import ImageFiles
 from holdfast._io import locks, mapping, posix
-from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import run_ahead, run_bounded
 from holdfast._process import Descriptor
 from holdfast._ranks.rendezvous import participants
@@ -247,7 +247,7 @@ def test_a_child_does_not_keep_the_files_of_a_dead_parent_locked(tmp_path: Path)
     path, (reading, writing) = tmp_path / "data", os.pipe()
 
     def die() -> None:
-        file = OutputFile.create(path, expected_bytes=0)
+        file = new_output(path, expected_bytes=0)
         read_end, write_end = os.pipe()
         grandchild = os.fork()
         if grandchild == 0:
@@ -277,7 +277,7 @@ def test_a_child_does_not_keep_the_files_of_a_dead_parent_locked(tmp_path: Path)
 
 
 def test_a_child_cannot_remove_what_its_parent_writes(tmp_path: Path) -> None:
-    file = OutputFile.create(tmp_path / "data", expected_bytes=0)
+    file = new_output(tmp_path / "data", expected_bytes=0)
     assert in_child(file.abandon) == 0
     file.write(memoryview(bytes(4096)), 0)
     file.finish(10)

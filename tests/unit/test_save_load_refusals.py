@@ -93,7 +93,7 @@ def never_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a data file was created for a state that cannot be saved")
 
-    monkeypatch.setattr(OutputFile, "create", refuse)
+    monkeypatch.setattr(OutputFile, "make", refuse)
 
 
 @pytest.mark.usefixtures("never_opened")

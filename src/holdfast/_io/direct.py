@@ -44,18 +44,6 @@ class OutputFile:
         self.direct = False
         self.bytes_written = 0
 
-    @classmethod
-    def create(cls, path: str | os.PathLike[str], *, expected_bytes: int) -> OutputFile:
-        """One that is made; nothing stays after a failure."""
-        file = cls(path)
-        try:
-            file.make(expected_bytes)
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                file.abandon()
-            raise
-        return file
-
     def make(self, expected_bytes: int) -> None:
         """Make the file, which did not exist before, locked, with room for ``expected_bytes`` where it can be reserved.
 

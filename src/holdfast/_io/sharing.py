@@ -17,7 +17,6 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -45,7 +44,6 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """New memory, which nobody can shrink."""
         return cls.attach(mapping.new_shared(size), size)
 
     @classmethod
@@ -60,7 +58,6 @@ class SharedMemory:
             raise
 
     def slab(self, start: int, stop: int) -> Slab:
-        """Bytes [start, stop) as a buffer."""
         return Slab(self.view[start:stop], self.tensor[start:stop])
 
     def make_huge(self, start: int, stop: int) -> None:
@@ -89,7 +86,6 @@ class Inbox:
         forget_in_child(self)
 
     def fileno(self) -> int:
-        """Its descriptor, to wait for it among others."""
         return self._descriptor
 
     def collect(self, timeout_s: float = 0.0) -> list[bytes]:
@@ -100,7 +96,6 @@ class Inbox:
         return [data[at : at + self._size] for at in range(0, len(data), self._size)]
 
     def close(self) -> None:
-        """Close it."""
         descriptor, self._descriptor = self._descriptor, CLOSED
         descriptor.close()
 
@@ -120,7 +115,6 @@ class Outbox:
             os.write(self._descriptor, message)
 
     def close(self) -> None:
-        """Close it."""
         descriptor, self._descriptor = self._descriptor, CLOSED
         descriptor.close()
 
@@ -139,7 +133,6 @@ def make_pipes(count: int) -> list[tuple[Descriptor, Descriptor]]:
 
 
 def close_all(descriptors: Iterable[Descriptor]) -> None:
-    """Close them, whatever became of them."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             descriptor.close()
@@ -181,7 +174,6 @@ class Doorstep:
                 return message, descriptors
 
     def close(self) -> None:
-        """Nobody can leave anything here any more."""
         self._socket.close()
 
     forget_parent = close
@@ -189,7 +181,7 @@ class Doorstep:
 
 def _receive(visitor: socket.socket, descriptors: list[Descriptor]) -> tuple[bytes, int]:
     """A message and its flags; what was handed over with it goes to ``descriptors``, also after an interrupt."""
-    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, Any]] = []
+    received: list[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = []
     try:
         received.extend(map(visitor.recvmsg, (_PIECE,), (socket.CMSG_LEN(MOST_HANDED_OVER * _NUMBER.size),)))
         ((message, _, flags, _),) = received

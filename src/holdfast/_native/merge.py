@@ -18,8 +18,7 @@ from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer
 from holdfast._native.paths import encode_path
 from holdfast._native.report import WriteReport, WrittenTensor, planned_tensor
 from holdfast._native.values import Json
-from holdfast._plan.coverage import check_coverage
-from holdfast._plan.holdings import widened
+from holdfast._plan.coverage import check_coverage, widened
 from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import Path, stored_paths
 from holdfast._values.digest import block_counts, digest, to_hex

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from holdfast._native.values import Json
-from holdfast._plan.holdings import widened
+from holdfast._plan.coverage import widened
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
 from holdfast._values.digest import block_counts
 from holdfast._values.dtypes import DTYPES

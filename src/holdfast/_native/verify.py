@@ -30,8 +30,9 @@ from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_
 from holdfast._native.manifest import FileEntry, Manifest
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.reads import coalesce
+from holdfast._plan.shared_reads import Blocks, locate
 from holdfast._values.box import Box
-from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
+from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, StorageError
 
@@ -159,27 +160,12 @@ def _has_its_files(directory: str, manifest: Manifest) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Blocks:
-    """The blocks of one file in file order: ``nbytes`` at ``offset``, of index row ``row``, with digest ``digest``."""
-
-    row: _Int64s
-    offset: _Int64s
-    nbytes: _Int64s
-    digest: npt.NDArray[np.uint64]
-
-    def take(self, chosen: npt.NDArray[np.bool_]) -> _Blocks:
-        return _Blocks(
-            row=self.row[chosen], offset=self.offset[chosen], nbytes=self.nbytes[chosen], digest=self.digest[chosen]
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _DataFile:
     """A data file: ``rows`` are its chunks, ``digests`` those of all its blocks, ``blocks`` the ones to be read."""
 
     number: int
     rows: _Int64s
-    blocks: _Blocks
+    blocks: Blocks
     digests: npt.NDArray[np.uint64]
 
 
@@ -232,30 +218,35 @@ class _DataCheck:
                 continue
             if not self._sample:
                 continue
-            blocks = every = self._blocks(rows)
+            every = self._blocks(rows, 1.0)
+            blocks = every if self._sample == 1 else self._blocks(rows, self._sample)
             if self._sample < 1:
-                blocks = every.take(self._chosen.random(len(every.offset)) < self._sample)
                 with self._lock:
                     self.total_bytes += entry.header + int(blocks.nbytes.sum()) - self._expected(entry)
             groups = coalesce(
                 np.zeros_like(blocks.offset), blocks.offset, blocks.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT
             ).tolist()
-            opened = _DataFile(number=number, rows=rows, blocks=blocks, digests=every.digest)
+            opened = _DataFile(
+                number=number, rows=rows, blocks=blocks, digests=self._catalog.index.digests[every.number]
+            )
             yield partial(self._check_header, opened)
             for first, stop in itertools.pairwise(groups):
                 yield partial(self._check_group, opened, first, stop, ring)
 
-    def _blocks(self, rows: _Int64s) -> _Blocks:
+    def _blocks(self, rows: _Int64s, sample: float) -> Blocks:
+        """The blocks of the chunks ``rows``, or a sample of them, in file order."""
+        counts = np.diff(self._first_block)[rows]
+        number = np.repeat(self._first_block[rows] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        if sample < 1:
+            number = number[self._chosen.random(len(number)) < sample]
         index = self._catalog.index
-        counts = block_counts(index.bytes[rows])
-        row = np.repeat(rows, counts)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        start = within * BLOCK_BYTES
-        return _Blocks(
-            row=row,
-            offset=index.offset[row] + start,
-            nbytes=np.minimum(index.bytes[row] - start, BLOCK_BYTES),
-            digest=index.digests[self._first_block[row] + within],
+        return locate(
+            number,
+            first_block=self._first_block,
+            file=index.file,
+            offset=index.offset,
+            nbytes=index.bytes,
+            block_bytes=BLOCK_BYTES,
         )
 
     def _check_header(self, opened: _DataFile) -> None:
@@ -307,17 +298,16 @@ class _DataCheck:
         except (CorruptError, StorageError) as error:
             problem = problem_of(error)
             if len(spans) == 1:
-                self._note(opened.number, int(blocks.row[first]), spans[0], problem)
+                self._note(opened.number, int(blocks.chunk[first]), spans[0], problem)
                 return
             # Block by block, so that one that cannot be read does not stand for its neighbours.
             for number in range(first, stop):
                 self._check_blocks(opened, number, number + 1, memory)
             return
-        for number, (low, high), written in zip(
-            range(first, stop), spans, blocks.digest[first:stop].tolist(), strict=True
-        ):
+        digests = self._catalog.index.digests[blocks.number[first:stop]].tolist()
+        for number, (low, high), written in zip(range(first, stop), spans, digests, strict=True):
             if digest(memory[low - base : high - base]) != written:
-                self._note(opened.number, int(blocks.row[number]), (low, high), "not the bytes that were written")
+                self._note(opened.number, int(blocks.chunk[number]), (low, high), "not the bytes that were written")
 
     def _lose_file(self, number: int, rows: _Int64s, problem: str) -> None:
         """Note that everything in file ``number`` is damaged."""

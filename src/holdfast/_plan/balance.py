@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from holdfast._plan.coverage import packed
 from holdfast._plan.shares import Levels, fair_shares, scrambled, sums
 
 _Int64s = npt.NDArray[np.int64]
@@ -113,28 +114,6 @@ def by_box(rank: _Int64s, lo: _Int64s, length: _Int64s) -> tuple[_Int64s, _Int64
     return order, np.flatnonzero(begins)
 
 
-def packed(columns: Sequence[_Int64s]) -> tuple[list[_Int64s], int]:
-    """Words that sort rows as the columns do, the first one first, and how many low bits the last column takes.
-
-    Few words sort several times faster than a key per column.
-    """
-    count = len(columns[0])
-    words = [np.zeros(count, dtype=np.int64)]
-    used = width = 0
-    for column in columns if count else ():
-        lowest = int(column.min())
-        width = (int(column.max()) - lowest).bit_length()
-        if width == 0:
-            continue
-        if used + width > 63:
-            words.append(np.zeros(count, dtype=np.int64))
-            used = 0
-        words[-1] <<= width
-        words[-1] |= column - lowest
-        used += width
-    return words, width
-
-
 def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
     """Boxes by their sets of holders, the sets with the fewest holders first; ``number`` has each box's set."""
     by_set = np.argsort(number, kind="stable")
@@ -144,7 +123,7 @@ def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
 
 
 def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """A number for each segment of ``values``, the same for equal ones only, and of each number the first segment."""
+    """A number for each segment of ``values``, equal for equal ones only; and the first segment of each number."""
     within = np.arange(len(values)) - np.repeat(starts, counts)
     salt = 0
     while True:

@@ -59,11 +59,10 @@ class Holding:
         )
 
     def holders_of(self, box: int) -> _Int64s:
-        """The ranks that hold box number ``box``, ascending."""
         return self.holder[self.starts[box] : self.starts[box + 1]]
 
     def boxes_around(self, low: _Int64s, length: _Int64s) -> _Int64s:
-        """The numbers of the boxes in which the one from ``low`` on lies."""
+        """The numbers of the boxes that contain the one at ``low``."""
         return np.flatnonzero((self.lo <= low).all(axis=1) & (low + length <= self.lo + self.length).all(axis=1))
 
     @property
@@ -73,7 +72,6 @@ class Holding:
 
     @property
     def holders(self) -> _Int64s:
-        """How many ranks hold each box."""
         return np.diff(self.starts)
 
     @cached_property
@@ -85,7 +83,6 @@ class Holding:
 
     @property
     def lowest(self) -> _Int64s:
-        """The lowest holder of each box."""
         return self.holder if self.is_single else self.holder[self.starts[:-1]]
 
     @property
@@ -180,9 +177,3 @@ def chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
     length = np.concatenate([holding.length[alone], length])
     order = np.lexsort((*length.T[::-1], *lo.T[::-1]))
     return KeyChunks(lo=lo[order], length=length[order], box=box[order], writer=writer[order], is_cut=True)
-
-
-def widened(table: np.ndarray, width: int, fill: int) -> np.ndarray:
-    """``table`` with as many columns as ``width``, the new ones filled with ``fill``."""
-    missing = width - table.shape[1]
-    return np.pad(table, ((0, 0), (0, missing)), constant_values=fill) if missing else table

@@ -214,7 +214,7 @@ def share_out_beside(
 
 
 def _groups(takers: _Bools) -> npt.NDArray[np.uint64]:
-    """A number for each column, the same for those that are the same."""
+    """A number for each column; equal columns have equal numbers."""
     group = np.zeros(takers.shape[1], dtype=np.uint64)
     for row, word in zip(takers, scrambled(np.arange(len(takers), dtype=np.uint64)), strict=True):
         group += row * word

@@ -209,7 +209,7 @@ def box_words(lo: _Int64s, length: _Int64s) -> _UInt64s:
 
 
 def rows_digest(factors: _UInt64s, key: _Int64s, lo: _Int64s, length: _Int64s) -> int:
-    """What tells tables of rows apart, whatever their order; ``factors`` has an odd number for each key.
+    """A digest of a table of rows, whatever their order; ``factors`` has an odd number for each key.
 
     It is a sum over the rows, so that many tables which share keys and boxes are digested together.
     """

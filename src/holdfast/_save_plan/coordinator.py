@@ -219,7 +219,7 @@ def _from_plans(parts: list[object], planner: SavePlanner, writer: StorageWriter
         parts = [part if isinstance(part, LocalPlan) else reply for part, reply in zip(parts, replies, strict=True)]
     local = [part for part in parts if isinstance(part, LocalPlan)]
     if isinstance(planner, DefaultSavePlanner):
-        planner.hosts = host_numbers([part.host for part in local])
+        planner.hosts = host_numbers([part.host for part in local]) if len(local) > 1 else None
     plans, metadata = planner.create_global_plan([part.plan for part in local])
     return Decision(answers=writer.prepare_global_plan(plans), metadata=metadata)
 

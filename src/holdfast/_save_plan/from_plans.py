@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast._plan.balance import SPLIT_BYTES
-from holdfast._plan.coverage import check_coverage
-from holdfast._plan.holdings import HeldRows, holding_of, widened
+from holdfast._plan.coverage import check_coverage, widened
+from holdfast._plan.holdings import HeldRows, holding_of
 from holdfast._plan.shares import box_words, scrambled
 from holdfast._save_plan.together import JointPlan, chosen_columns, not_whole
 from holdfast._values.digest import name_words

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from holdfast._plan.balance import SPLIT_BYTES, Shared, same_segments, sets_of, share_out
-from holdfast._plan.coverage import check_coverage
-from holdfast._plan.holdings import ByRank, Holding, KeyChunks, chunks_of, widened
+from holdfast._plan.coverage import check_coverage, widened
+from holdfast._plan.holdings import ByRank, Holding, KeyChunks, chunks_of
 from holdfast._plan.shares import sums
 from holdfast._values.lazy import LazyDict, LazyList, cached_property
 from holdfast.errors import InvalidStateError

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_FEW_PIECES = 4
+_DTENSOR = "torch.distributed.tensor", "DTensor"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,9 +100,9 @@ def pieces_of(key: str, value: torch.Tensor) -> Pieces:
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _plain(value)
-    if _is_instance(value, "torch.distributed.tensor", "DTensor"):
+    if _is_instance(value, *_DTENSOR):
         return _of_distributed(key, cast("DTensor", value))
-    if _is_instance(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase"):
+    if _is_instance(value, *_SHARDED_TENSOR):
         return _of_sharded(key, cast("ShardedTensorBase", value))
     if _hands_out_shards(value):
         return _of_shard_holder(key, cast(_ShardHolder, value), value.size())
@@ -110,20 +111,14 @@ def pieces_of(key: str, value: torch.Tensor) -> Pieces:
 
 def is_sharded(value: torch.Tensor) -> bool:
     """Whether ``value`` describes its own part of a global tensor; False, at once, for plain tensors."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return (
-        _is_instance(value, "torch.distributed.tensor", "DTensor")
-        or _is_instance(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase")
-        or _hands_out_shards(value)
+    return type(value) not in (torch.Tensor, torch.nn.Parameter) and (
+        _is_instance(value, *_DTENSOR) or _is_instance(value, *_SHARDED_TENSOR) or _hands_out_shards(value)
     )
 
 
 def is_meta(value: torch.Tensor) -> bool:
     """Whether ``value`` has no memory yet; ShardedTensors warn when they are asked, so their pieces are to tell."""
-    if _is_instance(value, "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase"):
-        return False
-    return value.is_meta
+    return not _is_instance(value, *_SHARDED_TENSOR) and value.is_meta
 
 
 def piece_holding(pieces: Pieces, box: Box) -> Piece | None:
@@ -132,9 +127,7 @@ def piece_holding(pieces: Pieces, box: Box) -> Piece | None:
 
 
 def piece_at(pieces: Pieces, offsets: tuple[int, ...]) -> Piece | None:
-    """The piece whose box starts at ``offsets``, or None; the first lookup among many pieces pays for the others."""
-    if len(pieces.pieces) < _FEW_PIECES:
-        return next((piece for piece in pieces.pieces if piece.box.offsets == offsets), None)
+    """The piece whose box starts at ``offsets``, or None; the first lookup pays for the others."""
     if not pieces._by_offsets:
         pieces._by_offsets.update((piece.box.offsets, piece) for piece in pieces.pieces)
     return pieces._by_offsets.get(offsets)
@@ -228,7 +221,7 @@ def _of_distributed(key: str, value: DTensor) -> Pieces:
         if value.numel() == 0:
             pieces = (Piece(whole(value.shape), local.new_empty(value.shape)),)
         else:
-            meant, runs = _runs_per_dimension(key, value, local.shape, splits)
+            meant, runs = _runs_per_dimension(key, value, local.shape, splits, coordinate)
             pieces = tuple(_cut(local, runs)) if local.numel() else ()
             is_by_rule = bool(pieces) or not all(runs)
     spread = Spread(value.device_mesh, tuple(tuple(of_dim) for of_dim in meant)) if is_by_rule else None
@@ -256,7 +249,7 @@ def _splits_of(key: str, value: DTensor) -> list[list[Split]]:
 
 
 def _runs_per_dimension(
-    key: str, value: DTensor, local_shape: torch.Size, splits: list[list[Split]]
+    key: str, value: DTensor, local_shape: torch.Size, splits: list[list[Split]], coordinate: Sequence[int]
 ) -> tuple[list[list[Split]], list[list[Run]]]:
     """The splits in the order in which they were made, and the index runs that the local tensor holds, by dimension.
 
@@ -266,18 +259,13 @@ def _runs_per_dimension(
     them made the tensor. Where it fits both, the tensor is what full_tensor would make of it. A process that holds
     nothing may do so although another length is due.
     """
-    coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None
     made: list[list[Split]] = []
     runs: list[list[Run]] = []
     for dim, (size, length) in enumerate(zip(value.shape, local_shape, strict=True)):
-        of_dim = splits[dim]
-        ordered = _in_order_of_sharding(value, dim, of_dim)
-        chosen = of_dim if ordered is None else ordered
-        found = runs_of(size, [(split, coordinate[split.mesh_dim]) for split in chosen])
-        if length_of(found) != length:
-            chosen = of_dim
+        for chosen in (_in_order_of_sharding(value, dim, splits[dim]) or splits[dim], splits[dim]):
             found = runs_of(size, [(split, coordinate[split.mesh_dim]) for split in chosen])
+            if length_of(found) == length:
+                break
         if length_of(found) != length and 0 not in local_shape:
             raise _invalid(
                 key,
@@ -300,11 +288,7 @@ def _in_order_of_sharding(value: DTensor, dim: int, splits: list[Split]) -> list
             return [by_mesh_dim[mesh_dim] for mesh_dim in entry.mesh_dims]
     if not value._spec.use_strided_shard_as_shard_order:
         return None
-    return _order_meant_by(splits)
-
-
-def _order_meant_by(splits: list[Split]) -> list[Split] | None:
-    """The order in which each split comes after as many parts of the mesh dimensions to its right as it has blocks."""
+    # Each split comes after as many parts of the mesh dimensions to its right as it has blocks.
     order: list[Split] = []
     for split in reversed(splits):
         parts_before = itertools.accumulate((other.parts for other in order), int.__mul__, initial=1)

@@ -53,15 +53,7 @@ def expose(state: object, owners: Owners | None = None) -> AnyDict:
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
     check_containers(state)
-    return _exposed_dict(state, (), owners or Owners())
-
-
-def _exposed_dict(value: AnyMapping, trail: Path, owners: Owners) -> AnyDict:
-    entries = {
-        key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
-        for key, entry in value.items()
-    }
-    return entries if type(value) is dict else with_versions(entries, versions_in(value))
+    return cast(AnyDict, _exposed(state, (), owners or Owners()))
 
 
 def _exposed(value: object, trail: Path, owners: Owners) -> object:
@@ -71,7 +63,11 @@ def _exposed(value: object, trail: Path, owners: Owners) -> object:
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        return _exposed_dict(value, trail, owners)
+        entries = {
+            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
+            for key, entry in value.items()
+        }
+        return entries if type(value) is dict else with_versions(entries, versions_in(value))
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
         made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
         return made if isinstance(value, list) else tuple_like(value, made)

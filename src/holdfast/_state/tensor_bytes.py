@@ -1,8 +1,4 @@
-"""The row-major bytes of tensors, any range at a time, out to a buffer and in from one; tensors whose bytes are
-elsewhere.
-
-A conversion saves such tensors, so that no tensor is ever whole in memory. They know no arithmetic: all that can be
-done with one is to ask for its bytes, by ``source_of``.
+"""The row-major bytes of tensors, any range at a time, out to a buffer and in from one.
 
 No range is ever made contiguous as a whole: a strided, conjugated or remote tensor is copied piece by piece, so that
 memory stays within the buffer. Copies between equal dtypes move words and keep every bit.
@@ -15,26 +11,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from holdfast._state.tensors import is_lazy, word_dtype, words_of_quantized
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast.errors import InvalidStateError
-
-if TYPE_CHECKING:
-    pass
+from holdfast.metadata import STATE_DICT_TYPE
 
 
 class LazyTensor(torch.Tensor):
     """A tensor of ``size`` and ``dtype`` whose row-major bytes come from ``source``, any range at a time.
 
-    ``quantizer`` is what a quantised dtype needs besides its bytes.
+    For conversions, so that no tensor is ever whole in memory. All that can be done with one is to ask ``source_of``
+    for its bytes. ``quantizer`` is what a quantised dtype needs besides them.
     """
 
     source: Source
-    quantizer: dict[str, Any] | None
+    quantizer: STATE_DICT_TYPE | None
 
     @staticmethod
     def __new__(
@@ -44,9 +39,8 @@ class LazyTensor(torch.Tensor):
         dtype: torch.dtype,
         requires_grad: bool = False,
         *,
-        quantizer: dict[str, Any] | None = None,
+        quantizer: STATE_DICT_TYPE | None = None,
     ) -> LazyTensor:
-        """The tensor that stands for ``source``."""
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), dtype=dtype, device=torch.device("cpu"), requires_grad=requires_grad
         )
@@ -54,20 +48,20 @@ class LazyTensor(torch.Tensor):
         tensor.quantizer = quantizer
         return tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: all is done."""
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass  # all is done
 
     def detach(self) -> LazyTensor:
         """The same elements, without a gradient."""
         return LazyTensor(self.source, self.shape, self.dtype, quantizer=self.quantizer)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the stub has an instance method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         """InvalidStateError: there are no elements here to compute with."""
         raise InvalidStateError(f"{func} was asked of a tensor that is only in a file; read it first")
 
@@ -118,7 +112,6 @@ class MemorySource:
         self.nbytes = nbytes
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         nbytes = stop - start
         (_move_large if nbytes >= _LARGE_BYTES else _move_small)(buffer.address + at, self._address + start, nbytes)
 
@@ -146,7 +139,6 @@ class ScatteredSource:
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         if self._ready is not None:
             torch.cuda.current_stream(self._tensor.device).wait_event(self._ready)
         words = self._words()
@@ -155,7 +147,7 @@ class ScatteredSource:
             piece = words[box.slices()]
             place = at + begin - start
             if place % itemsize == 0:
-                _typed(buffer, place, place + end - begin, words.dtype, box).copy_(piece)
+                buffer.tensor[place : place + end - begin].view(words.dtype).view(box.lengths).copy_(piece)
             else:
                 aligned = torch.empty(box.lengths, dtype=words.dtype, device="cpu").copy_(piece)
                 ctypes.memmove(buffer.address + place, aligned.data_ptr(), end - begin)
@@ -166,7 +158,6 @@ class ScatteredSource:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor lives."""
         return self._tensor.device
 
     def issue(self, target: torch.Tensor, at: int) -> None:
@@ -331,10 +322,6 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 def _flat_bytes(words: torch.Tensor) -> torch.Tensor:
     """The bytes of contiguous words; a plain reshape would keep the odd stride of a tensor of one element."""
     return words.as_strided((words.numel(),), (1,)).view(torch.uint8)
-
-
-def _typed(buffer: Buffer, start: int, stop: int, dtype: torch.dtype, box: Box) -> torch.Tensor:
-    return buffer.tensor[start:stop].view(dtype).view(box.lengths)
 
 
 def _rows(shape: tuple[int, ...], wanted: Box, itemsize: int) -> Rows | None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from holdfast._state.pieces import is_sharded
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, InvalidStateError, StorageError
+from holdfast.metadata import STATE_DICT_TYPE
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -151,9 +151,7 @@ def as_tensor(key: str, array: np.ndarray) -> torch.Tensor:
 
 def has_own_elements(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory, so that the tensor can be written to."""
-    if tensor.is_contiguous():
-        return True
-    if tensor.numel() == 0:
+    if tensor.is_contiguous() or tensor.numel() == 0:
         return True
     sizes_and_strides = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
@@ -166,7 +164,7 @@ def has_own_elements(tensor: torch.Tensor) -> bool:
     return True
 
 
-def quantizer_of(tensor: torch.Tensor) -> dict[str, Any] | None:
+def quantizer_of(tensor: torch.Tensor) -> STATE_DICT_TYPE | None:
     """What the bytes of a quantised tensor need to mean anything; None for every other tensor."""
     if not tensor.is_quantized:
         return None
@@ -196,7 +194,7 @@ def has_quantizer(tensor: torch.Tensor) -> bool:
     return is_whole and all(map(math.isfinite, (*scales, *zero_points)))
 
 
-def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: dict[str, Any]) -> torch.Tensor:
+def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: STATE_DICT_TYPE) -> torch.Tensor:
     """An uninitialised quantised CPU tensor; CorruptError for a quantizer that torch does not take."""
     try:
         if "scale" in quantizer:
@@ -239,7 +237,7 @@ class ComposedTensor:
     """The context of a tensor subclass, as a leaf of the state; ``tensor`` is the subclass instance."""
 
     tensor: torch.Tensor
-    context: Any
+    context: object
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
@@ -254,16 +252,17 @@ def is_composed(tensor: torch.Tensor) -> bool:
     )
 
 
-def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], object]:
     """The inner tensors of ``tensor`` by attribute name, and its context."""
     if tensor.dtype in PACKED:
         packed = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         *rows, columns = tensor.shape or (1,)
         if len(packed) != math.prod(rows) * -(-columns // PACKED[tensor.dtype]):
             raise InvalidStateError(f"{key!r} is a view of a packed quantised tensor; store the whole of it", key=key)
-        quantizer = quantizer_of(tensor)
-        return {"packed": packed}, (tensor.dtype, tensor.shape, tuple(map(_hashable, (quantizer or {}).items())))
-    flatten: Any = tensor.__tensor_flatten__  # type: ignore[attr-defined]
+        fields = (quantizer_of(tensor) or {}).items()
+        hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in fields)
+        return {"packed": packed}, (tensor.dtype, tensor.shape, hashable)
+    flatten: Callable[[], tuple[list[str], object]] = tensor.__tensor_flatten__  # type: ignore[attr-defined]
     names, context = flatten()
     parts = {name: getattr(tensor, name) for name in names}
     for name, part in parts.items():
@@ -274,12 +273,7 @@ def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor]
     return parts, context
 
 
-def _hashable(entry: tuple[str, Any]) -> tuple[str, Any]:
-    name, value = entry
-    return name, tuple(value) if isinstance(value, list) else value
-
-
-_SAMPLES_PER_DIMENSION = 4
+_SAMPLES = 4  # in each dimension
 _SLICE_BYTES = 16 << 20
 _MAX_DEPTH = 64
 
@@ -291,15 +285,11 @@ def fingerprint_of_tensor(tensor: torch.Tensor, *, everything: bool) -> int:
     if tensor.is_quantized:
         tensor = words_of_quantized(tensor)
     if not everything:
-        return _digest_of(tensor[tuple(_spread(size) for size in tensor.shape)])
+        return _digest_of(tensor[tuple(slice(None, None, max(1, size // _SAMPLES)) for size in tensor.shape)])
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
     step = max(1, _SLICE_BYTES // max(1, rows[0].numel() * rows.element_size()))
     parts = [_digest_of(rows[start : start + step]) for start in range(0, len(rows), step)]
     return digest(np.array(parts, dtype="<u8").tobytes()) or 1
-
-
-def _spread(size: int) -> slice:
-    return slice(None, None, max(1, size // _SAMPLES_PER_DIMENSION))
 
 
 def _digest_of(tensor: torch.Tensor) -> int:

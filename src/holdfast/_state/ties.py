@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class _Groups:
 
 
 def _tie(groups: _Groups, run: list[tuple[Place, int]]) -> None:
-    """Join the keys in ``run``, which is by address and has the end of each place, that have elements in common."""
+    """Join keys that have elements in common; ``run`` has places by address, each with its end."""
     firsts: dict[object, Place] = {}
     open_places: list[tuple[Place, int]] = []
     for place, end in run:
@@ -101,7 +101,7 @@ def _tie(groups: _Groups, run: list[tuple[Place, int]]) -> None:
 
 
 def _layout(tensor: torch.Tensor) -> object:
-    """What two tensors have in common that have the same elements at the same places and always will."""
+    """Equal for tensors that have the same elements in the same memory, now and later."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
@@ -125,7 +125,7 @@ class _Outline:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
-        self.__array_interface__: dict[str, Any] = {
+        self.__array_interface__: dict[str, object] = {
             "version": 3,
             "typestr": f"|V{size}",
             "data": (tensor.data_ptr(), False),

@@ -2,9 +2,6 @@
 
 A box says which elements, never where they are stored. All arithmetic is on Python integers, so nothing overflows.
 Never clips or repairs a box: what does not fit is for the caller to refuse.
-
-Equal parts, the last ones short or empty, as torch cuts them; a strided split cuts each of several equal blocks. Pure
-arithmetic on Python integers.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ class Box:
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
         return len(self.lengths)
 
     @property
@@ -69,12 +65,10 @@ class Box:
         )
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects this box from an array."""
         return tuple(slice(offset, offset + length) for offset, length in zip(self.offsets, self.lengths, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of all elements of ``shape``."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -119,7 +113,9 @@ Run = tuple[int, int]
 
 
 class Split(NamedTuple):
-    """A mesh dimension that cuts a tensor dimension: into ``parts``, in each of ``blocks`` equal blocks."""
+    """A mesh dimension that cuts a tensor dimension: into equal ``parts``, as torch cuts them; strided ones cut each of
+    several equal ``blocks``.
+    """
 
     mesh_dim: int
     parts: int
@@ -127,7 +123,7 @@ class Split(NamedTuple):
 
 
 def runs_of(size: int, splits: Iterable[tuple[Split, int]]) -> list[Run]:
-    """The runs of ``range(size)`` that are left after each split in turn, to the part of its number, in local order."""
+    """What one member holds of ``range(size)``, in local order: each split in turn keeps the part with that number."""
     runs = [(0, size)]
     for split, index in splits:
         length = length_of(runs)
@@ -144,7 +140,6 @@ def runs_of(size: int, splits: Iterable[tuple[Split, int]]) -> list[Run]:
 
 
 def length_of(runs: Iterable[Run]) -> int:
-    """How many indices the runs have together."""
     return sum(count for _, count in runs)
 
 
@@ -156,7 +151,7 @@ def _part(length: int, parts: int, index: int) -> Run:
 
 
 def _within(runs: list[Run], start: int, length: int) -> Iterator[Run]:
-    """The runs that positions [start, start + length) of ``runs``, one after the other, are."""
+    """Positions [start, start + length) of ``runs``, laid end to end, as runs."""
     position = 0
     for first, count in runs:
         low, high = max(start, position), min(start + length, position + count)

@@ -1,21 +1,19 @@
-"""Time: progress, deadlines, how long ago somebody last showed progress, and how much processor time the keys of a
-checkpoint may take.
+"""Time: progress, deadlines, how long ago a rank last made progress, and how much processor time keys may take.
 
-Invariant: time comes only from the clock that is handed in, so every rule here is tested without waiting. Nothing here
-sleeps, and nothing reads the wall clock.
+Time comes only from the clock that is handed in, so every rule here is tested without waiting. Nothing here sleeps.
 
-Python salts the hashes of text and of nothing else. So whoever writes a checkpoint can choose numbers, tuples and sets
-that meet in Python's tables, by equal hashes or by the places that are probed after them, and n of them take n * n
-steps. No property of keys tells all of these; the time that they take does. What is allowed is many times what other
-keys take, and is time of this thread on the processor, so that a busy machine does not matter.
+``Effort`` is a guard against forged keys. Python salts the hashes of text and of nothing else. So whoever writes a
+checkpoint can choose numbers, tuples and sets that collide in Python's tables, and n of them take n * n steps. No
+property of keys tells all of these; the time that they take does. What is allowed is many times what other keys take.
+It is the time of this thread on the processor, so that a busy machine does not matter.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from holdfast._process import Lock
 
@@ -86,12 +84,10 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """The seconds left; 0 once it has passed."""
         return max(0.0, self._end - self._clock())
 
     @property
     def passed(self) -> bool:
-        """Whether it is over."""
         return self._clock() >= self._end
 
 
@@ -123,7 +119,6 @@ class Pulse:
 
     @property
     def sign(self) -> Sign:
-        """The last sign that was seen."""
         return self._sign
 
     def see(self, sign: Sign) -> None:
@@ -132,7 +127,7 @@ class Pulse:
         last, self._sign = self._sign, sign
         if sign.beat != last.beat:
             self._heard_at = now
-        if _work_of(sign) != _work_of(last):
+        if replace(last, beat=sign.beat) != sign:
             self._moved_at = now
 
     def excuse(self, pause_s: float) -> None:
@@ -151,17 +146,21 @@ class Pulse:
         return self._clock() - self._moved_at
 
 
-def _work_of(sign: Sign) -> tuple[str, int, int, str, bool]:
-    return sign.phase, sign.progress, sign.moved, sign.file, sign.working
-
-
 FLOOR_S = 0.1
 KEY_S = 5e-6
 
 _FEW = 64  # So few are told apart in some microseconds each, whatever they are.
 _STEP = 512
 
-Table = TypeVar("Table", dict[Any, Any], set[Any])
+
+class _Table(Protocol):
+    """A dict or a set."""
+
+    def __len__(self) -> int: ...
+    def update(self, entries: Any, /) -> None: ...
+
+
+Table = TypeVar("Table", bound=_Table)
 
 
 class TooMuchEffort(Exception):
@@ -190,7 +189,7 @@ class Effort:
         if self._left_s < 0:
             raise TooMuchEffort
 
-    def fill(self, table: Table, entries: Sequence[Any], keys: Iterable[object]) -> Table:
+    def fill(self, table: Table, entries: Sequence[object], keys: Iterable[object]) -> Table:
         """``table``, updated with ``entries``, whose keys are ``keys``; or TooMuchEffort."""
         kinds = set(map(type, keys))
         is_nested = any(issubclass(kind, (tuple, frozenset)) for kind in kinds)

@@ -37,13 +37,11 @@ def combine(digests: npt.NDArray[np.uint64]) -> int:
 
 
 def block_counts(nbytes: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """How many blocks each of ``nbytes`` takes."""
     sizes = np.asarray(nbytes, dtype=np.int64)
     return np.asarray(sizes // BLOCK_BYTES + (sizes % BLOCK_BYTES != 0), dtype=np.int64)
 
 
 def to_hex(value: int) -> str:
-    """The digest as 16 lower-case hexadecimal digits."""
     if not 0 <= value < 1 << 64:
         raise ValueError(f"{value} is not a 64-bit digest")
     return f"{value:016x}"
@@ -62,7 +60,7 @@ def combine_checksums(pieces: Iterable[tuple[int, int]]) -> int:
 
 
 def _moved(checksum: int, nbytes: int) -> int:
-    """The part that ``checksum`` has in the one of as many bytes and ``nbytes`` more."""
+    """``checksum``, moved over ``nbytes`` zero bytes."""
     power = 0
     while nbytes and checksum:
         if nbytes & 1:

@@ -95,14 +95,13 @@ class LazyList(MutableSequence[T], Generic[T]):
     def __setitem__(self, index: int, value: T) -> None: ...
     @overload
     def __setitem__(self, index: slice, value: Iterable[T]) -> None: ...
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._touched()[index] = value
+    def __setitem__(self, index: int | slice, value: T | Iterable[T]) -> None:
+        self._touched()[index] = value  # type: ignore[index, assignment]
 
     def __delitem__(self, index: int | slice) -> None:
         del self._touched()[index]
 
     def insert(self, index: int, value: T) -> None:
-        """Put ``value`` before ``index``."""
         self._touched().insert(index, value)
 
     def __add__(self, other: Iterable[T]) -> list[T]:
@@ -132,18 +131,13 @@ class LazyList(MutableSequence[T], Generic[T]):
 class LazyDict(MutableMapping[str, T]):
     """A dict whose value for the n-th of ``keys`` is made from row n of ``columns`` when it is first asked for."""
 
-    __slots__ = ("_columns", "_count", "_made", "_rows")
+    __slots__ = ("_count", "_made", "_rows", "source")
 
     def __init__(self, keys: Iterable[str], columns: Columns[T]) -> None:
-        self._columns = columns
+        self.source = columns
         self._rows: dict[str, int] = {key: row for row, key in enumerate(keys)}
         self._count = len(self._rows)
         self._made: dict[str, T] = {}
-
-    @property
-    def source(self) -> Columns[T]:
-        """The columns that values are made from."""
-        return self._columns
 
     @property
     def is_untouched(self) -> bool:
@@ -152,7 +146,7 @@ class LazyDict(MutableMapping[str, T]):
 
     def __getitem__(self, key: str) -> T:
         if key not in self._made:
-            self._made[key] = self._columns.item(self._rows[key])
+            self._made[key] = self.source.item(self._rows[key])
         return self._made[key]
 
     def __setitem__(self, key: str, value: T) -> None:
@@ -173,7 +167,6 @@ class LazyDict(MutableMapping[str, T]):
         return key in self._rows
 
     def keys(self) -> KeysView[str]:
-        """The keys, in order."""
         return self._rows.keys()
 
     def __repr__(self) -> str:

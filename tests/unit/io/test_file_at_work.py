@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from output_files import new_output
 
 from holdfast._engine.images import FileImage
 from holdfast._io import posix
-from holdfast._io.direct import InputFile, OutputFile
+from holdfast._io.direct import InputFile
 from holdfast._staging.process import ProcessOutput, WriterProcess
 from holdfast._staging.writer_process import Answer, Done, Moved
 from holdfast._values.deadline import Progress
@@ -36,7 +37,7 @@ def test_files_elsewhere_are_not_told_of(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["os.pwrite", "os.preadv", "os.fsync"])
 def test_a_call_that_hangs_goes_before_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    output = OutputFile.create(tmp_path / "stuck", expected_bytes=0)
+    output = new_output(tmp_path / "stuck", expected_bytes=0)
     posix.write_new(tmp_path / "early", b"1")
     with InputFile.open(tmp_path / "stuck") as source:
         work = {

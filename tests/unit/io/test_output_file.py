@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from output_files import new_output
 
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import run_bounded
@@ -27,7 +28,7 @@ def aligned(size: int, data: bytes = b"") -> memoryview:
 def write_file(path: Path, data: bytes) -> OutputFile:
     """The closed file that got ``data`` in one aligned write."""
     padded = -(-len(data) // ALIGNMENT) * ALIGNMENT
-    file = OutputFile.create(path, expected_bytes=len(data))
+    file = new_output(path, expected_bytes=len(data))
     file.write(aligned(padded, data), 0)
     file.finish(len(data))
     file.close()
@@ -51,7 +52,7 @@ def test_a_written_file_has_exactly_its_bytes(directory: Path, size: int) -> Non
 def test_this_system_writes_past_the_cache(directory: Path) -> None:
     if not hasattr(os, "O_DIRECT"):
         pytest.skip("no O_DIRECT here")
-    file = OutputFile.create(directory / "file", expected_bytes=0)
+    file = new_output(directory / "file", expected_bytes=0)
     flags = fcntl.fcntl(file._file.descriptor, fcntl.F_GETFL)
     file.abandon()
     assert file.direct == bool(flags & os.O_DIRECT)
@@ -59,7 +60,7 @@ def test_this_system_writes_past_the_cache(directory: Path) -> None:
 
 def test_pieces_may_come_in_any_order(directory: Path) -> None:
     data = os.urandom(ALIGNMENT * PAGES)
-    file = OutputFile.create(directory / "file", expected_bytes=len(data))
+    file = new_output(directory / "file", expected_bytes=len(data))
     memory = aligned(len(data), data)
     for page in (3, 0, 7, 1, 2, 6, 5, 4):
         begin = page * ALIGNMENT
@@ -70,7 +71,7 @@ def test_pieces_may_come_in_any_order(directory: Path) -> None:
 
 
 def test_room_beyond_the_end_is_given_back(directory: Path) -> None:
-    file = OutputFile.create(directory / "file", expected_bytes=1 << 20)
+    file = new_output(directory / "file", expected_bytes=1 << 20)
     file.write(aligned(ALIGNMENT, b"abc"), 0)
     file.finish(3)
     file.close()
@@ -78,7 +79,7 @@ def test_room_beyond_the_end_is_given_back(directory: Path) -> None:
 
 
 def test_nothing_written_makes_an_empty_file(directory: Path) -> None:
-    file = OutputFile.create(directory / "file", expected_bytes=0)
+    file = new_output(directory / "file", expected_bytes=0)
     file.write(memoryview(b""), 0)
     file.finish(0)
     file.close()
@@ -89,7 +90,7 @@ def test_nothing_written_makes_an_empty_file(directory: Path) -> None:
 def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(StorageError) as caught:
-        OutputFile.create(tmp_path / "file", expected_bytes=10)
+        new_output(tmp_path / "file", expected_bytes=10)
     assert caught.value.errno == errno.EEXIST
     assert (tmp_path / "file").read_bytes() == b"old"
 
@@ -97,7 +98,7 @@ def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("elsewhere")
     with pytest.raises(StorageError):
-        OutputFile.create(tmp_path / "link", expected_bytes=10)
+        new_output(tmp_path / "link", expected_bytes=10)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -143,7 +144,7 @@ def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_refusal_at_the_first_write_means_buffered_for_good(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = refuse_direct_writes(monkeypatch)
     data = os.urandom(ALIGNMENT * 2)
-    file = OutputFile.create(directory / "file", expected_bytes=len(data))
+    file = new_output(directory / "file", expected_bytes=len(data))
     was_direct = file.direct
     if not was_direct:
         file.abandon()
@@ -173,7 +174,7 @@ def test_threads_that_are_refused_together_all_go_on(tmp_path: Path, monkeypatch
 
     data = os.urandom(ALIGNMENT * 4)
     memory = aligned(len(data), data)
-    file = OutputFile.create(tmp_path / "file", expected_bytes=len(data))
+    file = new_output(tmp_path / "file", expected_bytes=len(data))
     was_direct = file.direct
     if not was_direct:
         file.abandon()
@@ -198,7 +199,7 @@ def test_an_invalid_buffered_write_is_an_error_not_a_loop(tmp_path: Path, monkey
         calls.append(offset)
         raise OSError(errno.EINVAL, "never")
 
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     expected_calls = 2 if file.direct else 1
     monkeypatch.setattr(os, "pwrite", refusing)
     with pytest.raises(StorageError, match="cannot write") as caught:
@@ -224,7 +225,7 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pie
         return write(descriptor, data[:piece], offset)
 
     data = os.urandom(ALIGNMENT * 3)
-    file = OutputFile.create(tmp_path / "file", expected_bytes=len(data))
+    file = new_output(tmp_path / "file", expected_bytes=len(data))
     was_direct = file.direct
     monkeypatch.setattr(os, "pwrite", short)
     file.write(aligned(len(data), data), 0)
@@ -238,7 +239,7 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pie
 
 
 def test_a_write_that_takes_nothing_is_an_error_not_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: 0)
     with pytest.raises(StorageError) as caught:
         file.write(aligned(ALIGNMENT), 0)
@@ -306,7 +307,7 @@ def test_a_full_disk_is_noticed_at_creation_and_leaves_nothing(tmp_path: Path, m
     before = open_files()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match=r"cannot reserve 12345 bytes for .*file.*: No space left") as caught:
-        OutputFile.create(tmp_path / "file", expected_bytes=12345)
+        new_output(tmp_path / "file", expected_bytes=12345)
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == []
     assert open_files() == before
@@ -316,7 +317,7 @@ def test_a_full_disk_is_reported_while_writing(tmp_path: Path, monkeypatch: pyte
     def full(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StorageError, match="cannot write") as caught:
         file.write(aligned(ALIGNMENT), 0)
@@ -338,7 +339,7 @@ def try_lock(path: Path) -> bool:
 
 
 def test_the_lock_is_held_until_close(directory: Path) -> None:
-    file = OutputFile.create(directory / "file", expected_bytes=0)
+    file = new_output(directory / "file", expected_bytes=0)
     assert not try_lock(directory / "file")
     file.finish(0)
     assert not try_lock(directory / "file")
@@ -364,7 +365,7 @@ def test_a_file_swept_away_before_its_lock_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: os.unlink(tmp_path / "file"))
     before = open_files()
     with pytest.raises(StorageError, match="removed while being created"):
-        OutputFile.create(tmp_path / "file", expected_bytes=0)
+        new_output(tmp_path / "file", expected_bytes=0)
     assert open_files() == before
 
 
@@ -393,7 +394,7 @@ def test_a_sweep_that_looks_at_a_new_file_is_waited_for(tmp_path: Path, monkeypa
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", held_at_first)
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     assert len(refused) == 3
     assert not try_lock(tmp_path / "file")
     file.close()
@@ -401,7 +402,7 @@ def test_a_sweep_that_looks_at_a_new_file_is_waited_for(tmp_path: Path, monkeypa
 
 def test_a_file_that_nobody_closes_is_closed_when_it_is_forgotten(tmp_path: Path) -> None:
     before = open_files()
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     assert open_files() != before
     del file
     assert open_files() == before
@@ -415,7 +416,7 @@ def test_a_lock_that_someone_else_holds_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fcntl, "flock", held)
     monkeypatch.setattr("holdfast._io.locks._WAIT_S", 0.02)
     with pytest.raises(StorageError, match="cannot lock"):
-        OutputFile.create(tmp_path / "file", expected_bytes=0)
+        new_output(tmp_path / "file", expected_bytes=0)
     assert os.listdir(tmp_path) == []
 
 
@@ -431,7 +432,7 @@ def test_an_fsync_that_fails_once_is_raised_and_not_tried_again(
             raise OSError(errno.EIO, "lost")
         fsync(descriptor)
 
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     monkeypatch.setattr(os, "fsync", failing_once)
     with pytest.raises(StorageError, match="cannot sync") as caught:
         file.finish(0)
@@ -441,14 +442,14 @@ def test_an_fsync_that_fails_once_is_raised_and_not_tried_again(
 
 
 def test_a_truncation_that_fails_is_reported(tmp_path: Path) -> None:
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     with pytest.raises(StorageError, match="cannot truncate"):
         file.finish(-1)
     file.abandon()
 
 
 def test_an_error_at_close_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     close = os.close
 
     def failing(descriptor: int) -> None:
@@ -463,7 +464,7 @@ def test_an_error_at_close_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_an_abandoned_file_is_gone(directory: Path) -> None:
     before = open_files()
-    file = OutputFile.create(directory / "file", expected_bytes=1 << 20)
+    file = new_output(directory / "file", expected_bytes=1 << 20)
     file.write(aligned(ALIGNMENT), 0)
     file.abandon()
     file.abandon()
@@ -473,7 +474,7 @@ def test_an_abandoned_file_is_gone(directory: Path) -> None:
 
 def test_abandoning_a_file_that_is_gone_already_is_fine(tmp_path: Path) -> None:
     before = open_files()
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     os.unlink(tmp_path / "file")
     file.abandon()
     assert open_files() == before
@@ -486,7 +487,7 @@ def test_an_abandoned_file_is_closed_even_if_it_cannot_be_removed(
         raise OSError(errno.EROFS, "read-only")
 
     before = open_files()
-    file = OutputFile.create(tmp_path / "file", expected_bytes=0)
+    file = new_output(tmp_path / "file", expected_bytes=0)
     monkeypatch.setattr(os, "unlink", refusing)
     with pytest.raises(StorageError, match="cannot remove"):
         file.abandon()

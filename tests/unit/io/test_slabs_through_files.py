@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from output_files import new_output
 
 from holdfast._io import posix
-from holdfast._io.direct import ALIGNMENT, InputFile, OutputFile
+from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 
@@ -25,7 +26,7 @@ def test_slabs_written_by_threads_are_read_back_both_ways(
     size = 3 * SLAB_BYTES + len(tail)
     path = directory / "file"
     ring = SlabRing(3)
-    output = OutputFile.create(path, expected_bytes=size)
+    output = new_output(path, expected_bytes=size)
 
     def write_job(number: int) -> Callable[[], None]:
         slab = ring.acquire()
