@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
@@ -18,7 +18,7 @@ from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
-from holdfast._torch_format.remote import FsspecWriter, is_remote
+from holdfast._torch_format.remote import FsspecWriter
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata
@@ -130,13 +130,9 @@ def save(
 
 def planner_for(replica_check: ReplicaCheck) -> DefaultSavePlanner:
     """The planner that is used when none is given."""
-    if not isinstance(replica_check, str):
-        return DefaultSavePlanner(may_differ=replica_check)
-    ways: tuple[Literal["sample", "all", "off"], ...] = ("sample", "all", "off")
-    for way in ways:
-        if replica_check == way:
-            return DefaultSavePlanner(replica_check=way)
-    raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {replica_check!r}")
+    if isinstance(replica_check, str):
+        return DefaultSavePlanner(replica_check=cast(Literal["sample", "all", "off"], replica_check))
+    return DefaultSavePlanner(may_differ=replica_check)
 
 
 def writer_for(
@@ -156,7 +152,7 @@ def writer_for(
         return storage_writer
     if checkpoint_id is None:
         raise ValueError("save needs a checkpoint_id or a storage_writer")
-    if not is_remote(checkpoint_id):
+    if NativeWriter.validate_checkpoint_id(checkpoint_id):
         return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:
         raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")

@@ -102,7 +102,6 @@ class Turn:
         self._lock = locks.DirectoryLock(directory)
 
     def take(self) -> None:
-        """Have the turn."""
         self._is_alone = self._lock.acquire()
 
     def pass_on(self) -> None:
@@ -188,7 +187,6 @@ def _note(winner: Format, digests: dict[Format, int]) -> bytes:
 
 
 def _notes(directory: str) -> dict[str, bytes]:
-    """The notes in ``directory``, by name."""
     notes: dict[str, bytes] = {}
     for name in posix.list_names(directory):
         if name.startswith(NOTE_PREFIX):
@@ -362,7 +360,6 @@ class Held:
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Leave the files alone."""
         self._is_inherited = True
 
     def end_with(self, writer: object, *, removing: bool) -> None:
@@ -373,7 +370,6 @@ class Held:
         self._when_forgotten = weakref.finalize(writer, self.remove if removing else self.close)
 
     def close(self) -> None:
-        """Let go of the files."""
         if self._when_forgotten is not None:
             self._when_forgotten.detach()
         self._is_closed = True

@@ -99,7 +99,6 @@ class NativeWriter(StorageWriter):
         self._check = check
 
     def storage_meta(self) -> StorageMeta | None:
-        """The path and the attempt."""
         return StorageMeta(checkpoint_id=self.path, save_id=self._attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -290,7 +289,6 @@ class NativeWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)
 
 

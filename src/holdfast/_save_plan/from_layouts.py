@@ -85,7 +85,6 @@ class Layout:
 
     @cached_property
     def said(self) -> _Text:
-        """What the text says."""
         return _decode(self.text)
 
     @cached_property
@@ -326,7 +325,6 @@ class LayoutPlan(JointPlan):
         super().__init__(heads, holdings, len(names), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
 
     def _gather(self, keys: list[str]) -> tuple[dict[str, TensorHead | None], list[Holding]]:
-        """What every key is, and what is held of it."""
         kinds: dict[str, list[_Kind]] = {}
 
         def said() -> Iterator[tuple[int, str, TensorHead | None, bool]]:
@@ -377,7 +375,6 @@ class LayoutPlan(JointPlan):
 
     @cached_property
     def classes_of_rank(self) -> list[list[int]]:
-        """The classes that each rank is a member of."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for number, members in enumerate(self.classes):
             for rank in members.ranks.tolist():

@@ -102,7 +102,6 @@ def _lenient(tables: Sequence[WriteColumns]) -> frozenset[str]:
 
 
 def _tables(plans: list[SavePlan]) -> tuple[list[WriteColumns], _Heads]:
-    """What is in each plan, and what every key is."""
     tables = [write_columns(plan.items) for plan in plans]
     for table in tables:
         _check_values_once(table)

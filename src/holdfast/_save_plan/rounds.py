@@ -231,7 +231,6 @@ class RankPlanning:
         return Again(known.token, surveyed.digests(known.groups, known.words)).encoded()
 
     def reply(self, asked: Asked) -> object:
-        """What the coordinator has asked for."""
         if asked.what == "nothing":
             return None
         if asked.what == "offer":
