@@ -21,7 +21,7 @@ from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_sto
 from holdfast._torch_format.remote import FsspecWriter
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
-from holdfast.metadata import Metadata
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -33,6 +33,9 @@ __all__ = ["SaveOptions", "save"]
 logger = logging.getLogger("holdfast")
 
 Part = TypeVar("Part")
+
+State = Mapping[Any, Any]
+"""A state as users have it: keys may be of any type, at any depth."""
 
 ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
 """How ranks compare what they have in common, or the keys of which they need not have the same."""
@@ -68,7 +71,7 @@ _DEFAULTS = SaveOptions()
 
 @collector_paused
 def save(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
     *,
     storage_writer: StorageWriter | None = None,
@@ -77,7 +80,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool = True,
-    user_metadata: Mapping[str, Any] | None = None,
+    user_metadata: Mapping[str, object] | None = None,
     options: SaveOptions = _DEFAULTS,
 ) -> Metadata:
     """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
@@ -141,7 +144,7 @@ def writer_for(
     *,
     overwrite: bool,
     allow_pickle: bool,
-    user_metadata: Mapping[str, Any] | None,
+    user_metadata: Mapping[str, object] | None,
 ) -> StorageWriter:
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
@@ -160,7 +163,7 @@ def writer_for(
 
 
 def save_with(
-    state: Mapping[Any, Any],
+    state: State,
     writer: StorageWriter,
     planner: SavePlanner,
     ranks: Ranks,
@@ -183,7 +186,7 @@ def save_with(
     return metadata[0]
 
 
-def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
+def _save(state: State, saving: Saving) -> Metadata:
     writer, planner = saving.writer, saving.planner
     try:
         plan = saving.plan(state, before=TURNS.settle)
@@ -214,7 +217,7 @@ class Saving:
         self._prepared_lock = threading.Lock()
         self._process = os.getpid()
 
-    def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
+    def plan(self, state: State, *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
 
         ``before`` is called first: what it raises is raised on every rank.
@@ -229,7 +232,7 @@ class Saving:
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)
         return self._planned.plan
 
-    def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    def expose(self, state: State) -> STATE_DICT_TYPE:
         """``state`` with the state of the objects in it; what is a buffer is remembered, whoever copies it."""
         return expose(state, self._owners)
 
@@ -275,7 +278,7 @@ class Saving:
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
         return metadata
 
-    def _set_up(self, state: Mapping[Any, Any]) -> None:
+    def _set_up(self, state: State) -> None:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives

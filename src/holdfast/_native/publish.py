@@ -32,7 +32,7 @@ import stat
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from holdfast._io import locks, posix
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
@@ -355,7 +355,7 @@ class Held:
         self.attempt = attempt
         self._path = path
         self._is_closed = False
-        self._when_forgotten: weakref.finalize[..., Any] | None = None
+        self._when_forgotten: weakref.finalize[[], object] | None = None
         self._is_inherited = False
         forget_in_child(self)
 
