@@ -229,7 +229,7 @@ class Saving:
             self._check_process()  # what it called may have forked
 
         host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
-        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)
+        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=mesh_rank(), host=host)
         return self._planned.plan
 
     def expose(self, state: State) -> STATE_DICT_TYPE:

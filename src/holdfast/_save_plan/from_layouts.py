@@ -298,7 +298,7 @@ class LayoutPlan(JointPlan):
     Args:
         classes: what each rank has, as the classes that it is a member of.
         keys: all keys in the order that the metadata has them in.
-        names: the number that meshes have for each rank.
+        job_ranks: the number that meshes have for each rank.
         to_lowest_rank: what several ranks hold is written by the lowest of them.
         hosts: the number of each rank's host, where that makes a difference.
 
@@ -311,18 +311,18 @@ class LayoutPlan(JointPlan):
         self,
         classes: Sequence[Members],
         keys: list[str],
-        names: np.ndarray,
+        job_ranks: np.ndarray,
         *,
         to_lowest_rank: bool = False,
         hosts: np.ndarray | None = None,
     ) -> None:
         self.classes = classes
-        self.names = names
+        self.job_ranks = job_ranks
         self._rows: dict[_Kind, HeldRows] = {}
         self._holdings: dict[tuple[_Kind, ...], Holding] = {}
         heads, holdings = self._gather(keys)
         lenient = frozenset[str]().union(*(members.layout.lenient for members in classes))
-        super().__init__(heads, holdings, len(names), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
+        super().__init__(heads, holdings, len(job_ranks), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
 
     def _gather(self, keys: list[str]) -> tuple[dict[str, TensorHead | None], list[Holding]]:
         kinds: dict[str, list[_Kind]] = {}
@@ -342,7 +342,7 @@ class LayoutPlan(JointPlan):
         if kind not in self._rows:
             number, rule, size = kind
             members = self.classes[number].ranks
-            found = self.classes[number].layout.boxes(rule, size, self.names[members])
+            found = self.classes[number].layout.boxes(rule, size, self.job_ranks[members])
             is_everyone = len(found.member) == len(members) and bool((np.diff(found.member) == 1).all())
             rank = members if is_everyone else members[found.member]
             self._rows[kind] = HeldRows(rank=rank, lo=found.lo, length=found.length)
