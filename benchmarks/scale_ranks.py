@@ -255,7 +255,7 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
         planner.ranks = crew.ranks
 
         start = time.perf_counter()
-        plan_save(planner, writer, ranks, partial(planner.set_up_planner, state), name=1, host=1)  # type: ignore[arg-type]
+        plan_save(planner, writer, ranks, partial(planner.set_up_planner, state), job_rank=1, host=1)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
     assert all(isinstance(said, Again) for said in ranks.sent[1:])

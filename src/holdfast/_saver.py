@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
@@ -19,11 +19,11 @@ from holdfast._staging.copies import Mode
 from holdfast._staging.one_at_a_time import TURNS, OnProgress
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
-from holdfast._torch_format.remote import FsspecWriter, is_remote
+from holdfast._torch_format.remote import FsspecWriter
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
-from holdfast.metadata import Metadata
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -35,6 +35,9 @@ __all__ = ["SaveOptions", "save"]
 logger = logging.getLogger("holdfast")
 
 Part = TypeVar("Part")
+
+State = Mapping[Any, Any]
+"""A state as users have it: keys may be of any type, at any depth."""
 
 ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
 """How ranks compare what they have in common, or the keys of which they need not have the same."""
@@ -105,7 +108,7 @@ _DEFAULTS = SaveOptions()
 
 @collector_paused
 def save(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     checkpoint_id: str | os.PathLike[str] | StorageWriter | None = None,
     *,
     storage_writer: StorageWriter | None = None,
@@ -114,7 +117,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool = True,
-    user_metadata: Mapping[str, Any] | None = None,
+    user_metadata: Mapping[str, object] | None = None,
     options: SaveOptions = _DEFAULTS,
 ) -> Metadata:
     """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
@@ -167,13 +170,9 @@ def save(
 
 def planner_for(replica_check: ReplicaCheck) -> DefaultSavePlanner:
     """The planner that is used when none is given."""
-    if not isinstance(replica_check, str):
-        return DefaultSavePlanner(may_differ=replica_check)
-    ways: tuple[Literal["sample", "all", "off"], ...] = ("sample", "all", "off")
-    for way in ways:
-        if replica_check == way:
-            return DefaultSavePlanner(replica_check=way)
-    raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {replica_check!r}")
+    if isinstance(replica_check, str):
+        return DefaultSavePlanner(replica_check=cast(Literal["sample", "all", "off"], replica_check))
+    return DefaultSavePlanner(may_differ=replica_check)
 
 
 def writer_for(
@@ -182,7 +181,7 @@ def writer_for(
     *,
     overwrite: bool,
     allow_pickle: bool,
-    user_metadata: Mapping[str, Any] | None,
+    user_metadata: Mapping[str, object] | None,
 ) -> StorageWriter:
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
@@ -193,7 +192,7 @@ def writer_for(
         return storage_writer
     if checkpoint_id is None:
         raise ValueError("save needs a checkpoint_id or a storage_writer")
-    if not is_remote(checkpoint_id):
+    if NativeWriter.validate_checkpoint_id(checkpoint_id):
         return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:
         raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")
@@ -201,7 +200,7 @@ def writer_for(
 
 
 def save_with(
-    state: Mapping[Any, Any],
+    state: State,
     writer: StorageWriter,
     planner: SavePlanner,
     ranks: Ranks,
@@ -224,7 +223,7 @@ def save_with(
     return metadata[0]
 
 
-def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
+def _save(state: State, saving: Saving) -> Metadata:
     writer, planner = saving.writer, saving.planner
     try:
         plan = saving.plan(state, before=TURNS.finish)
@@ -265,7 +264,7 @@ class Saving:
         self.check = partial(_check, ranks, os.getpid())
         self.prepared = Progress(self.check)
 
-    def plan(self, state: Mapping[Any, Any], *, before: Callable[[], None] = lambda: None) -> SavePlan:
+    def plan(self, state: State, *, before: Callable[[], None] = lambda: None) -> SavePlan:
         """What this rank is to write of ``state``; the planner has yet to finish it.
 
         ``before`` is called first: what it raises is raised on every rank.
@@ -277,10 +276,10 @@ class Saving:
             self.check()  # what it called may have forked
 
         host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
-        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)
+        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=mesh_rank(), host=host)
         return self._planned.plan
 
-    def expose(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    def expose(self, state: State) -> STATE_DICT_TYPE:
         """``state`` with the state of the objects in it; what is a buffer is remembered, whoever copies it."""
         return expose(state, self._owners)
 
@@ -310,7 +309,7 @@ class Saving:
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
         return metadata
 
-    def _set_up(self, state: Mapping[Any, Any]) -> None:
+    def _set_up(self, state: State) -> None:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives

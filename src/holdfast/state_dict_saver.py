@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast._async_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 from holdfast._ranks.rendezvous import participants
-from holdfast._saver import save, save_with
+from holdfast._saver import State, save, save_with
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlanner
@@ -21,7 +20,7 @@ __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "
 
 
 def save_state_dict(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     storage_writer: StorageWriter,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -38,7 +37,7 @@ def save_state_dict(
 
 
 def _save_state_dict(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     storage_writer: StorageWriter,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,

@@ -101,7 +101,7 @@ def play(path: str, world: int, hosts: list[int]) -> None:
             planners[rank].set_up_planner(state_of(rank, world))
             writers[rank].set_up_storage_writer(rank == 0)
             memory = _PlanMemory()
-            plannings.append(RankPlanning(planners[rank], writers[rank], memory, name=rank, host=hosts[rank]))
+            plannings.append(RankPlanning(planners[rank], writers[rank], memory, job_rank=rank, host=hosts[rank]))
             parts.append(plannings[rank].said_first(world))
     answers = plannings[0].merged([decode_message(encode_message(part)) for part in parts])
     while isinstance(answers[0], Asked):

@@ -272,7 +272,6 @@ class StagedFiles:
     image: Image
 
     def forget_sources(self) -> None:
-        """Let go of the tensors, now that they are copied."""
         self.chunks.clear()
         self.image.copies.clear()
 

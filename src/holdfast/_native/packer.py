@@ -62,21 +62,17 @@ class _Job(PageJob):
 
 
 class DataFile:
-    """One data file while it is being laid out and written; it is on disk from ``create`` on."""
+    """One data file while it is being laid out and written."""
 
     def __init__(self, path: str, name: str, *, header_bytes: int, expected_bytes: int) -> None:
         self.output = OutputFile(path)
         self.name = name
         self.header_bytes = -(-header_bytes // ALIGNMENT) * ALIGNMENT
-        self._expected_bytes = expected_bytes
+        self.expected_bytes = expected_bytes
         self.entries: list[HeaderEntry] = []
         self.end = self.header_bytes
         self.first_digest = 0
         self._header_used = HEADER_FRAME_BYTES
-
-    def create(self) -> None:
-        """Have the file on disk, with room for what is expected."""
-        self.output.make(self.header_bytes + self._expected_bytes)
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether the header has room for ``chunk``; an empty file takes any."""
@@ -175,7 +171,6 @@ class Packer:
                 file.output.close()
 
     def abandon(self) -> None:
-        """Close and remove the files."""
         for file in self.files:
             # What cannot be removed is invisible; the error that led here is the one to tell.
             with contextlib.suppress(StorageError):
@@ -214,7 +209,7 @@ class Packer:
         file.first_digest = len(self.digests)
         file.make_room(chunk)
         self.files.append(file)  # first: whatever comes, it is known
-        file.create()
+        file.output.make(file.header_bytes + file.expected_bytes)
         return _Job(file.output, file.header_bytes, file.header_bytes)
 
     def _runners(

@@ -32,7 +32,7 @@ import stat
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from holdfast._io import locks, posix
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
@@ -102,7 +102,6 @@ class Turn:
         self._lock = locks.DirectoryLock(directory)
 
     def take(self) -> None:
-        """Have the turn."""
         self._is_alone = self._lock.acquire()
 
     def pass_on(self) -> None:
@@ -188,7 +187,6 @@ def _note(winner: Format, digests: dict[Format, int]) -> bytes:
 
 
 def _notes(directory: str) -> dict[str, bytes]:
-    """The notes in ``directory``, by name."""
     notes: dict[str, bytes] = {}
     for name in posix.list_names(directory):
         if name.startswith(NOTE_PREFIX):
@@ -352,12 +350,11 @@ class Held:
         self.attempt = attempt
         self._path = path
         self._is_closed = False
-        self._when_forgotten: weakref.finalize[..., Any] | None = None
+        self._when_forgotten: weakref.finalize[[], object] | None = None
         self._is_inherited = False
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Leave the files alone."""
         self._is_inherited = True
 
     def end_with(self, writer: object, *, removing: bool) -> None:
@@ -368,7 +365,6 @@ class Held:
         self._when_forgotten = weakref.finalize(writer, self.remove if removing else self.close)
 
     def close(self) -> None:
-        """Let go of the files."""
         if self._when_forgotten is not None:
             self._when_forgotten.detach()
         self._is_closed = True

@@ -8,7 +8,7 @@ import os
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.futures import Future
@@ -64,7 +64,7 @@ class NativeWriter(StorageWriter):
         overwrite: bool = True,
         attempt: str | None = None,
         allow_pickle: bool = False,
-        user_metadata: Mapping[str, Any] | None = None,
+        user_metadata: Mapping[str, object] | None = None,
     ) -> None:
         self.path = posix.absolute(path)
         self.overwrite = overwrite
@@ -89,10 +89,9 @@ class NativeWriter(StorageWriter):
             self.path = posix.absolute(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """The path and the attempt."""
         return StorageMeta(checkpoint_id=self.path, save_id=self._attempt)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Refuse early what could not be published; nothing is on disk before something is written."""
         if not kwargs.get("use_collectives", True):
             raise ValueError(
@@ -269,10 +268,9 @@ class NativeWriter(StorageWriter):
 
     conclude = close
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_held": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)

@@ -35,7 +35,7 @@ class Offer(NamedTuple):
 
     fingerprint: bytes
     rows: int
-    name: int
+    job_rank: int
     looks: bool
     host: int
 
@@ -90,7 +90,7 @@ class Recipe:
 
     classes: Sequence[Members] = ()
     order: np.ndarray
-    names: np.ndarray
+    job_ranks: np.ndarray
     to_lowest_rank: bool
     hosts: np.ndarray | None
 
@@ -104,8 +104,8 @@ class Recipe:
     def plan(self) -> LayoutPlan:
         """The plan, made again."""
         hosts = None if self.hosts is None else self.hosts.astype(np.int64)
-        names = self.names.astype(np.int64)
-        return LayoutPlan(self.classes, self.keys, names, to_lowest_rank=self.to_lowest_rank, hosts=hosts)
+        job_ranks = self.job_ranks.astype(np.int64)
+        return LayoutPlan(self.classes, self.keys, job_ranks, to_lowest_rank=self.to_lowest_rank, hosts=hosts)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -261,7 +261,7 @@ def _planned(offers: list[Offer], layouts: list[Layout], planner: DefaultSavePla
     plan = LayoutPlan(
         classes,
         all_keys(layouts),
-        np.array([offer.name for offer in offers], dtype=np.int64),
+        np.array([offer.job_rank for offer in offers], dtype=np.int64),
         to_lowest_rank=planner.dedup_save_to_lowest_rank,
         hosts=host_numbers([offer.host for offer in offers]),
     )
@@ -279,7 +279,7 @@ def _planned(offers: list[Offer], layouts: list[Layout], planner: DefaultSavePla
         classes=None if is_everyone else encode_message(classes),
         recipe=Recipe(
             order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
-            names=_narrow(plan.names),
+            job_ranks=_narrow(plan.job_ranks),
             to_lowest_rank=plan.to_lowest_rank,
             hosts=None if plan.hosts is None else _narrow(plan.hosts),
         ),

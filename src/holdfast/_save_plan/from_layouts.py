@@ -9,7 +9,7 @@ the same. What a rank holds follows from layout and rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ import xxhash
 
 from holdfast._plan.holdings import HeldRows, Holding, holding_of
 from holdfast._plan.shares import MemberBoxes, box_words, boxes_on_mesh
-from holdfast._save_plan.from_plans import check_same_head, joined_head, untied_head
+from holdfast._save_plan.from_plans import agreed_heads
 from holdfast._save_plan.local import UNKNOWN, LocalLeaves, properties_of
 from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import Path, TupleIndex, TypedKey
@@ -85,7 +85,6 @@ class Layout:
 
     @cached_property
     def said(self) -> _Text:
-        """What the text says."""
         return _decode(self.text)
 
     @cached_property
@@ -299,7 +298,7 @@ class LayoutPlan(JointPlan):
     Args:
         classes: what each rank has, as the classes that it is a member of.
         keys: all keys in the order that the metadata has them in.
-        names: the number that meshes have for each rank.
+        job_ranks: the number that meshes have for each rank.
         to_lowest_rank: what several ranks hold is written by the lowest of them.
         hosts: the number of each rank's host, where that makes a difference.
 
@@ -312,47 +311,38 @@ class LayoutPlan(JointPlan):
         self,
         classes: Sequence[Members],
         keys: list[str],
-        names: np.ndarray,
+        job_ranks: np.ndarray,
         *,
         to_lowest_rank: bool = False,
         hosts: np.ndarray | None = None,
     ) -> None:
         self.classes = classes
-        self.names = names
+        self.job_ranks = job_ranks
         self._rows: dict[_Kind, HeldRows] = {}
         self._holdings: dict[tuple[_Kind, ...], Holding] = {}
         heads, holdings = self._gather(keys)
         lenient = frozenset[str]().union(*(members.layout.lenient for members in classes))
-        super().__init__(heads, holdings, len(names), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
+        super().__init__(heads, holdings, len(job_ranks), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
 
     def _gather(self, keys: list[str]) -> tuple[dict[str, TensorHead | None], list[Holding]]:
-        """What every key is, and what is held of it."""
-        heads: dict[str, TensorHead | None] = {}
-        first_rank: dict[str, int] = {}
         kinds: dict[str, list[_Kind]] = {}
-        is_held: set[str] = set()
-        for number, members in enumerate(self.classes):
-            rank, layout = int(members.ranks[0]), members.layout
-            for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
-                known = heads.setdefault(key, head)
-                check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
-                kind = (number, rule, () if head is None else tuple(head.size))
-                kinds.setdefault(key, []).append(kind)
-                if not len(self._held_rows(kind).rank):
-                    continue
-                if key not in is_held:
-                    is_held.add(key)
-                    heads[key] = head
-                elif known is not None and head is not None and known is not head:
-                    heads[key] = joined_head(known, head)
-        untied = {key: untied_head(heads[key], heads) for key in keys}
-        return untied, [self._holding(tuple(kinds[key])) for key in keys]
+
+        def said() -> Iterator[tuple[int, str, TensorHead | None, bool]]:
+            for number, members in enumerate(self.classes):
+                rank, layout = int(members.ranks[0]), members.layout
+                for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
+                    kind = (number, rule, () if head is None else tuple(head.size))
+                    kinds.setdefault(key, []).append(kind)
+                    yield rank, key, head, len(self._held_rows(kind).rank) > 0
+
+        heads = agreed_heads(said())
+        return {key: heads[key] for key in keys}, [self._holding(tuple(kinds[key])) for key in keys]
 
     def _held_rows(self, kind: _Kind) -> HeldRows:
         if kind not in self._rows:
             number, rule, size = kind
             members = self.classes[number].ranks
-            found = self.classes[number].layout.boxes(rule, size, self.names[members])
+            found = self.classes[number].layout.boxes(rule, size, self.job_ranks[members])
             is_everyone = len(found.member) == len(members) and bool((np.diff(found.member) == 1).all())
             rank = members if is_everyone else members[found.member]
             self._rows[kind] = HeldRows(rank=rank, lo=found.lo, length=found.length)
@@ -385,7 +375,6 @@ class LayoutPlan(JointPlan):
 
     @cached_property
     def classes_of_rank(self) -> list[list[int]]:
-        """The classes that each rank is a member of."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for number, members in enumerate(self.classes):
             for rank in members.ranks.tolist():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from holdfast._plan.balance import SPLIT_BYTES
-from holdfast._plan.coverage import check_coverage, widened
+from holdfast._plan.coverage import widened
 from holdfast._plan.holdings import HeldRows, holding_of
 from holdfast._plan.shares import box_words, scrambled
-from holdfast._save_plan.together import JointPlan, chosen_columns, not_whole
+from holdfast._save_plan.together import JointPlan, chosen_columns
 from holdfast._values.digest import name_words
 from holdfast._values.dtypes import MAX_FILE_BYTES
 from holdfast._values.lazy import LazyDict, LazyList
@@ -58,22 +58,12 @@ def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tu
     InvalidStateError unless each tensor is tiled exactly and each value is there once.
     """
     tables, heads = _tables(plans)
-    rows = _joined(tables, heads)
-    counts = np.bincount(rows.key, minlength=len(heads))
-    for (key, head), count in zip(heads.items(), counts.tolist(), strict=True):
-        if head is None and count > 1:
-            raise InvalidStateError(f"the plans have the value of {key!r} {count} times; keep it in one", key=key)
-    metadata = _metadata(rows, heads)
-    if not rewrite_index_hints:
-        return plans, metadata
-    order = rows.by_place()
-    hint = np.empty(len(order), dtype=np.int64)
-    hint[order] = np.arange(len(order)) - np.searchsorted(rows.key[order], np.arange(len(heads)))[rows.key[order]]
-    hints = np.split(hint, np.cumsum([len(table) for table in tables])[:-1])
-    return [
-        dataclasses.replace(plan, items=LazyList(_with_heads(dataclasses.replace(table, hint=mine), heads)))
-        for plan, table, mine in zip(plans, tables, hints, strict=True)
-    ], metadata
+    plan = _planned(tables, heads, to_lowest_rank=True, is_whole=True)
+    for key, head, holding in zip(plan.keys, plan.heads, plan.holdings, strict=True):
+        if len(holding.shared):
+            what, times = "the value" if head is None else "a piece", int(holding.holders[holding.shared[0]])
+            raise InvalidStateError(f"the plans have {what} of {key!r} {times} times; keep it in one", key=key)
+    return _plans(plans, tables, plan) if rewrite_index_hints else plans, plan.metadata()
 
 
 def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
@@ -113,11 +103,10 @@ def _lenient(tables: Sequence[WriteColumns]) -> frozenset[str]:
 
 
 def _tables(plans: list[SavePlan]) -> tuple[list[WriteColumns], _Heads]:
-    """What is in each plan, and what every key is."""
     tables = [write_columns(plan.items) for plan in plans]
     for table in tables:
         _check_values_once(table)
-    return tables, _merged_heads(tables)
+    return tables, agreed_heads(_said_of_heads(tables))
 
 
 def _planned(
@@ -129,15 +118,19 @@ def _planned(
     hosts: np.ndarray | None = None,
     split_bytes: int = SPLIT_BYTES,
 ) -> JointPlan:
-    rows = _joined(tables, heads)
+    ids = {key: number for number, key in enumerate(heads)}
+    width = max((table.lo.shape[1] for table in tables), default=0)
+    keys = np.concatenate([np.array([ids[key] for key in table.keys], np.int64)[table.key] for table in tables])
+    lo = np.concatenate([widened(table.lo, width, 0) for table in tables])
+    length = np.concatenate([widened(table.length, width, 1) for table in tables])
     rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    order = np.argsort(rows.key, kind="stable")
-    bounds = np.searchsorted(rows.key[order], np.arange(len(heads) + 1)).tolist()
+    order = np.argsort(keys, kind="stable")
+    bounds = np.searchsorted(keys[order], np.arange(len(heads) + 1)).tolist()
     holdings = []
     for number, (key, head) in enumerate(heads.items()):
         mine = order[bounds[number] : bounds[number + 1]]
         wide = slice(0, 0 if head is None else len(head.size))
-        held = HeldRows(rank=rank[mine], lo=rows.lo[mine, wide], length=rows.length[mine, wide])
+        held = HeldRows(rank=rank[mine], lo=lo[mine, wide], length=length[mine, wide])
         holdings.append(holding_of([held]))
         if holdings[-1].has_repetitions:
             raise InvalidStateError(f"the plan of a rank has a piece of {key!r} twice; save it once", key=key)
@@ -160,10 +153,6 @@ def _plans(plans: list[SavePlan], tables: list[WriteColumns], together: JointPla
         dataclasses.replace(plan, items=LazyList(chosen_columns(table, together.chosen(rank), heads)))
         for rank, (plan, table) in enumerate(zip(plans, tables, strict=True))
     ]
-
-
-def _with_heads(table: WriteColumns, heads: _Heads) -> WriteColumns:
-    return dataclasses.replace(table, heads=[heads[key] for key in table.keys])
 
 
 def _is_whole(table: WriteColumns) -> bool:
@@ -192,47 +181,43 @@ def _check_values_once(table: WriteColumns) -> None:
             raise InvalidStateError(f"the plan has the value of {key!r} {counts[which]} times; save it once", key=key)
 
 
-def _merged_heads(tables: list[WriteColumns]) -> dict[str, TensorHead | None]:
-    """What every key is, in the order in which ranks have them.
-
-    Tied only where all ranks that hold it say so; it requires a gradient where any of them says so.
-    """
-    heads: dict[str, TensorHead | None] = {}
-    first_rank: dict[str, int] = {}
-    is_held: set[str] = set()
+def _said_of_heads(tables: list[WriteColumns]) -> Iterator[tuple[int, str, TensorHead | None, bool]]:
     for rank, table in enumerate(tables):
         held = set(table.key.tolist())
         for which, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):
-            known = heads.setdefault(key, head)
-            check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
-            if which not in held:
-                continue
-            if key not in is_held:
-                is_held.add(key)
-                heads[key] = head
-            elif known is not None and head is not None and known is not head:
-                heads[key] = joined_head(known, head)
-    return {key: untied_head(head, heads) for key, head in heads.items()}
+            yield rank, key, head, which in held
 
 
-def joined_head(known: TensorHead, head: TensorHead) -> TensorHead:
-    """What two ranks that hold one key say of it, in one."""
-    if known.alias_of != head.alias_of:
-        known = known._replace(alias_of=None)
-    if head.properties.requires_grad and not known.properties.requires_grad:
-        known = known._replace(properties=dataclasses.replace(known.properties, requires_grad=True))
-    return known
+def agreed_heads(said: Iterable[tuple[int, str, TensorHead | None, bool]]) -> _Heads:
+    """What every key is, in the order in which ranks have them; a rank says what it is, and whether it holds any of it.
+
+    Tied only where all ranks that hold it say so; it requires a gradient where any of them says so.
+    """
+    heads: _Heads = {}
+    first_rank: dict[str, int] = {}
+    is_held: set[str] = set()
+    for rank, key, head, holds in said:
+        known = heads.setdefault(key, head)
+        _check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
+        if holds and key not in is_held:
+            is_held.add(key)
+            heads[key] = head
+        elif holds and known is not None and head is not None and known is not head:
+            if known.alias_of != head.alias_of:
+                known = known._replace(alias_of=None)
+            if head.properties.requires_grad and not known.properties.requires_grad:
+                known = known._replace(properties=dataclasses.replace(known.properties, requires_grad=True))
+            heads[key] = known
+    found = dict(heads)
+    for key, head in heads.items():
+        if head is not None and head.alias_of is not None:
+            first = heads.get(head.alias_of)
+            if first is None or first.alias_of is not None:
+                found[key] = head._replace(alias_of=None)  # what it is tied to is not there, or is itself tied
+    return found
 
 
-def untied_head(head: TensorHead | None, heads: Mapping[str, TensorHead | None]) -> TensorHead | None:
-    """``head``; on its own where what it is tied to is not there, or is itself tied."""
-    if head is None or head.alias_of is None:
-        return head
-    first = heads.get(head.alias_of)
-    return head if first is not None and first.alias_of is None else head._replace(alias_of=None)
-
-
-def check_same_head(key: str, known: TensorHead | None, known_rank: int, head: TensorHead | None, rank: int) -> None:
+def _check_same_head(key: str, known: TensorHead | None, known_rank: int, head: TensorHead | None, rank: int) -> None:
     """RankDisagreementError where a rank says another kind, dtype or size of a key than one before it."""
 
     def said(each: TensorHead | None) -> str:
@@ -245,38 +230,6 @@ def check_same_head(key: str, known: TensorHead | None, known_rank: int, head: T
             f"{key!r} is {said(known)} on rank {known_rank} but {said(head)} on rank {rank}; give it one name per kind",
             said={known_rank: said(known), rank: said(head)},
         )
-
-
-class _Rows(NamedTuple):
-    """The rows of all plans, one plan after the other: which key (its number in the heads), which box."""
-
-    key: np.ndarray
-    lo: np.ndarray
-    length: np.ndarray
-
-    def by_place(self) -> np.ndarray:
-        """The order of the rows by key and place."""
-        return np.lexsort((*self.lo.T[::-1], self.key))
-
-
-def _joined(tables: list[WriteColumns], heads: Mapping[str, TensorHead | None]) -> _Rows:
-    ids = {key: number for number, key in enumerate(heads)}
-    width = max((table.lo.shape[1] for table in tables), default=0)
-    keys = [np.array([ids[key] for key in table.keys], dtype=np.int64)[table.key] for table in tables]
-    return _Rows(
-        key=np.concatenate(keys),
-        lo=np.concatenate([widened(table.lo, width, 0) for table in tables]),
-        length=np.concatenate([widened(table.length, width, 1) for table in tables]),
-    )
-
-
-def _metadata(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> Metadata:
-    """What a checkpoint of ``rows`` says of itself; InvalidStateError unless they make up all of each tensor."""
-    order = rows.by_place()
-    rows = _Rows(*(column[order] for column in rows))
-    _check_tiling(rows, heads)
-    bounds = np.searchsorted(rows.key, np.arange(len(heads) + 1))
-    return Metadata(LazyDict(heads, _Entries(list(heads.values()), bounds, rows.lo, rows.length)))
 
 
 class _Entries(NamedTuple):
@@ -294,20 +247,3 @@ class _Entries(NamedTuple):
         first, stop = self.bounds[row : row + 2].tolist()
         chunks = ChunkColumns(self.lo, self.length, first, stop, len(head.size))
         return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind)
-
-
-def _check_tiling(rows: _Rows, heads: Mapping[str, TensorHead | None]) -> None:
-    is_tensor = np.array([head is not None for head in heads.values()], dtype=bool)
-    tensors = np.flatnonzero(is_tensor[rows.key])
-    sizes = [head.size if head is not None else (0,) for head in heads.values()]  # without elements, nothing to tile
-    width = max(rows.lo.shape[1], max(map(len, sizes), default=0))
-    faults = check_coverage(
-        rows.key[tensors],
-        widened(rows.lo[tensors], width, 0),
-        widened(rows.length[tensors], width, 1),
-        widened(padded(sizes, fill=1), width, 1),
-    )
-    keys = list(heads)
-    wrong = [(keys[fault.tensor], fault.detail) for fault in faults]
-    if wrong:
-        raise not_whole(wrong)

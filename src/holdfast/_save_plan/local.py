@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ class LocalLeaves:
         self.pieces: dict[str, Pieces] = {}
         self.memory: dict[str, Memory] = {}
         self.spreads: list[Spread | str] = []
-        self._contents: list[Any] = []
+        self._contents: list[object] = []
         self._heads: list[TensorHead | None] = []
         self._rows: list[_Row] = []
         self._firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -80,7 +79,7 @@ class LocalLeaves:
             dtype=np.uint64,
         )
 
-    def _add(self, number: int, key: str, leaf: Any) -> None:
+    def _add(self, number: int, key: str, leaf: object) -> None:
         if isinstance(leaf, torch.Tensor):
             address = plain_address(leaf)
             if address and leaf.dtype in DTYPE_NAMES:

@@ -124,15 +124,17 @@ class PlannedSave:
 
 
 def plan_save(
-    planner: SavePlanner, writer: StorageWriter, ranks: Ranks, set_up: Callable[[], None], *, name: int, host: int
+    planner: SavePlanner, writer: StorageWriter, ranks: Ranks, set_up: Callable[[], None], *, job_rank: int, host: int
 ) -> PlannedSave:
     """What all ranks write; ``set_up`` makes planner and storage ready, and may fail like all else here.
 
-    ``name`` is the number of this rank in meshes, ``host`` that of its host.
+    ``job_rank`` is the number of this rank in meshes, ``host`` that of its host.
     """
     if ranks.size == 1:
         return ranks.alone(_PHASE, partial(_planned_alone, planner, writer, set_up))
-    part = RankPlanning(planner, writer, ranks.kept.setdefault(_PlanMemory, _PlanMemory()), name=name, host=host)
+    part = RankPlanning(
+        planner, writer, ranks.kept.setdefault(_PlanMemory, _PlanMemory()), job_rank=job_rank, host=host
+    )
 
     def first() -> object:
         set_up()
@@ -194,12 +196,12 @@ class RankPlanning:
     """One planning as one of several ranks takes part in it."""
 
     def __init__(
-        self, planner: SavePlanner, writer: StorageWriter, memory: _PlanMemory, *, name: int, host: int
+        self, planner: SavePlanner, writer: StorageWriter, memory: _PlanMemory, *, job_rank: int, host: int
     ) -> None:
         self._planner = planner
         self._writer = writer
         self._memory = memory
-        self._name = name
+        self._job_rank = job_rank
         self._host = host
         self._size = 0
         self._surveyed: _Surveyed | None = None
@@ -224,14 +226,13 @@ class RankPlanning:
             return surveyed.local_plan(self._host)
         rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
         looks = self._planner.replica_check != "off"
-        self._offer = Offer(layout.fingerprint, rows, self._name, looks, self._host)
+        self._offer = Offer(layout.fingerprint, rows, self._job_rank, looks, self._host)
         known = self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
         if known is None:
             return self._offer.encoded()
         return Again(known.token, surveyed.digests(known.groups, known.words)).encoded()
 
     def reply(self, asked: Asked) -> object:
-        """What the coordinator has asked for."""
         if asked.what == "nothing":
             return None
         if asked.what == "offer":

@@ -306,7 +306,6 @@ class JointPlan:
 
     @cached_property
     def held_rows(self) -> np.ndarray:
-        """How many rows each rank holds."""
         counts = np.zeros(self.ranks, dtype=np.int64)
         times: dict[int, int] = {}
         parts = {id(part): part for holding in self.holdings for part in holding.parts}

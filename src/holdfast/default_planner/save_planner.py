@@ -138,7 +138,7 @@ class DefaultSavePlanner(SavePlanner):
         self.global_plan, self.metadata = all_plans, metadata
         return all_plans, metadata
 
-    def with_paths(self, metadata: Metadata, planner_data: Iterable[Any]) -> Metadata:
+    def with_paths(self, metadata: Metadata, planner_data: Iterable[object]) -> Metadata:
         """``metadata`` with the paths of its keys, as far as the planner's data of the ranks has them."""
         if not self.flatten_state_dict:
             return metadata
