@@ -406,7 +406,7 @@ def test_metadata_of_torch_travels_as_ours() -> None:
     ours = translate.metadata_from_torch(theirs)
     assert translate.metadata_to_torch(ours) is theirs
     assert translate.metadata_from_torch(ours) is ours
-    assert translate.speak_torch(ours) is ours
+    assert translate.metadata_for_both(ours) is ours
     for travelled in (pickle.loads(pickle.dumps(ours)), copy.copy(ours)):
         assert type(travelled) is holdfast.Metadata
         assert (travelled.version, travelled.storage_data) == ("1", {"x": 1})

@@ -15,7 +15,7 @@ from holdfast._io import posix
 from holdfast._io.direct import LocalFiles
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
-from holdfast._torch_classes.translate import speak_torch
+from holdfast._torch_classes.translate import metadata_for_both
 from holdfast._torch_codec.metadata_file import (
     METADATA_NAME,
     decode_metadata,
@@ -128,7 +128,7 @@ class FileSystemReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         self._layouts = {}
-        return speak_torch(metadata)
+        return metadata_for_both(metadata)
 
     def metadata_names(self) -> list[str]:
         """The files that describe the checkpoint: that of all ranks, or those that each wrote for itself."""
