@@ -20,12 +20,11 @@ from torch.futures import Future
 from holdfast._state.nested import flatten
 from holdfast._state.pieces import is_sharded, pieces_of
 from holdfast._state.tensors import empty_tensor
-from holdfast._torch_codec.pickles import serialize_object
+from holdfast._torch_codec.pickles import read_pt, serialize_object
 from holdfast._values.box import Box
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CheckpointError, Difference, InternalError, MismatchError
 from holdfast.interop.conversions import convert
-from holdfast.interop.pt_files import read_pt
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

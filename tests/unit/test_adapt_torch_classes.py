@@ -61,7 +61,7 @@ def test_torchs_things_are_told_by_the_names_of_their_classes(tmp_path: Path) ->
     for ours in (
         holdfast.DefaultSavePlanner(),
         holdfast.NativeWriter(tmp_path),
-        interop_storage.FileSystemWriter(tmp_path),
+        interop_storage.NativeWriterForTorch(tmp_path),
         object(),
     ):
         assert not is_torchs(ours)

@@ -5,6 +5,7 @@ Importing this imports torch.distributed.checkpoint, which takes a second: impor
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 from torch.distributed.checkpoint import filesystem, metadata, optimizer, planner, staging, state_dict, storage
@@ -12,6 +13,14 @@ from torch.distributed.checkpoint import filesystem, metadata, optimizer, planne
 from holdfast.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 __all__ = ["filesystem", "metadata", "optimizer", "planner", "staging", "state_dict", "storage"]
+
+
+def import_fsspec_storage() -> None:
+    """torch derives its fsspec storage from its file storage when it first needs it: make sure that this has happened,
+    because the names of torch's file storage are about to be replaced.
+    """
+    with contextlib.suppress(ImportError):
+        from torch.distributed.checkpoint import _fsspec_filesystem  # noqa: F401
 
 
 class _AlsoTorchs:
