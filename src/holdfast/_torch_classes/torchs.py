@@ -16,9 +16,7 @@ __all__ = ["filesystem", "metadata", "optimizer", "planner", "staging", "state_d
 
 
 def import_fsspec_storage() -> None:
-    """torch derives its fsspec storage from its file storage when it first needs it: make sure that this has happened,
-    because the names of torch's file storage are about to be replaced.
-    """
+    """Let torch derive its fsspec storage now: it must come from torch's file storage, whose names may be replaced."""
     with contextlib.suppress(ImportError):
         from torch.distributed.checkpoint import _fsspec_filesystem  # noqa: F401
 
