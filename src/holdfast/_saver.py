@@ -18,7 +18,8 @@ from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
-from holdfast._torch_format.remote import FsspecWriter, is_remote
+from holdfast._torch_format.file_systems import is_remote
+from holdfast._torch_format.writer import FsspecWriter
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
 from holdfast.metadata import Metadata

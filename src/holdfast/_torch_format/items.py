@@ -1,20 +1,20 @@
-"""Items of torch's format on their way into files, and on their way from files to the planner.
+"""Items of torch's format on their way from the planner to files, and from files to the planner.
 
-A value is its torch.save bytes, a tensor itself; what torch has no plain archive for (quantised tensors) is turned into
-torch.save bytes as well.
-
-An item is what torch's format stores as one: the archive of a chunk, or a pickled value. Planners are called by one
-thread at a time.
+An item is what torch's format stores as one: the archive of a chunk, or a pickled value. Tensors that torch has no
+plain archive for (quantised ones) are turned into torch.save bytes as well. Planners are called by one thread at a
+time.
 """
 
 from __future__ import annotations
 
+import abc
 import heapq
 import io
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from holdfast._io.slabs import Slab
 from holdfast._state.tensor_bytes import Target
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
-from holdfast._torch_codec.archive import Elements, find_tensor
+from holdfast._torch_codec.archive import Elements, Read, find_tensor
 from holdfast._torch_codec.metadata_file import StorageInfo, find_place
 from holdfast._torch_codec.pickles import deserialize_object, serialize_object
 from holdfast._values.box import Box
@@ -42,6 +42,15 @@ class ChangedInfo(StorageInfo):
 
     dtype: torch.dtype = field(kw_only=True)
     size: torch.Size = field(kw_only=True)
+
+
+def as_stored(content: Content) -> Content:
+    """``content``, as torch.save bytes where it is a tensor of more than plain memory."""
+    if isinstance(content, torch.Tensor) and content.is_quantized:
+        tensor = content.detach().cpu()
+        # torch.save keeps the whole storage of a view.
+        return serialize_object(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
+    return content
 
 
 class PlannedItems:
@@ -67,7 +76,6 @@ class PlannedItems:
         return [bucket for bucket in buckets if bucket]
 
     def item(self, row: int) -> WriteItem:
-        """The item of ``row``."""
         return self._columns.item(row)
 
     def content(self, row: int) -> Content:
@@ -84,14 +92,6 @@ class PlannedItems:
         if data.dtype not in DTYPE_NAMES or data.layout is not torch.strided or data.is_meta:
             check_savable(key, data)
         return data
-
-    def stored(self, content: Content) -> Content:
-        """``content``, as torch.save bytes where it is a tensor of more than plain memory."""
-        if isinstance(content, torch.Tensor) and content.is_quantized:
-            tensor = content.detach().cpu()
-            # torch.save keeps the whole storage of a view.
-            return serialize_object(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
-        return content
 
     def result(
         self, row: int, content: Content, name: str, span: tuple[int, int], *, transforms: Sequence[str] = ()
@@ -148,6 +148,125 @@ def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Writ
     return split_by_size(bins, values, tensors, [_item_size(item) for item in tensors])
 
 
+# --- tensors on their way to the CPU ----------------------------------------------------------------------------------
+
+
+class _TensorLoader(abc.ABC, Generic[T]):
+    """Gives the tensors of what was added, on the CPU, each with the object that it is for."""
+
+    @abc.abstractmethod
+    def add(self, size: int, obj: T) -> None:
+        """Take ``obj``, whose tensor has ``size`` bytes."""
+
+    @abc.abstractmethod
+    def start_loading(self) -> None:
+        """Begin, where that can be done ahead; nothing may be added any more."""
+
+    @abc.abstractmethod
+    def values(self) -> Iterator[tuple[torch.Tensor, T]]:
+        """Each tensor and its object."""
+
+
+class _SerialCpuLoader(_TensorLoader[T]):
+    """One tensor after the other, each when it is asked for."""
+
+    def __init__(self, resolve_fun: Callable[[T], torch.Tensor]) -> None:
+        self.resolve_fun = resolve_fun
+        self.items: list[tuple[int, T]] = []
+
+    def add(self, size: int, obj: T) -> None:
+        self.items.append((size, obj))
+
+    def start_loading(self) -> None: ...
+
+    def values(self) -> Iterator[tuple[torch.Tensor, T]]:
+        for _, obj in self.items:
+            yield self.resolve_fun(obj).detach().cpu(), obj
+
+
+class _OverlappingCpuLoader(_TensorLoader[T]):
+    """Copies from the accelerator run ahead of the caller, small ones first, on ``stream`` (the current one if None).
+
+    At least ``inflight_threshhold`` bytes are under way while there are as many left, and at most one tensor more.
+    """
+
+    def __init__(
+        self,
+        resolve_fun: Callable[[T], torch.Tensor],
+        stream: torch.Stream | None = None,
+        inflight_threshhold: int = 1_000_000,
+    ) -> None:
+        self.resolve_fun = resolve_fun
+        self.inflight_threshhold = inflight_threshhold
+        self.items: list[tuple[int, T]] = []
+        self.in_flight_data = 0
+        self.started = False
+        device_type = accelerator_type() if stream is None else stream.device.type
+        if device_type is None:
+            raise RuntimeError("there is no accelerator to copy ahead from; use the serial loader")
+        self.device_type = device_type
+        self.device_module = torch.get_device_module(self.device_type)
+        current = self.device_module.current_stream()
+        self.stream = current if stream is None else stream
+        if self.stream != current:
+            self.stream.wait_stream(current)
+        self._under_way: deque[tuple[torch.Tensor, T]] = deque()
+        self._next = 0
+
+    def add(self, size: int, obj: T) -> None:
+        """Take ``obj``; RuntimeError once loading has begun, because the order is fixed then."""
+        if self.started:
+            raise RuntimeError("nothing can be added to a loader that has begun to load")
+        self.items.append((size, obj))
+
+    def start_loading(self) -> None:
+        """Start the first copies; a second call does nothing."""
+        if not self.started:
+            self.started = True
+            self.items.sort(key=lambda item: item[0])
+            self._refill()
+
+    def values(self) -> Iterator[tuple[torch.Tensor, T]]:
+        self.start_loading()
+        while self._under_way:
+            self.stream.synchronize()
+            # All that were under way have arrived; for each that goes out, the next are started.
+            for _ in range(len(self._under_way)):
+                tensor, obj = self._under_way.popleft()
+                self.in_flight_data -= tensor.nbytes
+                self._refill()
+                yield tensor, obj
+
+    def _refill(self) -> None:
+        with self.device_module.stream(self.stream):
+            while self._next < len(self.items) and self.in_flight_data < self.inflight_threshhold:
+                _, obj = self.items[self._next]
+                self._next += 1
+                tensor = self.resolve_fun(obj).detach()
+                on_device = tensor.device.type == self.device_type
+                tensor = tensor.to("cpu", non_blocking=True) if on_device else tensor.cpu()
+                self._under_way.append((tensor, obj))
+                self.in_flight_data += tensor.nbytes
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that this process can use ("cuda", or another backend's name); None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def tensor_loader(resolve_fun: Callable[[T], torch.Tensor], *, thread_count: int, copy_ahead: int) -> _TensorLoader[T]:
+    """The overlapping loader where one thread writes, there is an accelerator and something may be copied ahead."""
+    if thread_count == 1 and copy_ahead > 0 and accelerator_type() is not None:
+        return _OverlappingCpuLoader(resolve_fun, inflight_threshhold=copy_ahead)
+    return _SerialCpuLoader(resolve_fun)
+
+
+# --- items that are read ----------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Item:
     """A stored item and the rows of the plan that want it, or parts of it; ``file`` is the number of its file."""
@@ -159,7 +278,7 @@ class Item:
     rows: list[int] = field(default_factory=list)
 
 
-def wanted_items(columns: ReadColumns, storage_data: Mapping[Any, Any]) -> list[Item]:
+def wanted_items(columns: ReadColumns, storage_data: Mapping[MetadataIndex, object]) -> list[Item]:
     """The items that hold what ``columns`` want, each once."""
     items: dict[tuple[str, int, int, bool], Item] = {}
     places = zip(columns.key.tolist(), columns.chunk_lo.tolist(), strict=True)
@@ -280,12 +399,10 @@ class Delivery:
                 tensor.copy_(wanted)
 
     def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
-        """Tell the planner that these are filled."""
         for row, tensor in zip(item.rows, tensors, strict=True):
             self.commit_row(row, tensor)
 
     def commit_row(self, row: int, tensor: torch.Tensor) -> None:
-        """Tell the planner that one is."""
         self._planner.commit_row(self._columns, row, tensor)
 
     def give_value(self, item: Item, data: bytes) -> None:
@@ -298,7 +415,7 @@ class Delivery:
             self._planner.load_bytes(self._columns.item(row), io.BytesIO(self._values.pop(row)))
 
 
-def locate(item: Item, read: Any, length: int) -> Elements | None:
+def locate(item: Item, read: Read, length: int) -> Elements | None:
     """Where the elements of ``item`` lie in its archive; None when only torch.load can tell. Errors name the item."""
     try:
         return find_tensor(read, length)
@@ -326,5 +443,4 @@ def damaged(item: Item, begin: int, nbytes: int) -> CorruptError:
 
 
 def permuted(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """``values`` in that order."""
     return tuple(values[dimension] for dimension in order)

@@ -23,10 +23,16 @@ from holdfast._torch_codec.metadata_file import (
     merge_metadata,
     metadata_name,
 )
-from holdfast._torch_format.file_systems import FileSystem, FileSystemBase, PathLike, is_local, local_path
+from holdfast._torch_format.file_systems import (
+    FileSystem,
+    FileSystemBase,
+    PathLike,
+    RemoteFileSystem,
+    is_local,
+    local_path,
+)
 from holdfast._torch_format.items import Delivery, Item, wanted_items
-from holdfast._torch_format.ranges import Layouts, read_ranges
-from holdfast._torch_format.streams import StreamRead, TransformRegistry
+from holdfast._torch_format.reading import Layouts, StreamRead, TransformRegistry, read_ranges
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import MAX_METADATA_BYTES
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
@@ -265,3 +271,28 @@ def own_rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
+
+
+class FsspecReader(FileSystemReader):
+    """Reads a checkpoint in torch's format from the URL ``path``; ``options`` go to the file system of its scheme.
+
+    ``cast``, ``allow_pickle`` and ``verify`` are those of ``FileSystemReader``.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        cast: bool = False,
+        allow_pickle: bool = False,
+        verify: bool | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__(path, cast=cast, allow_pickle=allow_pickle, verify=verify)
+        self.fs = RemoteFileSystem(**options)
+        self.path = self.fs.init_path(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether fsspec has a file system for it."""
+        return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)

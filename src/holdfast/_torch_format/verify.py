@@ -24,8 +24,8 @@ from holdfast._torch_codec.archive import Record, find_tensor, records
 from holdfast._torch_codec.metadata_file import METADATA_NAME, StorageInfo, find_place
 from holdfast._torch_format.file_systems import local_path
 from holdfast._torch_format.items import Item
-from holdfast._torch_format.ranges import Ends
 from holdfast._torch_format.reader import FileSystemReader
+from holdfast._torch_format.reading import Ends
 from holdfast.errors import CorruptError, StorageError
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planner_helpers import tiling_faults

@@ -23,11 +23,11 @@ from holdfast._process import forget_in_child
 from holdfast._torch_classes.adapt import final_save_plan, is_torchs
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION, metadata_from_torch, save_plan_from_torch
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX, StorageInfo, StoragePrefix, metadata_name
-from holdfast._torch_format.file_packer import FilePacker
 from holdfast._torch_format.file_systems import (
     FileSystem,
     FileSystemBase,
     PathLike,
+    RemoteFileSystem,
     check_replaceable,
     file_prefixes,
     is_local,
@@ -35,7 +35,7 @@ from holdfast._torch_format.file_systems import (
     publish,
 )
 from holdfast._torch_format.items import ChangedInfo, PlannedItems
-from holdfast._torch_format.streams import StreamPacker, StreamTransform, _StorageWriterTransforms
+from holdfast._torch_format.packing import FilePacker, StreamPacker, StreamTransform, _StorageWriterTransforms
 from holdfast._values.dtypes import MAX_KEY_BYTES
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError, InvalidStateError
@@ -312,3 +312,37 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         """A copy of ``state_dict`` on the CPU; nothing is copied ahead any more, because nothing is left to copy."""
         self.per_thread_copy_ahead = 0
         return super().stage(state_dict)
+
+
+class FsspecWriter(FileSystemWriter):
+    """Writes a checkpoint in torch's format to the URL ``path``; ``options`` go to the file system of its scheme."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransform] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        **options: object,
+    ) -> None:
+        super().__init__(
+            path,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+        )
+        self.fs = RemoteFileSystem(**options)
+        self.path = self.fs.init_path(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether fsspec has a file system for it."""
+        return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)

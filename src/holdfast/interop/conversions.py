@@ -29,7 +29,7 @@ from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, 
 from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
 from holdfast._torch_codec.archive_writing import write_pt
 from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object
-from holdfast._torch_format.remote import is_remote
+from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast._torch_format.writer import _FileSystemWriter
 from holdfast._values.box import flat_range_boxes

@@ -1,22 +1,29 @@
-"""Items of local files read by range: only the bytes that are wanted, in parallel, small items many at a time.
+"""Items read from files and delivered to the planner.
 
-The engine is the one that reads native files. Small items are read whole and taken apart where they lie. Of large ones
-the ends of their archives are read first, which tell where the elements lie, then just the elements that are wanted;
-each target is filled as its bytes come. Layouts are kept by the caller, so that ends are read once. Items that only
-torch.load understands come last, one at a time.
+From local files only the bytes that are wanted are read, in parallel, by the engine that reads native files. Small
+items are read whole, many at a time, and taken apart where they lie. Of large ones the ends of their archives are read
+first, which tell where the elements lie, then just the elements that are wanted; each target is filled as its bytes
+come. Layouts are kept by the caller, so that ends are read once. Items that only torch.load understands come last, one
+at a time.
+
+From other file systems, and through transforms, items are read whole. Files are read side by side, the items of one
+file one after the other in file order: memory is that of one item for each of few files.
 """
 
 from __future__ import annotations
 
+import io
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from holdfast import _process as forks
 from holdfast._engine.read import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
 from holdfast._io.direct import InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
@@ -25,10 +32,11 @@ from holdfast._plan.reads import byte_spans
 from holdfast._state.tensor_bytes import Target
 from holdfast._torch_codec.archive import HEAD_BYTES, TAIL_BYTES, Elements
 from holdfast._torch_codec.metadata_file import StorageInfo
-from holdfast._torch_format.items import Delivery, Item, damaged, locate, permuted
+from holdfast._torch_format.file_systems import FileSystemBase, PathLike
+from holdfast._torch_format.items import Delivery, Item, buffer_of, damaged, locate, permuted
 from holdfast._values.box import Box
 from holdfast._values.digest import combine_checksums
-from holdfast.errors import CorruptError
+from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
 
 _SMALL_BYTES = 64 << 10
 """Items of so many bytes are read whole: the few reads that parts would take cost more."""
@@ -84,18 +92,18 @@ class _SmallItem:
         self._data = b""
 
     def memory(self, start: int, stop: int) -> memoryview | None:
-        """Nothing: an item is not what goes into a target."""
-        return None
+        return None  # an item is not what goes into a target
 
     def copy_in(self, start: int, stop: int, buffer: Slab, at: int) -> None:
-        """Take the item, which lies in ``buffer`` from ``at`` on."""
         if self._item.is_value:
             self._data = bytes(buffer.view[at : at + stop])
         else:
             self._delivery.fill(self._item, self._tensors, buffer, at, stop)
 
     def close(self) -> None:
-        """Tell the planner."""
+        if self._item.place.length == 0:
+            key = self._item.key
+            raise CorruptError(f"{key!r} is stored in no bytes; use another checkpoint", key=key)
         if self._item.is_value:
             self._delivery.give_value(self._item, self._data)
         else:
@@ -120,7 +128,6 @@ class _ItemFetch(SegmentFetch[Destination]):
         self._files = files
 
     def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
-        """File ``number``, and whether it is in the page cache."""
         return self._files.lend(number)
 
     def expected(self, digests: np.ndarray) -> list[int]:
@@ -133,7 +140,6 @@ class _ItemFetch(SegmentFetch[Destination]):
         return True
 
     def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
-        """The error that names the file and the bytes."""
         path = self._files.path(file)
         return CorruptError(f"{path!r} is damaged in bytes {offset} to {offset + nbytes}", path=path)
 
@@ -142,18 +148,17 @@ class _SmallItems(_ItemFetch):
     """Each box is an item."""
 
     def __init__(self, items: Sequence[Item], files: LocalFiles, delivery: Delivery) -> None:
-        rows = _Rows()
-        for box, item in enumerate(items):
-            rows.add(box, item.file, item.place.offset, [0], [item.place.length])
+        self._items = items
+        self._delivery = delivery
         super().__init__(
             files,
-            segments=rows.segments(),
+            segments=_segments(
+                [_Wanted(box, item.file, item.place.offset, [0], [item.place.length]) for box, item in enumerate(items)]
+            ),
             boxes=len(items),
             open_targets=self._open_items,
             close_target=self._close_item,
         )
-        self._items = items
-        self._delivery = delivery
 
     def _open_items(self, boxes: list[int]) -> list[Destination]:
         return [
@@ -163,9 +168,6 @@ class _SmallItems(_ItemFetch):
 
     def _close_item(self, box: int, target: Destination) -> None:
         assert isinstance(target, _SmallItem)
-        item = self._items[box]
-        if item.place.length == 0:
-            raise CorruptError(f"{item.key!r} is stored in no bytes; use another checkpoint", key=item.key)
         target.close()
 
 
@@ -230,24 +232,28 @@ class _LargeItems(_ItemFetch):
         self._layouts = layouts
         self._sums: dict[int, list[tuple[int, int, int]]] = {}
         self._sum_lock = threading.Lock()
-        rows = _Rows()
-        checks = {number: _checks(files, number, verify) for number in {item.file for item in items}}
+        ranges: list[_Wanted] = []
+        # Of what memory holds already, checksums would take longer than all the rest.
+        checks = {
+            number: not files.is_cached(number) if verify is None else verify
+            for number in {item.file for item in items}
+        }
         for item in items:
             elements = None if item.is_value else layouts[_name(item)]
             if elements is None:
                 self._boxes.append((item, None))
                 blocks = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length), block=MOST_SEGMENT_BYTES)
-                rows.add(len(self._boxes) - 1, item.file, item.place.offset, *blocks)
+                ranges.append(_Wanted(len(self._boxes) - 1, item.file, item.place.offset, *blocks))
                 continue
             base = item.place.offset + elements.begin
             for row in item.rows:
                 self._boxes.append((item, row))
                 starts, stops, is_whole = _spans(elements, delivery.box(row))
                 checked = checks[item.file] and is_whole and elements.checksum is not None
-                rows.add(len(self._boxes) - 1, item.file, base, starts, stops, checked=checked)
+                ranges.append(_Wanted(len(self._boxes) - 1, item.file, base, starts, stops, checked))
         super().__init__(
             files,
-            segments=rows.segments(),
+            segments=_segments(ranges),
             boxes=len(self._boxes),
             open_targets=self._open_boxes,
             close_target=self._close_box,
@@ -293,18 +299,10 @@ class _LargeItems(_ItemFetch):
         return combine_checksums((crc, nbytes) for _, crc, nbytes in sorted(sums)) == elements.checksum
 
     def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
-        """The error that names the file, the key and the bytes of the record."""
         item, _ = self._boxes[box]
         elements = self._layouts[_name(item)]
         assert elements is not None
         return damaged(item, elements.begin, elements.nbytes)
-
-
-def _checks(files: LocalFiles, number: int, verify: bool | None) -> bool:
-    """Whether checksums are computed; of what memory holds already it would take longer than all the rest."""
-    if verify is not None:
-        return verify
-    return not files.is_cached(number)
 
 
 def _spans(elements: Elements, box: Box) -> tuple[_Offsets, _Offsets, bool]:
@@ -322,43 +320,141 @@ def _spans(elements: Elements, box: Box) -> tuple[_Offsets, _Offsets, bool]:
     return starts, stops, is_whole
 
 
-class _Rows:
-    """Segments under construction."""
+class _Wanted(NamedTuple):
+    """Ranges of the bytes of one box, counted from byte ``base`` of its file."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, int, int, _Offsets, _Offsets, bool]] = []
+    box: int
+    file: int
+    base: int
+    starts: _Offsets
+    stops: _Offsets
+    checked: bool = False
 
-    def add(
-        self,
-        box: int,
-        file: int,
-        base: int,
-        starts: _Offsets,
-        stops: _Offsets,
-        *,
-        checked: bool = False,
+
+def _segments(ranges: list[_Wanted]) -> Segments:
+    """All of them in file order."""
+    boxes, files, bases, starts, stops, checked = zip(*ranges, strict=True)
+    counts = [len(each) for each in starts]
+
+    def repeated(column: Sequence[int]) -> np.ndarray:
+        return np.repeat(np.array(column, dtype=np.int64), counts)
+
+    start, stop = np.concatenate(starts), np.concatenate(stops)
+    file, offset = repeated(files), repeated(bases) + start
+    order = np.lexsort((offset, file))
+    order = order[(stop > start)[order]]
+    return Segments(
+        box=repeated(boxes)[order],
+        start=start[order],
+        nbytes=(stop - start)[order],
+        file=file[order],
+        offset=offset[order],
+        digest=(repeated(checked) - 1)[order],
+    )
+
+
+# --- through streams --------------------------------------------------------------------------------------------------
+
+
+_FILES_AT_ONCE = 4
+
+
+class _UndoneTransform(Protocol):
+    def transform_from(self, input: IO[bytes], /) -> IO[bytes]:
+        """A stream that reads the bytes as they were before."""
+        ...
+
+
+class TransformRegistry(Protocol):
+    """What knows stream transforms by their descriptors, as torch's ExtensionRegistry does."""
+
+    def from_descriptor_list(self, descriptors: Iterable[str]) -> Sequence[_UndoneTransform]:
+        """The transforms in the order to be applied."""
+        ...
+
+
+class StreamRead:
+    """One batch of reads through streams of ``fs``; ``bytes_read`` counts what came."""
+
+    def __init__(
+        self, fs: FileSystemBase, directory: PathLike, delivery: Delivery, registry: TransformRegistry | None
     ) -> None:
-        """Want the ranges of ``box``, counted from byte ``base`` of its file."""
-        self._parts.append((box, file, base, starts, stops, checked))
+        self._fs = fs
+        self._directory = directory
+        self._delivery = delivery
+        self._registry = registry
+        self._lock = forks.Lock()
+        self.bytes_read = 0
 
-    def segments(self) -> Segments:
-        """All of them in file order."""
-        counts = [len(starts) for _, _, _, starts, _, _ in self._parts]
+    def run(self, items: Sequence[Item]) -> None:
+        by_file: dict[str, list[Item]] = {}
+        for item in sorted(items, key=lambda each: (each.place.relative_path, each.place.offset)):
+            by_file.setdefault(item.place.relative_path, []).append(item)
+        jobs = (partial(self._read_file, name, items) for name, items in by_file.items())
+        run_bounded(jobs, workers=_FILES_AT_ONCE, ahead=0)
 
-        def repeated(position: int) -> np.ndarray:
-            return np.repeat(np.array([part[position] for part in self._parts], dtype=np.int64), counts)
+    def _read_file(self, name: str, items: list[Item]) -> None:
+        path = self._fs.concat_path(self._directory, name)
+        try:
+            with self._fs.create_stream(path, "rb") as stream:
+                for item in items:
+                    self._deliver(item, self._transformed(item, self._read(stream, item)))
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise CorruptError(f"{str(path)!r} is missing; use another checkpoint", path=str(path)) from error
+        except OSError as error:
+            raise StorageError.from_os(error, "read", str(path)) from error
 
-        start = np.concatenate([starts for _, _, _, starts, _, _ in self._parts])
-        stop = np.concatenate([stops for _, _, _, _, stops, _ in self._parts])
-        box, file, offset = repeated(0), repeated(1), repeated(2) + start
-        keep = stop > start
-        order = np.lexsort((offset, file))
-        order = order[keep[order]]
-        return Segments(
-            box=box[order],
-            start=start[order],
-            nbytes=(stop - start)[order],
-            file=file[order],
-            offset=offset[order],
-            digest=(repeated(5) - 1)[order],
-        )
+    def _read(self, stream: io.IOBase, item: Item) -> bytes:
+        place = item.place
+        stream.seek(place.offset)
+        pieces, missing = [], place.length
+        while missing and (piece := stream.read(missing)):
+            pieces.append(piece)
+            missing -= len(piece)
+        with self._lock:
+            self.bytes_read += place.length - missing
+        if missing:
+            raise CorruptError(
+                f"{place.relative_path!r} is truncated: it ends before byte {place.offset + place.length}; "
+                "use another checkpoint",
+                path=place.relative_path,
+                key=item.key,
+            )
+        return b"".join(pieces)
+
+    def _transformed(self, item: Item, data: bytes) -> bytes:
+        descriptors = item.place.transform_descriptors
+        if not descriptors:
+            return data
+        if self._registry is None:
+            raise UnsupportedVersionError(
+                f"{item.key!r} went through the stream transforms {list(descriptors)}; give FileSystemReader an "
+                "_extension_registry that knows them"
+            )
+        try:
+            stream: IO[bytes] = io.BytesIO(data)
+            for transform in self._registry.from_descriptor_list(descriptors):
+                stream = transform.transform_from(stream)
+            return stream.read()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Extensions are anyone's code, and say in their own ways that they do not know a name or cannot decode.
+            raise CorruptError(
+                f"the stream transforms {list(descriptors)} of {item.key!r} could not be undone: "
+                f"{type(error).__name__}: {error}",
+                path=item.place.relative_path,
+                key=item.key,
+            ) from error
+
+    def _deliver(self, item: Item, data: bytes) -> None:
+        # Planners expect one call at a time.
+        with self._lock:
+            if item.is_value:
+                self._delivery.give_value(item, data)
+                return
+            tensors = self._delivery.resolve(item.rows)
+            self._delivery.fill(item, tensors, buffer_of(data), 0, len(data))
+            self._delivery.commit(item, tensors)
