@@ -126,7 +126,6 @@ class BroadcastingTorchSaveReader(StorageReader):
         self.allow_pickle = allow_pickle
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Start a new load, of ``checkpoint_id`` when it is given."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
@@ -140,7 +139,6 @@ class BroadcastingTorchSaveReader(StorageReader):
             raise ValueError("BroadcastingTorchSaveReader needs the path of a file, as its own or load's checkpoint_id")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, with the keys that it wants."""
         keys = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         return replace(plan, storage_data=_Shares(ranks=1, keys=tuple(keys)))
 
@@ -179,7 +177,6 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Whether it is a file."""
         return os.path.isfile(checkpoint_id)
 
 
@@ -226,7 +223,6 @@ def _tensor_differences(item: ReadItem, planner: LoadPlanner, found: _Announced)
 
 
 def _wanted(planner: LoadPlanner, key: str) -> tuple[torch.Size | None, torch.dtype | None]:
-    """Size and dtype of the target, from the metadata that the planner made of it."""
     metadata = getattr(planner, "metadata", None)
     entry = metadata.state_dict_metadata.get(key) if isinstance(metadata, Metadata) else None
     return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else (None, None)

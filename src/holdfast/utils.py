@@ -67,11 +67,9 @@ class _DistWrapper:
         self._own: BaseException | None = None
 
     def get_rank(self) -> int:
-        """This rank's number in the group."""
         return self.rank
 
     def get_world_size(self) -> int:
-        """How many ranks the group has."""
         return dist.get_world_size(self.group) if self.use_dist else 1
 
     def broadcast_object(self, object: T | None) -> T:
@@ -109,7 +107,6 @@ class _DistWrapper:
         return received[0]
 
     def barrier(self) -> None:
-        """Return once all ranks are here; at once where this process is alone."""
         if self.use_dist:
             dist.barrier(group=self.group)
 
@@ -191,7 +188,6 @@ class _DistWrapper:
         return [answer] * self.get_world_size()
 
     def _heard(self, step: str, told: _Told | None) -> object:
-        """The value that was told, or the error."""
         assert told is not None
         self._raise_failures(unpack(told.failures) if told.failures else {})
         try:
@@ -304,15 +300,12 @@ class _ReaderView(io.RawIOBase):
             raise ValueError("the view is closed")
 
     def readable(self) -> bool:
-        """True: that is what it is for."""
         return True
 
     def seekable(self) -> bool:
-        """True: every read says where."""
         return True
 
     def tell(self) -> int:
-        """The position, counted from the start of the view."""
         self._check_open()
         return self._position
 

@@ -110,7 +110,6 @@ def final_load_plan(plan: LoadPlan, planner: LoadPlanner, *, allow_pickle: bool)
 
 
 def _takes(function: Callable[..., object], *names: str) -> bool:
-    """Whether ``function`` can be called with these keywords."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # nothing to look at: then it is no override of the old kind
@@ -130,7 +129,6 @@ def _warn_of_old_style(thing: object, method: str, missing: str) -> None:
 def set_up_save_planner(
     planner: SavePlanner, state: STATE_DICT_TYPE, storage_meta: StorageMeta | None, *, is_coordinator: bool
 ) -> None:
-    """Call ``set_up_planner`` with what it takes."""
     if _takes(planner.set_up_planner, "storage_meta"):
         planner.set_up_planner(state, storage_meta=storage_meta, is_coordinator=is_coordinator)
         return
@@ -152,7 +150,6 @@ def set_up_writer(writer: StorageWriter, *, is_coordinator: bool, rank: int, use
 def set_up_reader(
     reader: StorageReader, metadata: Metadata, *, is_coordinator: bool, rank: int, use_collectives: bool
 ) -> None:
-    """Call ``set_up_storage_reader`` with what it takes."""
     if _takes(reader.set_up_storage_reader, "rank", "use_collectives"):
         reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=use_collectives)
         return

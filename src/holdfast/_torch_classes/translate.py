@@ -309,7 +309,6 @@ def _properties_to_torch(properties: TensorProperties) -> torchs.metadata.Tensor
 
 
 def metadata_for_planner(metadata: Metadata) -> torchs.metadata.Metadata:
-    """``metadata`` for a planner of torch: the original if it came from torch."""
     return metadata.theirs if isinstance(metadata, _TorchMetadata) else cast(Any, metadata_for_both(metadata))
 
 

@@ -91,7 +91,6 @@ class TensorArchive:
 
 @lru_cache(maxsize=4096)
 def tensor_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
-    """The archive of a tensor of ``dtype`` and ``shape``."""
     data_bytes = dtype.itemsize * math.prod(shape)
     head = bytearray()
     directory = bytearray()
@@ -144,8 +143,6 @@ def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...], data_bytes: int)
 
 
 class _Reduced:
-    """Pickles as a call."""
-
     def __init__(self, call: _Call) -> None:
         self._call = call
 

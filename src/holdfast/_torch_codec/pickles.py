@@ -220,8 +220,6 @@ def _pickles(stream: io.IOBase, what: str) -> Iterator[io.IOBase]:
 
 
 class _Tuple:
-    """A tuple, or what is hashed like one."""
-
     __slots__ = ("_hash", "_items", "size")
     size: int
 
@@ -317,7 +315,6 @@ class _Weighing(pickle._Unpickler):
 
 
 def serialize_object(value: object) -> bytes:
-    """``value`` as torch.save bytes."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -414,7 +411,6 @@ def _check_archive(name: str, *, verify: bool) -> bool:
 
 
 def _has_pickle(name: str) -> bool:
-    """Whether the archive has what torch.save puts into one."""
     with posix.open_stream(name, "rb") as stream, zipfile.ZipFile(stream) as archive:
         return any(record.endswith("/data.pkl") for record in archive.namelist())
 

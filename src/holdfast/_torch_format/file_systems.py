@@ -92,7 +92,6 @@ class FileSystem(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """A Path always; a string unless it is a URL or has no parent that can be written to."""
         if isinstance(checkpoint_id, Path):
             return True
         if "://" in str(checkpoint_id):
@@ -106,7 +105,6 @@ class FileSystem(FileSystemBase):
         posix.remove(path, missing_ok=False)
 
     def ls(self, path: PathLike) -> list[str]:
-        """What is in the directory ``path``, as full names."""
         return [os.path.join(path, name) for name in posix.list_names(path)]
 
 
@@ -149,7 +147,6 @@ class RemoteFileSystem(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether it is a string and fsspec has a file system for it."""
         if isinstance(checkpoint_id, Path):
             return False
         try:
@@ -166,7 +163,6 @@ class RemoteFileSystem(FileSystemBase):
         self._fs.rm_file(os.fspath(path))
 
     def ls(self, path: PathLike) -> list[str]:
-        """What is below ``path`` now; nothing where storage without directories has no such prefix."""
         self._fs.invalidate_cache()
         try:
             return list(self._fs.ls(os.fspath(path), detail=False))
@@ -325,7 +321,6 @@ def check_replaceable(fs: FileSystemBase, directory: PathLike, name: str, *, ove
 
 
 def check_unpublished(fs: FileSystemBase, target: PathLike) -> None:
-    """AlreadyPublishedError when there is a checkpoint whose metadata is ``target``."""
     if fs.exists(target):
         raise AlreadyPublishedError(
             f"{os.path.dirname(str(target))!r} holds a checkpoint already; choose another name, or pass overwrite=True"
@@ -345,7 +340,6 @@ def may_be_published(fs: FileSystemBase, target: PathLike, names: Collection[str
 
 
 def _read(fs: FileSystemBase, path: PathLike) -> bytes:
-    """The contents of ``path``, nothing when it does not exist."""
     if not fs.exists(path):
         return b""
     with posix.reporting("read", str(path)), fs.create_stream(path, "rb") as stream:

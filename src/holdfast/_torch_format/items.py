@@ -300,7 +300,6 @@ def wanted_items(columns: ReadColumns, storage_data: Mapping[MetadataIndex, obje
 
 
 def buffer_of(data: bytes | bytearray) -> Slab:
-    """``data`` in memory that targets can be filled from."""
     memory = bytearray(data) or bytearray(1)
     return Slab(memoryview(memory)[: len(data)], torch.frombuffer(memory, dtype=torch.uint8))
 
@@ -329,7 +328,6 @@ class Delivery:
         return tensors
 
     def box(self, row: int) -> Box:
-        """What ``row`` wants of its chunk."""
         lengths = self._columns.boxes[row][1]
         return Box(tuple(self._columns.storage_lo[row, : len(lengths)].tolist()), lengths)
 

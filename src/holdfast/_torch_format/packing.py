@@ -152,7 +152,6 @@ class FilePacker:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that the system took so far."""
         return sum(file.output.bytes_written for file in tuple(self._files))
 
     @property
@@ -239,7 +238,6 @@ class FilePacker:
 
 
 def _add(job: _ArchiveJob, source: Source, start: int, stop: int) -> None:
-    """Make bytes [start, stop) of ``source`` the next of ``job``."""
     if isinstance(source, _Data):
         source.jobs.append(job)
     elif isinstance(source, _Tail):
@@ -303,7 +301,6 @@ class _Open(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        """Write all of ``data``."""
         rest = memoryview(data).cast("B")
         nbytes = rest.nbytes
         while rest.nbytes:
@@ -320,8 +317,6 @@ class _Open(io.RawIOBase):
 
 
 class StreamPacker:
-    """Writes items to files in ``directory`` of the file system ``fs``."""
-
     def __init__(
         self,
         fs: FileSystemBase,
@@ -392,7 +387,6 @@ class StreamPacker:
             ring.close()
 
     def _write_item(self, row: int, content: Content, stream: _Open, ring: SlabRing) -> list[str]:
-        """Write one item, transformed, and return how to read it."""
         if not self._transforms.extensions:
             _write_content(stream, content, ring)
             return []

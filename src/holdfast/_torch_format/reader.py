@@ -81,12 +81,10 @@ class FileSystemReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> PathLike:
-        """Where the checkpoint is."""
         return self.path
 
     @property
     def metadata_path(self) -> PathLike:
-        """Where its metadata is."""
         return self.fs.concat_path(self.path, METADATA_NAME)
 
     @property
@@ -97,7 +95,6 @@ class FileSystemReader(StorageReader):
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
-        """The file of the checkpoint that is being read."""
         return posix.file_at_work(self.path)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
@@ -188,7 +185,6 @@ class FileSystemReader(StorageReader):
         return NotFoundError(f"there is no checkpoint at {str(self.path)!r}: no such directory")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of where everything is."""
         if not isinstance(metadata.storage_data, dict):
             raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
         self.storage_data = metadata.storage_data
@@ -196,11 +192,9 @@ class FileSystemReader(StorageReader):
         self._dtypes = {key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """``plan``, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """``plans``, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -253,13 +247,11 @@ class FileSystemReader(StorageReader):
                 self._count()
 
     def _count(self) -> None:
-        """Add what was read to the total."""
         self._bytes_read = self.bytes_read
         self._files = self._streams = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether the local file system has such a place."""
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -267,7 +259,6 @@ class FileSystemReader(StorageReader):
 
 
 def own_rank() -> int:
-    """The rank of this process in its job; 0 without one."""
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
@@ -294,5 +285,4 @@ class FsspecReader(FileSystemReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether fsspec has a file system for it."""
         return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)

@@ -80,8 +80,6 @@ def _name(item: Item) -> tuple[str, int]:
 
 
 class _SmallItem:
-    """Takes a whole item and delivers it."""
-
     on_cpu = True
     tensor = torch.empty(0, device="cpu")
 
@@ -202,7 +200,6 @@ class Ends:
         self._pieces = [(start, self._read(start, stop)) for start, stop in ends]
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of the archive."""
         for begin, piece in self._pieces:
             if begin <= start and stop <= begin + len(piece):
                 return piece[start - begin : stop - begin]
@@ -332,7 +329,6 @@ class _Wanted(NamedTuple):
 
 
 def _segments(ranges: list[_Wanted]) -> Segments:
-    """All of them in file order."""
     boxes, files, bases, starts, stops, checked = zip(*ranges, strict=True)
     counts = [len(each) for each in starts]
 
@@ -368,9 +364,7 @@ class _UndoneTransform(Protocol):
 class TransformRegistry(Protocol):
     """What knows stream transforms by their descriptors, as torch's ExtensionRegistry does."""
 
-    def from_descriptor_list(self, descriptors: Iterable[str]) -> Sequence[_UndoneTransform]:
-        """The transforms in the order to be applied."""
-        ...
+    def from_descriptor_list(self, descriptors: Iterable[str]) -> Sequence[_UndoneTransform]: ...
 
 
 class StreamRead:

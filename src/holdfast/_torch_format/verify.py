@@ -123,7 +123,6 @@ class _Verification:
         return tuple(damage for _, _, damage in sorted(self._damage, key=lambda found: found[:2]))
 
     def unchecked(self) -> Iterator[str]:
-        """What the format gives nothing to check by."""
         yield "the metadata has no checksum"
         yield from (f"{counted} items {why}" for why, counted in self._unchecked.items())
 
@@ -204,8 +203,6 @@ class _Verification:
 
 
 class _Archive(Ends):
-    """The bytes of one item, and the checksums of its records."""
-
     def __init__(self, file: InputFile, is_cached: bool, place: StorageInfo, ring: SlabRing) -> None:
         super().__init__(file, place)
         self._is_cached = is_cached

@@ -112,7 +112,6 @@ class _FileSystemWriter(StorageWriter):
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Have no files: those are the parent's."""
         self._files = None
 
     @property
@@ -123,12 +122,10 @@ class _FileSystemWriter(StorageWriter):
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
-        """The file of the checkpoint that is being written."""
         return posix.file_at_work(self.path)
 
     @property
     def checkpoint_id(self) -> PathLike:
-        """The directory."""
         return self.path
 
     @property
@@ -141,11 +138,9 @@ class _FileSystemWriter(StorageWriter):
         return metadata_name(None if self.use_collectives else self.rank)
 
     def storage_meta(self) -> StorageMeta | None:
-        """The directory and the id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new save, to ``checkpoint_id`` when it is given."""
         if checkpoint_id:
             self.path = self.fs.init_path(checkpoint_id)
         self.save_id = _generate_uuid()
@@ -170,7 +165,6 @@ class _FileSystemWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, each with how the names of its files begin."""
         return [
             plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=prefix)
             for plan, prefix in zip(plans, self._prefixes(range(len(plans))), strict=True)
@@ -236,7 +230,6 @@ class _FileSystemWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a Path, or a string that is no URL and has a parent that can be written to."""
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
@@ -344,5 +337,4 @@ class FsspecWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether fsspec has a file system for it."""
         return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)

@@ -152,7 +152,6 @@ class _ByteCount:
             )
 
     def add(self, nbytes: int) -> None:
-        """So many more are done."""
         with self._lock:
             self.done += nbytes
             if self._told is not None:
@@ -160,7 +159,6 @@ class _ByteCount:
 
 
 def _bytes_at(path: str) -> int:
-    """The bytes of a file, or of the files in a directory and below."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
@@ -232,7 +230,6 @@ class _StoredSource(DistantSource):
         self._progress = progress
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         dtype = self._stored.dtype
         for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
             nbytes = box.volume * dtype.itemsize
@@ -258,7 +255,6 @@ class _QuantizedSource:
         self._whole: Source | None = None
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         if self._whole is None:
             self._whole = source_of(self._stored[...])
         self._whole.copy_out(start, stop, buffer, at)
@@ -288,7 +284,6 @@ class _Leaves:
         return (self.checkpoint[key] for key, entry in entries if isinstance(entry, TensorStorageMetadata))
 
     def counts(self) -> tuple[int, int]:
-        """How many tensors, how many values."""
         tensors = sum(1 for _ in self._stored())
         return tensors, len(self.metadata.state_dict_metadata) - tensors
 
@@ -333,13 +328,11 @@ class _Leaves:
         )
 
     def real_tensor(self, key: str) -> torch.Tensor:
-        """The tensor of ``key``, read now."""
         stored: StoredTensor = self.checkpoint[key]
         self._progress.add(stored.nbytes)
         return stored[...]
 
     def state(self) -> dict[Any, Any]:
-        """All of it, nested as it was saved."""
         leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
         return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
 
@@ -378,7 +371,6 @@ class _CopyPlanner(DefaultSavePlanner):
         self.mappings = restorable_paths(self._leaves.metadata)
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each leaf."""
         entries = dict(self._leaves.metadata.state_dict_metadata)
         if not self.keeps_empty_dicts:
             values = (key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
@@ -405,11 +397,9 @@ class _CopyPlanner(DefaultSavePlanner):
         return self.plan
 
     def versions(self) -> Versions:
-        """Those of the checkpoint."""
         return self._leaves.metadata.versions
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor, or the value, of ``write_item``."""
         return self.transform_object(write_item, self._object_of(write_item))
 
     def _object_of(self, write_item: WriteItem) -> Any:
@@ -423,8 +413,6 @@ class _CopyPlanner(DefaultSavePlanner):
 
 
 class _CountedSource:
-    """A source; what is read of it is counted."""
-
     def __init__(self, source: Source, progress: _ByteCount) -> None:
         self.nbytes = source.nbytes
         self._source = source

@@ -58,7 +58,6 @@ class NativeWriterForTorch(NativeWriter, staging.BlockingAsyncStager, storage.St
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint goes."""
         return self.path
 
 
@@ -72,12 +71,10 @@ class NativeReaderForTorch(storage.StorageReader):
 
     @property
     def path(self) -> str:
-        """Where the checkpoint is."""
         return self._native.path
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint is."""
         return self._native.path
 
     @property
