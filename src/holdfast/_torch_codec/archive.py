@@ -13,7 +13,6 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -45,8 +44,7 @@ Read = Callable[[int, int], bytes]
 """The bytes of an archive from one offset to another, which lie within it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
+class Elements(NamedTuple):
     """The elements of a dense tensor: ``nbytes`` from byte ``begin`` of the archive, in memory order.
 
     ``order`` lists the dimensions from the outermost in memory to the innermost: for a contiguous tensor 0, 1, 2...
@@ -61,8 +59,7 @@ class Elements:
     checksum: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """An entry of an archive: its data from byte ``begin``; ``checksum`` None where the writer left it out."""
 
     begin: int
@@ -104,7 +101,7 @@ def find_tensor(read: Read, length: int) -> Elements | None:
         raise _damaged(f"its tensor needs {view.storage_bytes} bytes of storage, and there are {record.nbytes}")
     found = _record(read, record, length)
     checksum = found.checksum if view.elements.nbytes == record.nbytes else None
-    return replace(view.elements, begin=found.begin + view.elements.begin, checksum=checksum)
+    return view.elements._replace(begin=found.begin + view.elements.begin, checksum=checksum)
 
 
 def records(read: Read, length: int) -> list[Record] | None:

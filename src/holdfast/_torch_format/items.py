@@ -299,11 +299,6 @@ def wanted_items(columns: ReadColumns, storage_data: Mapping[MetadataIndex, obje
     return list(items.values())
 
 
-def buffer_of(data: bytes | bytearray) -> Slab:
-    memory = bytearray(data) or bytearray(1)
-    return Slab(memoryview(memory)[: len(data)], torch.frombuffer(memory, dtype=torch.uint8))
-
-
 class Delivery:
     """Hands what is read for the rows of one plan to its planner."""
 
@@ -342,15 +337,11 @@ class Delivery:
                 key=item.key,
             )
         self._check(row, tensor, elements.dtype)
-        order = elements.order
-        shape, wanted = permuted(elements.shape, order), Box(permuted(box.offsets, order), permuted(box.lengths, order))
-        is_plain = order == tuple(range(len(order)))
-        return Target(
-            tensor if is_plain else tensor.permute(order),
-            elements.dtype,
-            shape,
-            None if wanted.lengths == shape else wanted,
-        )
+        shape, order = elements.shape, elements.order
+        if order != tuple(range(len(order))):
+            shape, tensor = permuted(shape, order), tensor.permute(order)
+            box = Box(permuted(box.offsets, order), permuted(box.lengths, order))
+        return Target(tensor, elements.dtype, shape, None if box.lengths == shape else box)
 
     def _check(self, row: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         which, lengths = self._columns.boxes[row]
@@ -362,26 +353,34 @@ class Delivery:
         if dtype != tensor.dtype:
             raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
-    def fill(self, item: Item, tensors: list[torch.Tensor], buffer: Slab, at: int, length: int) -> None:
-        """Fill ``tensors``, one for each row of ``item``, from its whole archive in ``buffer`` from ``at`` on."""
-        view = buffer.view
-        elements = locate(item, lambda start, stop: bytes(view[at + start : at + stop]), length)
-        if elements is None:
-            self.fill_loaded(item, tensors, bytes(view[at : at + length]))
+    def deliver(self, item: Item, data: bytearray) -> None:
+        """Take the whole item: keep the bytes of a value, fill and commit what wants a tensor, or parts of it."""
+        if item.is_value:
+            self._values.update(dict.fromkeys(item.rows, bytes(data)))
             return
-        begin = at + elements.begin
-        record = view[begin : begin + elements.nbytes]
-        if self._verify and elements.checksum is not None and zlib.crc32(record) != elements.checksum:
-            raise damaged(item, elements.begin, elements.nbytes)
+        tensors = self.resolve(item.rows)
+        elements = locate(item, lambda start, stop: bytes(data[start:stop]), len(data))
+        if elements is None:
+            self._fill_loaded(item, tensors, data)
+        else:
+            self._fill(item, tensors, data, elements)
         for row, tensor in zip(item.rows, tensors, strict=True):
-            target = self.target(item, row, tensor, elements)
-            target.copy_in(0, elements.nbytes, buffer, begin)
+            self.commit(row, tensor)
+
+    def _fill(self, item: Item, tensors: list[torch.Tensor], data: bytearray, elements: Elements) -> None:
+        buffer = Slab(memoryview(data), torch.frombuffer(data, dtype=torch.uint8))
+        begin = elements.begin
+        record = buffer.view[begin : begin + elements.nbytes]
+        if self._verify and elements.checksum is not None and zlib.crc32(record) != elements.checksum:
+            raise damaged(item, begin, elements.nbytes)
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            self.target(item, row, tensor, elements).copy_in(0, elements.nbytes, buffer, begin)
             if tensor.is_cuda:
-                # The buffer is used for something else right afterwards.
+                # The buffer goes right afterwards.
                 torch.cuda.current_stream(tensor.device).synchronize()
 
-    def fill_loaded(self, item: Item, tensors: list[torch.Tensor], data: bytes) -> None:
-        """The same through torch.load: for what is no dense tensor in an archive of the usual form."""
+    def _fill_loaded(self, item: Item, tensors: list[torch.Tensor], data: bytearray) -> None:
+        """Through torch.load: for what is no dense tensor in an archive of the usual form."""
         loaded = deserialize_object(io.BytesIO(data), key=item.key, allow_pickle=self._allow_pickle)
         if not isinstance(loaded, torch.Tensor):
             raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, no tensor", key=item.key)
@@ -396,16 +395,8 @@ class Delivery:
             else:
                 tensor.copy_(wanted)
 
-    def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
-        for row, tensor in zip(item.rows, tensors, strict=True):
-            self.commit_row(row, tensor)
-
-    def commit_row(self, row: int, tensor: torch.Tensor) -> None:
+    def commit(self, row: int, tensor: torch.Tensor) -> None:
         self._planner.commit_row(self._columns, row, tensor)
-
-    def give_value(self, item: Item, data: bytes) -> None:
-        """Keep the bytes of a value until all values are there."""
-        self._values.update(dict.fromkeys(item.rows, data))
 
     def deliver_values(self) -> None:
         """Give the planner the values in the order of its plan: first those that it may refuse."""

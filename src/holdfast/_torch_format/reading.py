@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import IO, NamedTuple, Protocol
@@ -29,11 +29,10 @@ from holdfast._io.direct import InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import Slab
 from holdfast._plan.reads import byte_spans
-from holdfast._state.tensor_bytes import Target
 from holdfast._torch_codec.archive import HEAD_BYTES, TAIL_BYTES, Elements
 from holdfast._torch_codec.metadata_file import StorageInfo
 from holdfast._torch_format.file_systems import FileSystemBase, PathLike
-from holdfast._torch_format.items import Delivery, Item, buffer_of, damaged, locate, permuted
+from holdfast._torch_format.items import Delivery, Item, damaged, locate, permuted
 from holdfast._values.box import Box
 from holdfast._values.digest import combine_checksums
 from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
@@ -61,115 +60,17 @@ def read_ranges(
     the page cache, and small ones.
     """
     small = [item for item in items if item.place.length <= _SMALL_BYTES]
-    if small:
-        _SmallItems(small, files, delivery).run()
     large = [item for item in items if item.place.length > _SMALL_BYTES]
     _find_layouts(large, files, layouts)
     plain = [item for item in large if item.is_value or layouts[_name(item)] is not None]
     odd = [item for item in large if not item.is_value and layouts[_name(item)] is None]
-    for together in (plain, *([item] for item in odd)):
+    for together in (small, plain, *([item] for item in odd)):
         if together:
-            _LargeItems(together, files, delivery, layouts, verify=verify).run()
+            _ItemFetch(together, files, delivery, layouts, verify=verify).run()
 
 
 def _name(item: Item) -> tuple[str, int]:
     return item.place.relative_path, item.place.offset
-
-
-# --- small items ----------------------------------------------------------------------------------------------------
-
-
-class _SmallItem:
-    on_cpu = True
-    tensor = torch.empty(0, device="cpu")
-
-    def __init__(self, item: Item, tensors: list[torch.Tensor], delivery: Delivery) -> None:
-        self._item = item
-        self._tensors = tensors
-        self._delivery = delivery
-        self._data = b""
-
-    def memory(self, start: int, stop: int) -> memoryview | None:
-        return None  # an item is not what goes into a target
-
-    def copy_in(self, start: int, stop: int, buffer: Slab, at: int) -> None:
-        if self._item.is_value:
-            self._data = bytes(buffer.view[at : at + stop])
-        else:
-            self._delivery.fill(self._item, self._tensors, buffer, at, stop)
-
-    def close(self) -> None:
-        if self._item.place.length == 0:
-            key = self._item.key
-            raise CorruptError(f"{key!r} is stored in no bytes; use another checkpoint", key=key)
-        if self._item.is_value:
-            self._delivery.give_value(self._item, self._data)
-        else:
-            self._delivery.commit(self._item, self._tensors)
-
-
-class _ItemFetch(SegmentFetch[Destination]):
-    """What reads of small and of large items share: their files and what an error says."""
-
-    max_gap = _MAX_GAP
-
-    def __init__(
-        self,
-        files: LocalFiles,
-        *,
-        segments: Segments,
-        boxes: int,
-        open_targets: Callable[[list[int]], list[Destination]],
-        close_target: Callable[[int, Destination], None],
-    ) -> None:
-        super().__init__(segments, boxes=boxes, open_targets=open_targets, close_target=close_target)
-        self._files = files
-
-    def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
-        return self._files.lend(number)
-
-    def expected(self, digests: np.ndarray) -> list[int]:
-        """The values as they are: 0 where a checksum is to be computed."""
-        values: list[int] = digests.tolist()
-        return values
-
-    def is_intact(self, box: int, start: int, view: memoryview, expected: int) -> bool:
-        """Items that are read whole are checked where they are taken apart."""
-        return True
-
-    def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
-        path = self._files.path(file)
-        return CorruptError(f"{path!r} is damaged in bytes {offset} to {offset + nbytes}", path=path)
-
-
-class _SmallItems(_ItemFetch):
-    """Each box is an item."""
-
-    def __init__(self, items: Sequence[Item], files: LocalFiles, delivery: Delivery) -> None:
-        self._items = items
-        self._delivery = delivery
-        super().__init__(
-            files,
-            segments=_segments(
-                [_Wanted(box, item.file, item.place.offset, [0], [item.place.length]) for box, item in enumerate(items)]
-            ),
-            boxes=len(items),
-            open_targets=self._open_items,
-            close_target=self._close_item,
-        )
-
-    def _open_items(self, boxes: list[int]) -> list[Destination]:
-        return [
-            _SmallItem(item, [] if item.is_value else self._delivery.resolve(item.rows), self._delivery)
-            for item in (self._items[box] for box in boxes)
-        ]
-
-    def _close_item(self, box: int, target: Destination) -> None:
-        assert isinstance(target, _SmallItem)
-        target.close()
-
-
-# --- large items ----------------------------------------------------------------------------------------------------
 
 
 def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts) -> None:
@@ -211,8 +112,26 @@ class Ends:
         return bytes(data)
 
 
-class _LargeItems(_ItemFetch):
-    """Each box is one row of the plan; or a whole item, for values and for what torch.load is to make sense of."""
+class _WholeItem:
+    """Takes all bytes of an item."""
+
+    on_cpu = True
+    tensor = torch.empty(0, device="cpu")
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        return memoryview(self.data)[start:stop]
+
+    def copy_in(self, start: int, stop: int, buffer: Slab, at: int) -> None:
+        self.data[start:stop] = buffer.view[at : at + stop - start]
+
+
+class _ItemFetch(SegmentFetch[Destination]):
+    """Each box is one row of the plan; or a whole item: a small one, a value, or what only torch.load understands."""
+
+    max_gap = _MAX_GAP
 
     def __init__(
         self,
@@ -223,10 +142,11 @@ class _LargeItems(_ItemFetch):
         *,
         verify: bool | None,
     ) -> None:
-        self._boxes: list[tuple[Item, int | None]] = []
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._files = files
         self._delivery = delivery
+        self._boxes: list[tuple[Item, int | None]] = []
         self._layouts = layouts
+        self._tensors: dict[int, torch.Tensor] = {}
         self._sums: dict[int, list[tuple[int, int, int]]] = {}
         self._sum_lock = threading.Lock()
         ranges: list[_Wanted] = []
@@ -236,56 +156,59 @@ class _LargeItems(_ItemFetch):
             for number in {item.file for item in items}
         }
         for item in items:
-            elements = None if item.is_value else layouts[_name(item)]
+            elements = self._elements(item)
             if elements is None:
+                ranges.append(_Wanted(len(self._boxes), item.file, item.place.offset, *_blocks(0, item.place.length)))
                 self._boxes.append((item, None))
-                blocks = in_blocks(np.zeros(1, np.int64), np.full(1, item.place.length), block=MOST_SEGMENT_BYTES)
-                ranges.append(_Wanted(len(self._boxes) - 1, item.file, item.place.offset, *blocks))
                 continue
             base = item.place.offset + elements.begin
             for row in item.rows:
-                self._boxes.append((item, row))
                 starts, stops, is_whole = _spans(elements, delivery.box(row))
                 checked = checks[item.file] and is_whole and elements.checksum is not None
-                ranges.append(_Wanted(len(self._boxes) - 1, item.file, base, starts, stops, checked))
+                ranges.append(_Wanted(len(self._boxes), item.file, base, starts, stops, checked))
+                self._boxes.append((item, row))
         super().__init__(
-            files,
-            segments=_segments(ranges),
+            _segments(ranges),
             boxes=len(self._boxes),
-            open_targets=self._open_boxes,
+            open_targets=lambda boxes: [self._open_box(box) for box in boxes],
             close_target=self._close_box,
         )
 
-    def _open_boxes(self, boxes: list[int]) -> list[Destination]:
-        targets: list[Destination] = []
-        for box in boxes:
-            item, row = self._boxes[box]
-            elements = self._layouts.get(_name(item))
-            if row is None or elements is None:
-                whole = torch.empty(item.place.length, dtype=torch.uint8, device="cpu")
-                targets.append(Target(whole, torch.uint8, tuple(whole.shape), None))
-                continue
-            (self._tensors[box],) = self._delivery.resolve([row])
-            targets.append(self._delivery.target(item, row, self._tensors[box], elements))
-        return targets
+    def _elements(self, item: Item) -> Elements | None:
+        """Where the elements of a large tensor lie; None for what is read whole."""
+        is_whole = item.is_value or item.place.length <= _SMALL_BYTES
+        return None if is_whole else self._layouts[_name(item)]
+
+    def _open_box(self, box: int) -> Destination:
+        item, row = self._boxes[box]
+        elements = self._elements(item)
+        if row is None or elements is None:
+            return _WholeItem(item.place.length)
+        (self._tensors[box],) = self._delivery.resolve([row])
+        return self._delivery.target(item, row, self._tensors[box], elements)
 
     def _close_box(self, box: int, target: Destination) -> None:
         item, row = self._boxes[box]
         if row is not None:
-            self._delivery.commit_row(row, self._tensors.pop(box))
+            self._delivery.commit(row, self._tensors.pop(box))
             return
-        data = target.tensor.numpy().tobytes()
-        if item.is_value:
-            self._delivery.give_value(item, data)
-        else:
-            tensors = self._delivery.resolve(item.rows)
-            self._delivery.fill_loaded(item, tensors, data)
-            self._delivery.commit(item, tensors)
+        if item.place.length == 0:
+            raise CorruptError(f"{item.key!r} is stored in no bytes; use another checkpoint", key=item.key)
+        assert isinstance(target, _WholeItem)
+        self._delivery.deliver(item, target.data)
+
+    def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
+        return self._files.lend(number)
+
+    def expected(self, digests: np.ndarray) -> list[int]:
+        """The values as they are: 0 where a checksum is to be computed."""
+        values: list[int] = digests.tolist()
+        return values
 
     def is_intact(self, box: int, start: int, view: memoryview, expected: int) -> bool:
         """Whether the record has its checksum; told when the last of its bytes have come."""
         checksum = zlib.crc32(view)
-        elements = self._layouts[_name(self._boxes[box][0])]
+        elements = self._elements(self._boxes[box][0])
         assert elements is not None
         with self._sum_lock:
             sums = self._sums.setdefault(box, [])
@@ -297,24 +220,26 @@ class _LargeItems(_ItemFetch):
 
     def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
         item, _ = self._boxes[box]
-        elements = self._layouts[_name(item)]
+        elements = self._elements(item)
         assert elements is not None
         return damaged(item, elements.begin, elements.nbytes)
 
 
+def _blocks(start: int, stop: int) -> tuple[_Offsets, _Offsets]:
+    if stop - start <= MOST_SEGMENT_BYTES:
+        return [start], [stop]
+    return in_blocks(np.full(1, start), np.full(1, stop), block=MOST_SEGMENT_BYTES)
+
+
 def _spans(elements: Elements, box: Box) -> tuple[_Offsets, _Offsets, bool]:
     """The ranges of the elements' bytes that ``box`` takes, in blocks; and whether that is all of them."""
-    shape = permuted(elements.shape, elements.order)
     is_whole = box.lengths == elements.shape
     if is_whole or not box.fits(elements.shape):  # one that does not fit is refused when its target is made
-        if elements.nbytes <= MOST_SEGMENT_BYTES:
-            return [0], [elements.nbytes], is_whole
-        starts, stops = np.zeros(1, np.int64), np.full(1, elements.nbytes)
-    else:
-        stored = Box(permuted(box.offsets, elements.order), permuted(box.lengths, elements.order))
-        starts, stops = byte_spans(shape, stored, elements.dtype.itemsize, max_gap=_MAX_GAP)
-    starts, stops = in_blocks(starts, stops, block=MOST_SEGMENT_BYTES)
-    return starts, stops, is_whole
+        return *_blocks(0, elements.nbytes), is_whole
+    shape = permuted(elements.shape, elements.order)
+    stored = Box(permuted(box.offsets, elements.order), permuted(box.lengths, elements.order))
+    starts, stops = byte_spans(shape, stored, elements.dtype.itemsize, max_gap=_MAX_GAP)
+    return *in_blocks(starts, stops, block=MOST_SEGMENT_BYTES), is_whole
 
 
 class _Wanted(NamedTuple):
@@ -392,7 +317,9 @@ class StreamRead:
         try:
             with self._fs.create_stream(path, "rb") as stream:
                 for item in items:
-                    self._deliver(item, self._transformed(item, self._read(stream, item)))
+                    data = bytearray(self._transformed(item, self._read(stream, item)))
+                    with self._lock:  # planners expect one call at a time
+                        self._delivery.deliver(item, data)
         except CheckpointError:
             raise
         except FileNotFoundError as error:
@@ -442,13 +369,3 @@ class StreamRead:
                 path=item.place.relative_path,
                 key=item.key,
             ) from error
-
-    def _deliver(self, item: Item, data: bytes) -> None:
-        # Planners expect one call at a time.
-        with self._lock:
-            if item.is_value:
-                self._delivery.give_value(item, data)
-                return
-            tensors = self._delivery.resolve(item.rows)
-            self._delivery.fill(item, tensors, buffer_of(data), 0, len(data))
-            self._delivery.commit(item, tensors)
