@@ -38,9 +38,6 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-# --- steps that all ranks take together ------------------------------------------------------------------------------
-
-
 class _Told(NamedTuple):
     """What one rank tells others: an encoded value, or packed failures."""
 
@@ -232,9 +229,6 @@ def _keys_by_rank(local_dict: dict[str, Any], group: ProcessGroup | None) -> lis
     return [set(keys) for keys in _DistWrapper(group, use_dist, 0).all_gather_object(list(local_dict))]
 
 
-# --- looking things up -----------------------------------------------------------------------------------------------
-
-
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The local memory of ``tensor`` that starts at ``index.offset``; all of a plain tensor, whose offset is zero."""
     if is_sharded(tensor):
@@ -274,9 +268,6 @@ def _element_wise_sub(a: Sequence[int], b: Sequence[int]) -> list[int]:
 def _normalize_device_info(device_type: str, device_id: int) -> str:
     """``cuda:1``; just ``cpu`` for the CPU."""
     return "cpu" if device_type == "cpu" else f"{device_type}:{device_id}"
-
-
-# --- a part of a file ------------------------------------------------------------------------------------------------
 
 
 class _ReaderView(io.RawIOBase):
@@ -334,8 +325,6 @@ def _create_file_view(file: io.IOBase, offset: int, length: int) -> io.IOBase:
     """Bytes ``offset`` to ``offset + length`` of ``file`` as a stream of their own."""
     return _ReaderView(file, offset, length)
 
-
-# --- for developers --------------------------------------------------------------------------------------------------
 
 ENABLE_PROFILE = False
 """Whether ``_profile`` does anything."""

@@ -112,9 +112,6 @@ def records(read: Read, length: int) -> list[Record] | None:
     return [_record(read, entry, length) for entry in entries]
 
 
-# --- the archive ----------------------------------------------------------------------------------------------------
-
-
 def _directory(read: Read, length: int) -> list[_Entry] | None:
     if length < _END.size:
         return None
@@ -203,9 +200,6 @@ def _content(read: Read, entry: _Entry, length: int) -> bytes:
 
 def _damaged(problem: str) -> CorruptError:
     return CorruptError(f"is no whole torch.save archive: {problem}")
-
-
-# --- the pickle -----------------------------------------------------------------------------------------------------
 
 
 class _View(NamedTuple):

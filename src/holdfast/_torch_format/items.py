@@ -148,9 +148,6 @@ def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Writ
     return split_by_size(bins, values, tensors, [_item_size(item) for item in tensors])
 
 
-# --- tensors on their way to the CPU ----------------------------------------------------------------------------------
-
-
 class _TensorLoader(abc.ABC, Generic[T]):
     """Gives the tensors of what was added, on the CPU, each with the object that it is for."""
 
@@ -262,9 +259,6 @@ def tensor_loader(resolve_fun: Callable[[T], torch.Tensor], *, thread_count: int
     if thread_count == 1 and copy_ahead > 0 and accelerator_type() is not None:
         return _OverlappingCpuLoader(resolve_fun, inflight_threshhold=copy_ahead)
     return _SerialCpuLoader(resolve_fun)
-
-
-# --- items that are read ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -260,9 +260,6 @@ def _write(job: _ArchiveJob, slab: Slab, ring: SlabRing) -> None:
     job.owner.job_done()
 
 
-# --- through streams --------------------------------------------------------------------------------------------------
-
-
 class StreamTransform(Protocol):
     """What changes bytes on their way to a file, such as compression: torch's ``StreamTransformExtension``."""
 

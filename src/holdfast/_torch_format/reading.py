@@ -274,9 +274,6 @@ def _segments(ranges: list[_Wanted]) -> Segments:
     )
 
 
-# --- through streams --------------------------------------------------------------------------------------------------
-
-
 _FILES_AT_ONCE = 4
 
 

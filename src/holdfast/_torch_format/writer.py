@@ -288,17 +288,8 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         _extensions: Sequence[StreamTransform] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
     ) -> None:
-        _FileSystemWriter.__init__(
-            self,
-            path=path,
-            single_file_per_rank=single_file_per_rank,
-            sync_files=sync_files,
-            thread_count=thread_count,
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
-        )
+        files = path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead
+        _FileSystemWriter.__init__(self, *files, overwrite, _extensions, serialization_format)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -322,16 +313,8 @@ class FsspecWriter(FileSystemWriter):
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         **options: object,
     ) -> None:
-        super().__init__(
-            path,
-            single_file_per_rank,
-            sync_files,
-            thread_count,
-            per_thread_copy_ahead,
-            overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
-        )
+        files = path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead
+        super().__init__(*files, False, overwrite, _extensions, serialization_format)
         self.fs = RemoteFileSystem(**options)
         self.path = self.fs.init_path(path)
 

@@ -108,9 +108,6 @@ def convert(
             writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
             state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
             metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
-            entries = metadata.state_dict_metadata.values()
-            tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
-            values = len(entries) - tensors
         else:
             if verify and is_torch_format(source):
                 _check_torch(source)
@@ -124,8 +121,11 @@ def convert(
                         target, to, allow_pickle=allow_pickle, overwrite=overwrite, user_metadata=user_metadata
                     )
                     save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
-                tensors, values = leaves.counts()
-    return Conversion(tensors=tensors, values=values, bytes=progress.done, seconds=time.monotonic() - started)
+                metadata = checkpoint.metadata
+    entries = metadata.state_dict_metadata.values()
+    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
+    seconds = time.monotonic() - started
+    return Conversion(tensors=tensors, values=len(entries) - tensors, bytes=progress.done, seconds=seconds)
 
 
 class _ByteCount:
@@ -162,9 +162,6 @@ def _bytes_at(path: str) -> int:
     if os.path.isfile(path):
         return os.path.getsize(path)
     return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
-
-
-# --- targets ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -217,9 +214,6 @@ def _check_torch(source: _Path) -> None:
         )
 
 
-# --- from a checkpoint -----------------------------------------------------------------------------------------------
-
-
 class _StoredSource(DistantSource):
     """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
 
@@ -244,9 +238,7 @@ class _StoredSource(DistantSource):
 
 
 class _QuantizedSource:
-    """The integers of a stored quantised tensor, which can only be read as a whole: at the first byte, and dropped
-    after the last.
-    """
+    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
 
     def __init__(self, stored: StoredTensor, progress: _ByteCount) -> None:
         self.nbytes = stored.nbytes
@@ -277,15 +269,13 @@ class _Leaves:
         self._lock = threading.Lock()
         self._tensors: dict[str, LazyTensor] = {}
         entries = self.metadata.state_dict_metadata
-        progress.expect({stored.key: stored.nbytes for stored in self._stored() if stored.alias_of not in entries})
-
-    def _stored(self) -> Iterator[StoredTensor]:
-        entries = self.metadata.state_dict_metadata.items()
-        return (self.checkpoint[key] for key, entry in entries if isinstance(entry, TensorStorageMetadata))
-
-    def counts(self) -> tuple[int, int]:
-        tensors = sum(1 for _ in self._stored())
-        return tensors, len(self.metadata.state_dict_metadata) - tensors
+        progress.expect(
+            {
+                key: checkpoint[key].nbytes
+                for key, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata) and entry.alias_of not in entries
+            }
+        )
 
     def tensor(self, key: str) -> LazyTensor:
         """The tensor of ``key``, to be read when its bytes are asked for; tied keys give one object."""
@@ -309,7 +299,7 @@ class _Leaves:
             source = _QuantizedSource(self.checkpoint[key], self._progress)
         return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str) -> object:
         """The value of ``key``; an array where it is kept like a tensor."""
         found = self.checkpoint[key]
         if isinstance(found, StoredTensor):
@@ -336,7 +326,7 @@ class _Leaves:
         leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
         return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
 
-    def _leaf(self, key: str, entry: STORAGE_TYPES) -> Any:
+    def _leaf(self, key: str, entry: STORAGE_TYPES) -> object:
         if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
             return self.value(key)
         # The scales of torch's format are in its data files: only the tensor itself has them.
@@ -400,16 +390,12 @@ class _CopyPlanner(DefaultSavePlanner):
         return self._leaves.metadata.versions
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self.transform_object(write_item, self._object_of(write_item))
-
-    def _object_of(self, write_item: WriteItem) -> Any:
-        key = write_item.index.fqn
+        key, leaves = write_item.index.fqn, self._leaves
         if write_item.type is WriteItemType.BYTE_IO:
-            return self._leaves.value(key)
-        return self._leaves.real_tensor(key) if self._leaves.is_quantized(key) else self._leaves.tensor(key)
-
-
-# --- from a .pt file -------------------------------------------------------------------------------------------------
+            return self.transform_object(write_item, leaves.value(key))
+        return self.transform_object(
+            write_item, leaves.real_tensor(key) if leaves.is_quantized(key) else leaves.tensor(key)
+        )
 
 
 class _CountedSource:
