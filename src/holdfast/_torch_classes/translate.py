@@ -12,16 +12,19 @@ Nothing of this library is in the pickle, so that it can be read where there is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import os
 import pickle
 import sys
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from holdfast._torch_codec.metadata_file import StorageInfo
+from holdfast._values.lazy import LazyList
 from holdfast.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -58,9 +61,7 @@ class _TorchWriteItem(WriteItem):
     theirs: torchs.planner.WriteItem | None = field(init=False, default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        if self.theirs is None:
-            return WriteItem, (self.index, self.type, self.bytes_io_data, self.tensor_data)
-        return write_item_from_torch, (self.theirs,)
+        return write_item_from_torch, (write_item_to_torch(self),)
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,7 @@ class _TorchReadItem(ReadItem):
     theirs: torchs.planner.ReadItem | None = field(init=False, default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        if self.theirs is None:
-            places = self.dest_index, self.dest_offsets, self.storage_index, self.storage_offsets
-            return ReadItem, (self.type, *places, self.lengths)
-        return read_item_from_torch, (self.theirs,)
+        return read_item_from_torch, (read_item_to_torch(self),)
 
 
 @dataclass(frozen=True)
@@ -185,37 +183,40 @@ def _properties(properties: torchs.metadata.TensorProperties) -> TensorPropertie
 # To torch.
 
 
+@functools.cache
+def _counterpart(ours: type) -> tuple[type[Any], tuple[str, ...]] | None:
+    """Torch's class of the same name, and its fields; None for what is no class of plans or metadata."""
+    from holdfast._torch_classes.torchs import metadata, planner
+
+    for cls in ours.__mro__:
+        if cls.__module__ in ("holdfast.metadata", "holdfast.planner"):
+            theirs = getattr(planner, cls.__name__, None) or getattr(metadata, cls.__name__)
+            fields = dataclasses.fields(theirs) if dataclasses.is_dataclass(theirs) else ()
+            return theirs, tuple(field.name for field in fields)
+    return None
+
+
+def _to_torch(value: object) -> Any:
+    """``value`` in torch's classes all the way down; what is of no class of ours stays as it is."""
+    if isinstance(value, (list, LazyList)):
+        return [_to_torch(each) for each in value]
+    found = _counterpart(type(value))  # type: ignore[arg-type]
+    if found is None:
+        return value
+    theirs, fields = found
+    return (
+        theirs[value.name] if isinstance(value, Enum) else theirs(*(_to_torch(getattr(value, name)) for name in fields))
+    )
+
+
 def write_item_to_torch(item: WriteItem) -> torchs.planner.WriteItem:
     """``item`` as torch's: the one that it was made from, if it was."""
-    if isinstance(item, _TorchWriteItem) and item.theirs is not None:
-        return item.theirs
-    from holdfast._torch_classes.torchs import planner
-
-    nbytes, data = item.bytes_io_data, item.tensor_data
-    return planner.WriteItem(
-        index_to_torch(item.index),
-        planner.WriteItemType[item.type.name],
-        None if nbytes is None else planner.BytesIOWriteData(nbytes.nbytes),
-        None
-        if data is None
-        else planner.TensorWriteData(_chunk_to_torch(data.chunk), _properties_to_torch(data.properties), data.size),
-    )
+    return cast("torchs.planner.WriteItem", getattr(item, "theirs", None) or _to_torch(item))
 
 
 def read_item_to_torch(item: ReadItem) -> torchs.planner.ReadItem:
     """``item`` as torch's: the one that it was made from, if it was."""
-    if isinstance(item, _TorchReadItem) and item.theirs is not None:
-        return item.theirs
-    from holdfast._torch_classes.torchs import planner
-
-    return planner.ReadItem(
-        planner.LoadItemType[item.type.name],
-        index_to_torch(item.dest_index),
-        item.dest_offsets,
-        index_to_torch(item.storage_index),
-        item.storage_offsets,
-        item.lengths,
-    )
+    return cast("torchs.planner.ReadItem", getattr(item, "theirs", None) or _to_torch(item))
 
 
 def save_plan_to_torch(plan: SavePlan) -> torchs.planner.SavePlan:
@@ -246,18 +247,8 @@ def load_plan_to_torch(plan: LoadPlan) -> torchs.planner.LoadPlan:
     return planner.LoadPlan(items, plan.storage_data, plan.planner_data)
 
 
-def index_to_torch(index: MetadataIndex) -> torchs.metadata.MetadataIndex:
-    from holdfast._torch_classes.torchs import metadata
-
-    return metadata.MetadataIndex(index.fqn, index.offset, index.index)
-
-
 def storage_meta_to_torch(meta: StorageMeta | None) -> torchs.metadata.StorageMeta | None:
-    from holdfast._torch_classes.torchs import metadata
-
-    if meta is None:
-        return None
-    return metadata.StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules))
+    return cast("torchs.metadata.StorageMeta | None", _to_torch(meta))
 
 
 def metadata_to_torch(metadata: Metadata) -> torchs.metadata.Metadata:
@@ -267,7 +258,7 @@ def metadata_to_torch(metadata: Metadata) -> torchs.metadata.Metadata:
     from holdfast._torch_classes import torchs
 
     return torchs.metadata.Metadata(
-        {key: _stored_to_torch(each) for key, each in metadata.state_dict_metadata.items()},
+        {key: _to_torch(each) for key, each in metadata.state_dict_metadata.items()},
         _plain_planner_data(metadata.planner_data),
         metadata.storage_data,
         storage_meta_to_torch(metadata.storage_meta),
@@ -285,27 +276,6 @@ def _plain_planner_data(data: object) -> object:
         )
         for key, path in data.items()
     }
-
-
-def _stored_to_torch(stored: STORAGE_TYPES) -> torchs.metadata.STORAGE_TYPES:
-    from holdfast._torch_classes.torchs import metadata
-
-    if isinstance(stored, BytesStorageMetadata):
-        return metadata.BytesStorageMetadata()
-    chunks = [_chunk_to_torch(chunk) for chunk in stored.chunks]
-    return metadata.TensorStorageMetadata(_properties_to_torch(stored.properties), stored.size, chunks)
-
-
-def _chunk_to_torch(chunk: ChunkStorageMetadata) -> torchs.metadata.ChunkStorageMetadata:
-    from holdfast._torch_classes.torchs import metadata
-
-    return metadata.ChunkStorageMetadata(chunk.offsets, chunk.sizes)
-
-
-def _properties_to_torch(properties: TensorProperties) -> torchs.metadata.TensorProperties:
-    from holdfast._torch_classes.torchs import metadata
-
-    return metadata.TensorProperties(*_PROPERTIES(properties))
 
 
 def metadata_for_planner(metadata: Metadata) -> torchs.metadata.Metadata:
@@ -337,7 +307,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
     if meta is not None and meta.checkpoint_id is not None:
         # A plain string: a Path could be read only by the Python and on the system that wrote it.
         meta = dataclasses.replace(meta, checkpoint_id=os.fspath(meta.checkpoint_id))
-    places = {index_to_torch(index): _place(info) for index, info in (metadata.storage_data or {}).items()}
+    places = {_to_torch(index): _place(info) for index, info in (metadata.storage_data or {}).items()}
     whole = dataclasses.replace(
         metadata_to_torch(metadata),
         storage_data=places,
