@@ -76,8 +76,7 @@ class FileSystemReader(StorageReader):
         self._seen: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._bytes_read = 0
-        self._files: LocalFiles | None = None
-        self._streams: StreamRead | None = None
+        self._reading: tuple[LocalFiles | StreamRead, ...] = ()
 
     @property
     def checkpoint_id(self) -> PathLike:
@@ -90,8 +89,7 @@ class FileSystemReader(StorageReader):
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
         """Bytes of data files that were read since the last reset."""
-        running = self._files or self._streams
-        return self._bytes_read + (0 if running is None else running.bytes_read)
+        return self._bytes_read + sum(running.bytes_read for running in self._reading)
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -218,44 +216,34 @@ class FileSystemReader(StorageReader):
     def _read(self, delivery: Delivery, items: list[Item]) -> None:
         by_range: list[Item] = []
         by_stream: list[Item] = []
-        for item in items:
-            (by_range if is_local(self.fs) and not item.place.transform_descriptors else by_stream).append(item)
-        self._read_ranges(by_range, delivery)
-        self._read_streams(by_stream, delivery)
-
-    def _read_ranges(self, items: list[Item], delivery: Delivery) -> None:
         ends: dict[str, int] = {}
         for item in items:
             place = item.place
+            if not is_local(self.fs) or place.transform_descriptors:
+                by_stream.append(item)
+                continue
+            by_range.append(item)
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         numbers = {name: number for number, name in enumerate(ends)}
-        for item in items:
+        for item in by_range:
             item.file = numbers[item.place.relative_path]
-        with contextlib.ExitStack() as stack:
-            paths = [local_path(self.path, name) for name in ends]
-            self._files = LocalFiles(paths, list(ends.values()), at_least=True)
-            stack.callback(self._count)
-            stack.callback(self._files.close)
-            read_ranges(items, self._files, delivery, self._layouts, verify=self.verify)
-
-    def _read_streams(self, items: list[Item], delivery: Delivery) -> None:
-        if items:
-            self._streams = StreamRead(self.fs, self.path, delivery, self._registry)
-            try:
-                self._streams.run(items)
-            finally:
-                self._count()
-
-    def _count(self) -> None:
-        self._bytes_read = self.bytes_read
-        self._files = self._streams = None
+        paths = [local_path(self.path, name) for name in ends]
+        files = LocalFiles(paths, list(ends.values()), at_least=True)
+        streams = StreamRead(self.fs, self.path, delivery, self._registry)
+        self._reading = files, streams
+        try:
+            read_ranges(by_range, files, delivery, self._layouts, verify=self.verify)
+            streams.run(by_stream)
+        finally:
+            files.close()
+            self._bytes_read, self._reading = self.bytes_read, ()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_streams": None, "_layouts": {}}
+        return {**self.__dict__, "_reading": (), "_layouts": {}}
 
 
 def own_rank() -> int:

@@ -73,9 +73,7 @@ class NativeReaderForTorch(storage.StorageReader):
     def path(self) -> str:
         return self._native.path
 
-    @property
-    def checkpoint_id(self) -> str:
-        return self._native.path
+    checkpoint_id = path
 
     @property
     def behind(self) -> storage.StorageReader:
