@@ -16,8 +16,8 @@ import torch
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._state.tensors import empty_quantized, empty_tensor
-from holdfast._torch_format.reader import FileSystemReader
-from holdfast._torch_format.remote import FsspecReader, is_remote
+from holdfast._torch_format.file_systems import is_remote
+from holdfast._torch_format.reader import FileSystemReader, FsspecReader
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner

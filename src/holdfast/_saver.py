@@ -19,7 +19,7 @@ from holdfast._staging.copies import Mode
 from holdfast._staging.one_at_a_time import TURNS, OnProgress
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
-from holdfast._torch_format.remote import FsspecWriter
+from holdfast._torch_format.writer import FsspecWriter
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError

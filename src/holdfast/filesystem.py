@@ -8,14 +8,15 @@ from holdfast._torch_codec.metadata_file import METADATA_NAME as _metadata_fn
 from holdfast._torch_codec.metadata_file import StorageInfo as _StorageInfo
 from holdfast._torch_codec.metadata_file import StoragePrefix as _StoragePrefix
 from holdfast._torch_format.file_systems import FileSystem, FileSystemBase
-from holdfast._torch_format.items import _item_size, _split_by_size_and_type
-from holdfast._torch_format.reader import FileSystemReader
-from holdfast._torch_format.streams import (
+from holdfast._torch_format.items import (
+    _item_size,
     _OverlappingCpuLoader,
     _SerialCpuLoader,
-    _StorageWriterTransforms,
+    _split_by_size_and_type,
     _TensorLoader,
 )
+from holdfast._torch_format.packing import _StorageWriterTransforms
+from holdfast._torch_format.reader import FileSystemReader
 from holdfast._torch_format.writer import FileSystemWriter, SerializationFormat, _FileSystemWriter, _generate_uuid
 
 __all__ = [

@@ -20,12 +20,11 @@ from torch.futures import Future
 from holdfast._state.nested import flatten
 from holdfast._state.pieces import is_sharded, pieces_of
 from holdfast._state.tensors import empty_tensor
-from holdfast._torch_codec.pickles import serialize_object
+from holdfast._torch_codec.pickles import read_pt, serialize_object
 from holdfast._values.box import Box
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CheckpointError, Difference, InternalError, MismatchError
 from holdfast.interop.conversions import convert
-from holdfast.interop.pt_files import read_pt
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -49,9 +48,6 @@ __all__ = [
 _Path = str | os.PathLike[str]
 
 
-# --- conversions -----------------------------------------------------------------------------------------------------
-
-
 def dcp_to_torch_save(dcp_checkpoint_dir: _Path, torch_save_path: _Path, *, allow_pickle: bool = False) -> None:
     """Write a checkpoint (torch's format or the native one) as a file that torch.load reads, replacing one there."""
     convert(dcp_checkpoint_dir, torch_save_path, to="pt", allow_pickle=allow_pickle, overwrite=True)
@@ -60,9 +56,6 @@ def dcp_to_torch_save(dcp_checkpoint_dir: _Path, torch_save_path: _Path, *, allo
 def torch_save_to_dcp(torch_save_path: _Path, dcp_checkpoint_dir: _Path, *, allow_pickle: bool = False) -> None:
     """Write a file that torch.save made as a checkpoint in torch's format, replacing one there."""
     convert(torch_save_path, dcp_checkpoint_dir, to="torch", allow_pickle=allow_pickle, overwrite=True)
-
-
-# --- loading a file on many ranks ------------------------------------------------------------------------------------
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
@@ -80,7 +73,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         self.metadata = Metadata({key: _expected(key, leaf) for key, leaf in self.state_dict.items()})
 
 
-def _expected(key: str, leaf: Any) -> STORAGE_TYPES:
+def _expected(key: str, leaf: object) -> STORAGE_TYPES:
     """What a file has to have under ``key``: one chunk, whatever part of it this rank wants."""
     if not isinstance(leaf, torch.Tensor):
         return BytesStorageMetadata()
@@ -108,7 +101,7 @@ class _Announced:
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
-    value: Any = None
+    value: object = None
 
 
 class BroadcastingTorchSaveReader(StorageReader):
@@ -127,7 +120,6 @@ class BroadcastingTorchSaveReader(StorageReader):
         self.allow_pickle = allow_pickle
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
-        """Start a new load, of ``checkpoint_id`` when it is given."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
@@ -141,7 +133,6 @@ class BroadcastingTorchSaveReader(StorageReader):
             raise ValueError("BroadcastingTorchSaveReader needs the path of a file, as its own or load's checkpoint_id")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, with the keys that it wants."""
         keys = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         return replace(plan, storage_data=_Shares(ranks=1, keys=tuple(keys)))
 
@@ -159,32 +150,27 @@ class BroadcastingTorchSaveReader(StorageReader):
         if not isinstance(shares, _Shares):
             raise InternalError("the plan did not pass through prepare_global_plan of this storage")
         together = _DistWrapper(None, shares.ranks > 1, self.coordinator_rank if shares.ranks > 1 else 0)
-        leaves: dict[str, Any] = {}
+        leaves: STATE_DICT_TYPE = {}
 
         def announce() -> dict[str, _Announced]:
-            leaves.update(self._leaves(flat=getattr(planner, "flatten_state_dict", True)))
+            state = read_pt(self.checkpoint_id or "", allow_pickle=self.allow_pickle)
+            leaves.update(flatten(state)[0] if getattr(planner, "flatten_state_dict", True) else state)
             return {key: _announced(leaves[key]) for key in shares.keys if key in leaves}
 
         announced = together.broadcast(f"reading {os.fspath(self.checkpoint_id or '')!r}", announce)
         together.all_gather("comparing the file with the target", lambda: _check(plan, planner, announced))
         plan.items[:] = [item for item in plan.items if item.storage_index.fqn in announced]
-        _Filling(plan, planner, announced, together).run(shares.keys, leaves)
+        _fill_targets(plan, planner, shares.keys, announced, leaves, together)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _leaves(self, *, flat: bool) -> dict[str, Any]:
-        assert self.checkpoint_id is not None
-        state = read_pt(self.checkpoint_id, allow_pickle=self.allow_pickle)
-        return flatten(state)[0] if flat else dict(state)
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Whether it is a file."""
         return os.path.isfile(checkpoint_id)
 
 
-def _announced(leaf: Any) -> _Announced:
+def _announced(leaf: object) -> _Announced:
     if isinstance(leaf, torch.Tensor):
         return _Announced(shape=tuple(leaf.shape), dtype=leaf.dtype)
     return _Announced(value=leaf)
@@ -214,69 +200,61 @@ def _check(plan: LoadPlan, planner: LoadPlanner, announced: dict[str, _Announced
 
 def _tensor_differences(item: ReadItem, planner: LoadPlanner, found: _Announced) -> list[Difference]:
     key = item.storage_index.fqn
-    size, dtype = _wanted(planner, key)
-    if size is not None and tuple(size) != found.shape:
+    metadata = getattr(planner, "metadata", None)  # which DynamicMetaLoadPlanner made of the target
+    entry = metadata.state_dict_metadata.get(key) if isinstance(metadata, Metadata) else None
+    if not isinstance(entry, TensorStorageMetadata):
+        return []
+    size, dtype = entry.size, entry.properties.dtype
+    if tuple(size) != found.shape:
         return [Difference(key=key, kind="shape", stored=str(list(found.shape or ())), wanted=str(list(size)))]
-    can_cast = getattr(planner, "cast", False) and all(
-        each is not None and each.is_floating_point for each in (dtype, found.dtype)
-    )
-    if dtype is not None and dtype != found.dtype and not can_cast:
+    are_floats = dtype.is_floating_point and found.dtype is not None and found.dtype.is_floating_point
+    if dtype != found.dtype and not (are_floats and getattr(planner, "cast", False)):
         names = [str(each).removeprefix("torch.") for each in (found.dtype, dtype)]
         return [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])]
     return []
 
 
-def _wanted(planner: LoadPlanner, key: str) -> tuple[torch.Size | None, torch.dtype | None]:
-    """Size and dtype of the target, from the metadata that the planner made of it."""
-    metadata = getattr(planner, "metadata", None)
-    entry = metadata.state_dict_metadata.get(key) if isinstance(metadata, Metadata) else None
-    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else (None, None)
+def _fill_targets(
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    keys: Sequence[str],
+    announced: dict[str, _Announced],
+    leaves: STATE_DICT_TYPE,
+    together: _DistWrapper,
+) -> None:
+    """Fill the targets of ``keys``, one tensor after the other; ``leaves`` are the file's, on the rank that read it."""
+    items: dict[str, list[ReadItem]] = {key: [] for key in keys}
+    for item in plan.items:
+        items[item.storage_index.fqn].append(item)
+    for key in keys:
+        found = announced.get(key)
+        if found is None:
+            continue
+        if found.shape is None or found.dtype is None:
+            for item in items[key]:
+                planner.load_bytes(item, ValueBuffer(found.value, serialize_object))
+            continue
+        tensor = _shared(leaves.get(key), found.shape, found.dtype, together)
+        for item in items[key]:
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(tensor[box.slices()])
+            planner.commit_tensor(item, target)
 
 
-class _Filling:
-    """The tensors of a file on their way to all ranks, one after the other."""
-
-    def __init__(
-        self, plan: LoadPlan, planner: LoadPlanner, announced: dict[str, _Announced], together: _DistWrapper
-    ) -> None:
-        self._planner = planner
-        self._announced = announced
-        self._together = together
-        self._items: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            self._items.setdefault(item.storage_index.fqn, []).append(item)
-
-    def run(self, keys: Sequence[str], leaves: dict[str, Any]) -> None:
-        """Fill the targets of ``keys``; ``leaves`` are the file's, on the rank that has read it."""
-        for key in keys:
-            found = self._announced.get(key)
-            if found is None:
-                continue
-            if found.shape is None or found.dtype is None:
-                for item in self._items.get(key, []):
-                    self._planner.load_bytes(item, ValueBuffer(found.value, serialize_object))
-                continue
-            tensor = self._shared(leaves.get(key), found.shape, found.dtype)
-            for item in self._items.get(key, []):
-                self._fill(item, tensor)
-
-    def _shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor, on every rank; its bits travel, because not every backend knows every dtype."""
-        if not self._together.use_dist:
-            assert tensor is not None
-            return tensor
-        if tensor is None:
-            tensor = empty_tensor(shape, dtype)
-        sent = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(_transport())
-        if sent.numel():
-            dist.broadcast(sent, src=self._together.global_coordinator_rank)
-        return sent.view(dtype).view(shape)
-
-    def _fill(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        target = self._planner.resolve_tensor(item).detach()
-        target.copy_(tensor[box.slices()])
-        self._planner.commit_tensor(item, target)
+def _shared(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, together: _DistWrapper
+) -> torch.Tensor:
+    """The tensor, on every rank; its bits travel, because not every backend knows every dtype."""
+    if not together.use_dist:
+        assert tensor is not None
+        return tensor
+    if tensor is None:
+        tensor = empty_tensor(shape, dtype)
+    sent = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(_transport())
+    if sent.numel():
+        dist.broadcast(sent, src=together.global_coordinator_rank)
+    return sent.view(dtype).view(shape)
 
 
 def _transport() -> torch.device:
@@ -286,9 +264,6 @@ def _transport() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-# --- from a shell ----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

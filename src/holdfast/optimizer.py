@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from holdfast._torch_classes.torchs import optimizer as _torchs
 
 __all__ = ["load_sharded_optimizer_state_dict"]
+
+load_sharded_optimizer_state_dict = _torchs.load_sharded_optimizer_state_dict

@@ -5,23 +5,7 @@ They belong to models (FSDP, DDP, tensor parallel, compiled), not to checkpoints
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.state_dict import (
-    FQNS_T,
-    DictValueType,
-    ListDictValueType,
-    OptimizerStateType,
-    PrimitiveType,
-    StateDictOptions,
-    ValueType,
-    _patch_model_state_dict,  # noqa: F401 - private in torch, and used by frameworks all the same
-    _patch_optimizer_state_dict,  # noqa: F401
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from holdfast._torch_classes.torchs import state_dict as _torchs
 
 __all__ = [
     "FQNS_T",
@@ -38,3 +22,20 @@ __all__ = [
     "set_optimizer_state_dict",
     "set_state_dict",
 ]
+
+FQNS_T = _torchs.FQNS_T
+DictValueType = _torchs.DictValueType
+ListDictValueType = _torchs.ListDictValueType
+OptimizerStateType = _torchs.OptimizerStateType
+PrimitiveType = _torchs.PrimitiveType
+StateDictOptions = _torchs.StateDictOptions
+ValueType = _torchs.ValueType
+get_model_state_dict = _torchs.get_model_state_dict
+get_optimizer_state_dict = _torchs.get_optimizer_state_dict
+get_state_dict = _torchs.get_state_dict
+set_model_state_dict = _torchs.set_model_state_dict
+set_optimizer_state_dict = _torchs.set_optimizer_state_dict
+set_state_dict = _torchs.set_state_dict
+# Private in torch, and used by frameworks all the same.
+_patch_model_state_dict = _torchs._patch_model_state_dict
+_patch_optimizer_state_dict = _torchs._patch_optimizer_state_dict

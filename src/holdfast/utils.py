@@ -38,9 +38,6 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-# --- steps that all ranks take together ------------------------------------------------------------------------------
-
-
 class _Told(NamedTuple):
     """What one rank tells others: an encoded value, or packed failures."""
 
@@ -67,11 +64,9 @@ class _DistWrapper:
         self._own: BaseException | None = None
 
     def get_rank(self) -> int:
-        """This rank's number in the group."""
         return self.rank
 
     def get_world_size(self) -> int:
-        """How many ranks the group has."""
         return dist.get_world_size(self.group) if self.use_dist else 1
 
     def broadcast_object(self, object: T | None) -> T:
@@ -109,7 +104,6 @@ class _DistWrapper:
         return received[0]
 
     def barrier(self) -> None:
-        """Return once all ranks are here; at once where this process is alone."""
         if self.use_dist:
             dist.barrier(group=self.group)
 
@@ -191,7 +185,6 @@ class _DistWrapper:
         return [answer] * self.get_world_size()
 
     def _heard(self, step: str, told: _Told | None) -> object:
-        """The value that was told, or the error."""
         assert told is not None
         self._raise_failures(unpack(told.failures) if told.failures else {})
         try:
@@ -236,9 +229,6 @@ def _keys_by_rank(local_dict: dict[str, Any], group: ProcessGroup | None) -> lis
     return [set(keys) for keys in _DistWrapper(group, use_dist, 0).all_gather_object(list(local_dict))]
 
 
-# --- looking things up -----------------------------------------------------------------------------------------------
-
-
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The local memory of ``tensor`` that starts at ``index.offset``; all of a plain tensor, whose offset is zero."""
     if is_sharded(tensor):
@@ -280,9 +270,6 @@ def _normalize_device_info(device_type: str, device_id: int) -> str:
     return "cpu" if device_type == "cpu" else f"{device_type}:{device_id}"
 
 
-# --- a part of a file ------------------------------------------------------------------------------------------------
-
-
 class _ReaderView(io.RawIOBase):
     """Bytes ``offset`` to ``offset + len`` of a seekable ``base_stream`` as a stream of their own.
 
@@ -304,15 +291,12 @@ class _ReaderView(io.RawIOBase):
             raise ValueError("the view is closed")
 
     def readable(self) -> bool:
-        """True: that is what it is for."""
         return True
 
     def seekable(self) -> bool:
-        """True: every read says where."""
         return True
 
     def tell(self) -> int:
-        """The position, counted from the start of the view."""
         self._check_open()
         return self._position
 
@@ -341,8 +325,6 @@ def _create_file_view(file: io.IOBase, offset: int, length: int) -> io.IOBase:
     """Bytes ``offset`` to ``offset + length`` of ``file`` as a stream of their own."""
     return _ReaderView(file, offset, length)
 
-
-# --- for developers --------------------------------------------------------------------------------------------------
 
 ENABLE_PROFILE = False
 """Whether ``_profile`` does anything."""

@@ -61,7 +61,7 @@ def test_torchs_things_are_told_by_the_names_of_their_classes(tmp_path: Path) ->
     for ours in (
         holdfast.DefaultSavePlanner(),
         holdfast.NativeWriter(tmp_path),
-        interop_storage.FileSystemWriter(tmp_path),
+        interop_storage.NativeWriterForTorch(tmp_path),
         object(),
     ):
         assert not is_torchs(ours)
@@ -406,7 +406,7 @@ def test_metadata_of_torch_travels_as_ours() -> None:
     ours = translate.metadata_from_torch(theirs)
     assert translate.metadata_to_torch(ours) is theirs
     assert translate.metadata_from_torch(ours) is ours
-    assert translate.speak_torch(ours) is ours
+    assert translate.metadata_for_both(ours) is ours
     for travelled in (pickle.loads(pickle.dumps(ours)), copy.copy(ours)):
         assert type(travelled) is holdfast.Metadata
         assert (travelled.version, travelled.storage_data) == ("1", {"x": 1})

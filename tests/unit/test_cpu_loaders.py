@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._torch_format import streams as loaders
-from holdfast._torch_format.streams import tensor_loader
+from holdfast._torch_format import items as loaders
+from holdfast._torch_format.items import tensor_loader
 from holdfast.filesystem import FileSystemReader, FileSystemWriter, _OverlappingCpuLoader, _SerialCpuLoader
 
 

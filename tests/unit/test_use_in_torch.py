@@ -31,7 +31,7 @@ def names() -> tuple[type, ...]:
 
 # In tuples, for names of this module would be replaced like all others.
 TORCHS_OWN = names()
-REPLACED = (torch_storage.FileSystemWriter, torch_storage.FileSystemReader) * 2
+REPLACED = (torch_storage.NativeWriterForTorch, torch_storage.NativeReaderForTorch) * 2
 
 
 @pytest.fixture(autouse=True)
@@ -110,13 +110,13 @@ def test_names_that_others_have_imported_are_replaced_and_given_back(
 @pytest.mark.parametrize("first_undone", [0, 1])
 def test_uses_may_nest_and_end_in_any_order(first_undone: int) -> None:
     uses = [use_in_torch(), use_in_torch(allow_pickle=True)]
-    assert torch_storage.FileSystemWriter("x").allow_pickle is True
+    assert torch_storage.NativeWriterForTorch("x").allow_pickle is True
     uses.pop(first_undone).undo()
     assert names() == REPLACED
-    assert torch_storage.FileSystemWriter("x").allow_pickle is (first_undone == 0)
+    assert torch_storage.NativeWriterForTorch("x").allow_pickle is (first_undone == 0)
     uses.pop().undo()
     assert names() == TORCHS_OWN
-    assert torch_storage.FileSystemWriter("x").allow_pickle is False
+    assert torch_storage.NativeWriterForTorch("x").allow_pickle is False
 
 
 def test_isinstance_goes_on_to_work(tmp_path: Path) -> None:

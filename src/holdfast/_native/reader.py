@@ -22,7 +22,7 @@ from holdfast._ranks.exchange import Exchange
 from holdfast._state.tensor_bytes import Target
 from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torch_classes.adapt import final_load_plan, is_torchs
-from holdfast._torch_classes.translate import speak_torch
+from holdfast._torch_classes.translate import metadata_for_both
 from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box
 from holdfast._values.lazy import cached_property
@@ -120,7 +120,7 @@ class NativeReader(StorageReader):
         if data is not None:
             self._catalog = decode_catalog(self.path, data)
             self._files = self._catalog.data_files()
-        return speak_torch(self.catalog.metadata())
+        return metadata_for_both(self.catalog.metadata())
 
     def check_files(self) -> None:
         """CorruptError unless all data files are there in their sizes: for who wants them all, before allocating."""

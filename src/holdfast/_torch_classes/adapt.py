@@ -12,7 +12,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, MutableSequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch.futures import Future
@@ -34,11 +34,16 @@ from holdfast.planner import (
 )
 from holdfast.storage import SavedValueBuffer, StorageReader, StorageWriter, ValueBuffer, WriteResult
 
+if TYPE_CHECKING:
+    from holdfast._torch_classes import torchs
+
 _TORCH = "torch.distributed.checkpoint"
 _ZIP = b"PK\x03\x04"
+_Path = str | os.PathLike[str]
+StorageT = TypeVar("StorageT", StorageReader, StorageWriter)
 
 
-def is_torchs(thing: object) -> bool:
+def is_torchs(thing: object) -> TypeGuard[Any]:
     """Whether ``thing`` speaks torch's classes: derived from one of them, and from none of ours before that."""
     for cls in type(thing).__mro__:
         if cls.__module__.partition(".")[0] == "holdfast":
@@ -48,31 +53,32 @@ def is_torchs(thing: object) -> bool:
     return False
 
 
-def as_save_planner(planner: Any) -> SavePlanner:
-    """``planner`` in the protocol of this library."""
+def as_save_planner(planner: SavePlanner) -> SavePlanner:
+    """``planner``, ours or torch's, in the protocol of this library."""
     return TorchSavePlanner(planner) if is_torchs(planner) else planner
 
 
-def as_load_planner(planner: Any, *, allow_pickle: bool) -> LoadPlanner:
-    """``planner`` in the protocol of this library; pickles reach one of torch's only if they are allowed."""
+def as_load_planner(planner: LoadPlanner, *, allow_pickle: bool) -> LoadPlanner:
+    """The same for a load planner; pickles reach one of torch's only if they are allowed."""
     return TorchLoadPlanner(planner, allow_pickle=allow_pickle) if is_torchs(planner) else planner
 
 
-def as_writer(writer: Any) -> StorageWriter:
-    """``writer`` in the protocol of this library."""
+def as_writer(writer: StorageWriter) -> StorageWriter:
     return TorchWriter(writer) if is_torchs(writer) else writer
 
 
-def as_reader(reader: Any) -> StorageReader:
+def as_reader(reader: StorageReader) -> StorageReader:
     """``reader`` in the protocol of this library; one that stands for two shows the one that it has chosen."""
     reader = getattr(reader, "behind", reader)
     return TorchReader(reader) if is_torchs(reader) else reader
 
 
-def id_and_storage(checkpoint_id: Any, storage: Any, *, function: str) -> tuple[str | os.PathLike[str] | None, Any]:
+def id_and_storage(
+    checkpoint_id: _Path | StorageT | None, storage: StorageT | None, *, function: str
+) -> tuple[_Path | None, StorageT | None]:
     """The id and the storage; torch's old form gives the storage in the place of the id, which earns a warning."""
     if isinstance(checkpoint_id, bytes):
-        posix.text_path(checkpoint_id)  # type: ignore[arg-type]
+        posix.text_path(checkpoint_id)
     if checkpoint_id is None or isinstance(checkpoint_id, (str, os.PathLike)):
         return checkpoint_id, storage
     if storage is not None:
@@ -84,7 +90,7 @@ def id_and_storage(checkpoint_id: Any, storage: Any, *, function: str) -> tuple[
     return None, checkpoint_id
 
 
-def final_save_plan(plan: Any, planner: Any) -> tuple[SavePlan, SavePlanner]:
+def final_save_plan(plan: SavePlan, planner: SavePlanner) -> tuple[SavePlan, SavePlanner]:
     """What a storage of ours is to write, whoever drives it: torch gives it a plan and a planner of its own."""
     if not is_torchs(planner):
         return plan, planner
@@ -92,7 +98,7 @@ def final_save_plan(plan: Any, planner: Any) -> tuple[SavePlan, SavePlanner]:
     return ours.take_final(plan), ours
 
 
-def final_load_plan(plan: Any, planner: Any, *, allow_pickle: bool) -> tuple[LoadPlan, LoadPlanner]:
+def final_load_plan(plan: LoadPlan, planner: LoadPlanner, *, allow_pickle: bool) -> tuple[LoadPlan, LoadPlanner]:
     """What a storage of ours is to read, whoever drives it: torch gives it a plan and a planner of its own."""
     if not is_torchs(planner):
         return plan, planner
@@ -103,8 +109,7 @@ def final_load_plan(plan: Any, planner: Any, *, allow_pickle: bool) -> tuple[Loa
 # Signatures.
 
 
-def _takes(function: Callable[..., Any], *names: str) -> bool:
-    """Whether ``function`` can be called with these keywords."""
+def _takes(function: Callable[..., object], *names: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # nothing to look at: then it is no override of the old kind
@@ -114,17 +119,16 @@ def _takes(function: Callable[..., Any], *names: str) -> bool:
 
 
 def _warn_of_old_style(thing: object, method: str, missing: str) -> None:
-    name = type(thing).__name__
     warnings.warn(
-        f"{name}.{method} takes no {missing}; it is called the old way. Add the parameter to its definition.",
+        f"{type(thing).__name__}.{method} takes no {missing}; it is called the old way. "
+        "Add the parameter to its definition.",
         stacklevel=4,
     )
 
 
 def set_up_save_planner(
-    planner: SavePlanner, state: STATE_DICT_TYPE, storage_meta: Any, *, is_coordinator: bool
+    planner: SavePlanner, state: STATE_DICT_TYPE, storage_meta: StorageMeta | None, *, is_coordinator: bool
 ) -> None:
-    """Call ``set_up_planner`` with what it takes."""
     if _takes(planner.set_up_planner, "storage_meta"):
         planner.set_up_planner(state, storage_meta=storage_meta, is_coordinator=is_coordinator)
         return
@@ -146,7 +150,6 @@ def set_up_writer(writer: StorageWriter, *, is_coordinator: bool, rank: int, use
 def set_up_reader(
     reader: StorageReader, metadata: Metadata, *, is_coordinator: bool, rank: int, use_collectives: bool
 ) -> None:
-    """Call ``set_up_storage_reader`` with what it takes."""
     if _takes(reader.set_up_storage_reader, "rank", "use_collectives"):
         reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=use_collectives)
         return
@@ -164,56 +167,51 @@ def metadata_of_rank(reader: StorageReader, rank: int) -> Metadata | None:
         return None
 
 
-# Planners of torch.
+# Planners of torch. Each sees torch's objects, its own ones wherever it made them.
 
 
 class TorchSavePlanner(SavePlanner):
-    """A save planner of torch: it sees torch's objects, its own ones wherever it made them."""
+    """A save planner of torch."""
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: torchs.planner.SavePlanner) -> None:
         self.theirs = theirs
-        self._items: list[Any] = []
+        self._items: list[torchs.planner.WriteItem] = []
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Pass the state on."""
-        meta = translate.storage_meta_to_torch(storage_meta)
-        set_up_save_planner(self.theirs, state_dict, meta, is_coordinator=is_coordinator)
+        meta: Any = translate.storage_meta_to_torch(storage_meta)
+        set_up_save_planner(cast(Any, self.theirs), state_dict, meta, is_coordinator=is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """Its local plan."""
         return translate.save_plan_from_torch(self.theirs.create_local_plan())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Its global plan."""
         plans, metadata = self.theirs.create_global_plan([translate.save_plan_to_torch(plan) for plan in all_plans])
         return [translate.save_plan_from_torch(plan) for plan in plans], translate.metadata_from_torch(metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Its final plan."""
         return self.take_final(self.theirs.finish_plan(translate.save_plan_to_torch(new_plan)))
 
-    def take_final(self, plan: Any) -> SavePlan:
-        """``plan``, which is torch's and the final one, as ours; its items are those that ``resolve_row`` counts."""
-        self._items = list(plan.items)
+    def take_final(self, plan: SavePlan | torchs.planner.SavePlan) -> SavePlan:
+        """``plan``, the final one, as ours; its items are those that ``resolve_row`` counts."""
+        self._items = list(cast("torchs.planner.SavePlan", plan).items)
         return translate.save_plan_from_torch(plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of the item."""
         return self._resolved(translate.write_item_to_torch(write_item))
 
     def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
-        """The data of the item that the planner itself made for the row."""
         if len(columns) != len(self._items):
             return self.resolve_data(columns.item(row))
         return self._resolved(self._items[row])
 
-    def _resolved(self, item: Any) -> torch.Tensor | io.BytesIO:
+    def _resolved(self, item: torchs.planner.WriteItem) -> torch.Tensor | io.BytesIO:
         data = self.theirs.resolve_data(item)
         if isinstance(data, torch.Tensor):
             return data.detach()
-        return _told_apart(data, item.index.fqn) if isinstance(data, io.BytesIO) else data
+        # What else a planner of torch gives is for the storage to refuse.
+        return _told_apart(data, item.index.fqn) if isinstance(cast(object, data), io.BytesIO) else data
 
 
 class PickledValue:
@@ -234,46 +232,40 @@ def _told_apart(buffer: io.BytesIO, key: str) -> io.BytesIO:
 
 
 class TorchLoadPlanner(LoadPlanner):
-    """A load planner of torch: it sees torch's objects, its own ones wherever it made them.
+    """A load planner of torch.
 
     torch's planners unpickle whatever they are given, so what would run code is refused here unless it is allowed.
     """
 
-    def __init__(self, theirs: Any, *, allow_pickle: bool) -> None:
+    def __init__(self, theirs: torchs.planner.LoadPlanner, *, allow_pickle: bool) -> None:
         self.theirs = theirs
         self._allow_pickle = allow_pickle
-        self._items: list[Any] = []
-        self._values: dict[tuple[str, str], Any] = {}
+        self._items: list[torchs.planner.ReadItem] = []
+        self._values: dict[tuple[str, str], torchs.planner.ReadItem] = {}
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Pass target and metadata on."""
-        if metadata is not None:
-            metadata = getattr(metadata, "theirs", None) or translate.speak_torch(metadata)
-        self.theirs.set_up_planner(state_dict, metadata, is_coordinator)
+        theirs = None if metadata is None else translate.metadata_for_planner(metadata)
+        self.theirs.set_up_planner(state_dict, theirs, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """Its local plan."""
         return translate.load_plan_from_torch(self.theirs.create_local_plan())
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Its global plan."""
         plans = self.theirs.create_global_plan([translate.load_plan_to_torch(plan) for plan in global_plan])
         return [translate.load_plan_from_torch(plan) for plan in plans]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Its final plan."""
         return self.take_final(self.theirs.finish_plan(translate.load_plan_to_torch(central_plan)))
 
-    def take_final(self, plan: Any) -> LoadPlan:
-        """``plan``, which is torch's and the final one, as ours; its items are those that rows count."""
-        self._items = list(plan.items)
+    def take_final(self, plan: LoadPlan | torchs.planner.LoadPlan) -> LoadPlan:
+        """``plan``, the final one, as ours; its items are those that rows count."""
+        self._items = list(cast("torchs.planner.LoadPlan", plan).items)
         self._values = {(item.dest_index.fqn, item.storage_index.fqn): item for item in self._items}
         return translate.load_plan_from_torch(plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Hand the value over, if that is safe."""
         key = read_item.storage_index.fqn
         if not self._allow_pickle and not isinstance(value, ValueBuffer):
             _check_safe(value, key)
@@ -281,29 +273,21 @@ class TorchLoadPlanner(LoadPlanner):
         self.theirs.load_bytes(translate.read_item_to_torch(read_item) if made is None else made, value)
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        """Its buffer for the value."""
-        buffer: io.BytesIO = self.theirs.resolve_bytes(translate.read_item_to_torch(read_item))
-        return buffer
+        return self.theirs.resolve_bytes(translate.read_item_to_torch(read_item))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Its tensor for the item."""
-        tensor: torch.Tensor = self.theirs.resolve_tensor(translate.read_item_to_torch(read_item))
-        return tensor.detach()
+        return self.theirs.resolve_tensor(translate.read_item_to_torch(read_item)).detach()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Tell that the tensor has been filled."""
         self.theirs.commit_tensor(translate.read_item_to_torch(read_item), tensor)
 
     def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
-        """Its tensor for the item that the planner itself made for the row."""
-        tensor: torch.Tensor = self.theirs.resolve_tensor(self._item(columns, row))
-        return tensor.detach()
+        return self.theirs.resolve_tensor(self._item(columns, row)).detach()
 
     def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
-        """Tell that the tensor of the row has been filled."""
         self.theirs.commit_tensor(self._item(columns, row), tensor)
 
-    def _item(self, columns: ReadColumns, row: int) -> Any:
+    def _item(self, columns: ReadColumns, row: int) -> torchs.planner.ReadItem:
         if len(columns) != len(self._items):
             return translate.read_item_to_torch(columns.item(row))
         return self._items[row]
@@ -320,65 +304,57 @@ def _check_safe(value: io.BytesIO, key: str) -> None:
         ) from error
 
 
-# Storages of torch.
+# Storages of torch. Each sees torch's objects, and a planner that speaks of them.
 
 
 class TorchWriter(StorageWriter):
-    """A storage writer of torch: it sees torch's objects, and a planner that speaks of them."""
+    """A storage writer of torch."""
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: torchs.storage.StorageWriter) -> None:
         self.theirs = theirs
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Pass the id on."""
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
         self.theirs.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """What it says of itself."""
         return translate.storage_meta_from_torch(self.theirs.storage_meta())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Set it up with the keywords that it takes."""
-        set_up_writer(self.theirs, is_coordinator=is_coordinator, **kwargs)
+        set_up_writer(cast(Any, self.theirs), is_coordinator=is_coordinator, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """What it makes of the plan."""
         return translate.save_plan_from_torch(self.theirs.prepare_local_plan(translate.save_plan_to_torch(plan)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """What it makes of all plans."""
         made = self.theirs.prepare_global_plan([translate.save_plan_to_torch(plan) for plan in plans])
         return [translate.save_plan_from_torch(plan) for plan in made]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write; the results are torch's own, and only ``finish`` looks at them."""
-        speaking = planner.theirs if isinstance(planner, TorchSavePlanner) else _SavePlannerForTorch(planner)
-        done: Future[MutableSequence[WriteResult]] = self.theirs.write_data(
-            translate.save_plan_to_torch(plan), speaking
-        )
-        return done
+        speaking: Any = planner.theirs if isinstance(planner, TorchSavePlanner) else _SavePlannerForTorch(planner)
+        done: Any = self.theirs.write_data(translate.save_plan_to_torch(plan), speaking)
+        return cast("Future[MutableSequence[WriteResult]]", done)
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Publish; what the storage notes in the metadata is noted in ours."""
         theirs = translate.metadata_to_torch(metadata)
-        self.theirs.finish(metadata=theirs, results=results)
+        self.theirs.finish(metadata=theirs, results=cast(Any, results))
         metadata.storage_data, metadata.version = theirs.storage_data, getattr(theirs, "version", None)
         metadata.storage_meta = translate.storage_meta_from_torch(getattr(theirs, "storage_meta", None))
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
         """Not known for a class: only the storage behind an instance can tell."""
         return False
 
 
 class TorchReader(StorageReader):
-    """A storage reader of torch: it sees torch's objects, and a planner that speaks of them."""
+    """A storage reader of torch."""
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: torchs.storage.StorageReader) -> None:
         self.theirs = theirs
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Pass the id on."""
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
         self.theirs.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -393,26 +369,22 @@ class TorchReader(StorageReader):
             ) from error
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Set it up with the metadata that it has read itself, and the keywords that it takes."""
-        set_up_reader(self.theirs, translate.metadata_to_torch(metadata), is_coordinator=is_coordinator, **kwargs)
+        theirs: Any = translate.metadata_to_torch(metadata)
+        set_up_reader(cast(Any, self.theirs), theirs, is_coordinator=is_coordinator, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """What it makes of the plan."""
         return translate.load_plan_from_torch(self.theirs.prepare_local_plan(translate.load_plan_to_torch(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """What it makes of all plans."""
         made = self.theirs.prepare_global_plan([translate.load_plan_to_torch(plan) for plan in plans])
         return [translate.load_plan_from_torch(plan) for plan in made]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read into what the planner gives."""
-        speaking = planner.theirs if isinstance(planner, TorchLoadPlanner) else _LoadPlannerForTorch(planner)
-        done: Future[None] = self.theirs.read_data(translate.load_plan_to_torch(plan), speaking)
-        return done
+        speaking: Any = planner.theirs if isinstance(planner, TorchLoadPlanner) else _LoadPlannerForTorch(planner)
+        return self.theirs.read_data(translate.load_plan_to_torch(plan), speaking)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
         """Not known for a class: only the storage behind an instance can tell."""
         return False
 
@@ -423,8 +395,7 @@ class _SavePlannerForTorch:
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
 
-    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
-        """The data of the item."""
+    def resolve_data(self, write_item: torchs.planner.WriteItem) -> torch.Tensor | io.BytesIO:
         return self._planner.resolve_data(translate.write_item_from_torch(write_item))
 
 
@@ -434,18 +405,14 @@ class _LoadPlannerForTorch:
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take the value."""
+    def load_bytes(self, read_item: torchs.planner.ReadItem, value: io.BytesIO) -> None:
         self._planner.load_bytes(translate.read_item_from_torch(read_item), value)
 
-    def resolve_bytes(self, read_item: Any) -> io.BytesIO:
-        """The buffer to be filled."""
+    def resolve_bytes(self, read_item: torchs.planner.ReadItem) -> io.BytesIO:
         return self._planner.resolve_bytes(translate.read_item_from_torch(read_item))
 
-    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-        """The tensor to be filled."""
+    def resolve_tensor(self, read_item: torchs.planner.ReadItem) -> torch.Tensor:
         return self._planner.resolve_tensor(translate.read_item_from_torch(read_item))
 
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """Take note that the tensor has been filled."""
+    def commit_tensor(self, read_item: torchs.planner.ReadItem, tensor: torch.Tensor) -> None:
         self._planner.commit_tensor(translate.read_item_from_torch(read_item), tensor)

@@ -1,9 +1,9 @@
-"""Items, plans and metadata in torch's classes and in ours: the same names and fields twice; and ``.metadata`` as torch
-writes it.
+"""Items, plans and metadata in torch's classes and in ours, which have the same names and fields; and ``.metadata`` as
+torch writes it.
 
-torch's code asks for its own enums and classes, ours for its own. What came from torch travels with its original, so
-that torch's side gets back the very objects it made, fields of its own subclasses included; what was changed on the way
-is made anew. Reading torch's objects goes by names alone: nothing of torch is imported for it.
+torch's code asks for its own enums and classes, ours for its own. What came from torch keeps its original, so that
+torch's side gets back the very objects it made, with the fields of its own subclasses; what was changed on the way is
+made anew. Reading torch's objects goes by names alone: nothing of torch is imported for it.
 
 Nothing of this library is in the pickle, so that it can be read where there is only torch. What torch has no field for
 (which keys are tied, what a key was before it became a string) is left out.
@@ -18,11 +18,13 @@ import os
 import pickle
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from holdfast._torch_codec.metadata_file import StorageInfo
+from holdfast._values.lazy import LazyList
 from holdfast.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -44,56 +46,55 @@ from holdfast.planner import (
     WriteItemType,
 )
 
+if TYPE_CHECKING:
+    from holdfast._torch_classes import torchs
+
+CURRENT_DCP_VERSION = "1.0.0"
+
 _PROPERTIES = operator.attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 
-# ``theirs`` of an item is no parameter: what dataclasses.replace makes has none, for it says something else.
+# ``theirs`` of an item is no parameter: what dataclasses.replace makes has none, because it says something else.
 
 
 @dataclass(frozen=True)
 class _TorchWriteItem(WriteItem):
-    theirs: Any = field(init=False, default=None, compare=False, repr=False)
+    theirs: torchs.planner.WriteItem | None = field(init=False, default=None, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.theirs is None:
-            return WriteItem, (self.index, self.type, self.bytes_io_data, self.tensor_data)
-        return write_item_from_torch, (self.theirs,)
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return write_item_from_torch, (write_item_to_torch(self),)
 
 
 @dataclass(frozen=True)
 class _TorchReadItem(ReadItem):
-    theirs: Any = field(init=False, default=None, compare=False, repr=False)
+    theirs: torchs.planner.ReadItem | None = field(init=False, default=None, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.theirs is None:
-            places = self.dest_index, self.dest_offsets, self.storage_index, self.storage_offsets
-            return ReadItem, (self.type, *places, self.lengths)
-        return read_item_from_torch, (self.theirs,)
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return read_item_from_torch, (read_item_to_torch(self),)
 
 
 @dataclass(frozen=True)
 class _TorchSavePlan(SavePlan):
-    theirs: Any = field(default=None, compare=False, repr=False)
+    theirs: torchs.planner.SavePlan = field(kw_only=True, compare=False, repr=False)
 
 
 @dataclass
 class _TorchLoadPlan(LoadPlan):
-    theirs: Any = field(default=None, compare=False, repr=False)
+    theirs: torchs.planner.LoadPlan = field(kw_only=True, compare=False, repr=False)
 
 
 @dataclass
 class _TorchMetadata(Metadata):
-    theirs: Any = field(default=None, compare=False, repr=False)
+    theirs: torchs.metadata.Metadata = field(kw_only=True, compare=False, repr=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Other ranks are told once, and in our words.
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Other ranks get it in our classes alone.
         return Metadata, tuple(getattr(self, each.name) for each in dataclasses.fields(Metadata))
 
 
 # From torch.
 
 
-def write_item_from_torch(item: Any) -> WriteItem:
-    """``item`` as ours."""
+def write_item_from_torch(item: WriteItem | torchs.planner.WriteItem) -> WriteItem:
     if isinstance(item, WriteItem):
         return item
     nbytes, data = item.bytes_io_data, item.tensor_data
@@ -107,8 +108,7 @@ def write_item_from_torch(item: Any) -> WriteItem:
     return made
 
 
-def read_item_from_torch(item: Any) -> ReadItem:
-    """``item`` as ours."""
+def read_item_from_torch(item: ReadItem | torchs.planner.ReadItem) -> ReadItem:
     if isinstance(item, ReadItem):
         return item
     made = _TorchReadItem(
@@ -123,7 +123,7 @@ def read_item_from_torch(item: Any) -> ReadItem:
     return made
 
 
-def save_plan_from_torch(plan: Any) -> SavePlan:
+def save_plan_from_torch(plan: SavePlan | torchs.planner.SavePlan) -> SavePlan:
     """``plan`` as ours, with the same storage_data and planner_data."""
     if isinstance(plan, SavePlan):
         return plan
@@ -131,7 +131,7 @@ def save_plan_from_torch(plan: Any) -> SavePlan:
     return _TorchSavePlan(items, plan.storage_data, plan.planner_data, plan.usable, theirs=plan)
 
 
-def load_plan_from_torch(plan: Any) -> LoadPlan:
+def load_plan_from_torch(plan: LoadPlan | torchs.planner.LoadPlan) -> LoadPlan:
     """``plan`` as ours, with the same storage_data and planner_data."""
     if isinstance(plan, LoadPlan):
         return plan
@@ -139,19 +139,17 @@ def load_plan_from_torch(plan: Any) -> LoadPlan:
     return _TorchLoadPlan(items, plan.storage_data, plan.planner_data, theirs=plan)
 
 
-def index_from_torch(index: Any) -> MetadataIndex:
-    """``index`` as ours."""
+def index_from_torch(index: torchs.metadata.MetadataIndex) -> MetadataIndex:
     return MetadataIndex(index.fqn, index.offset, index.index)
 
 
-def storage_meta_from_torch(meta: Any) -> StorageMeta | None:
-    """``meta`` as ours."""
+def storage_meta_from_torch(meta: StorageMeta | torchs.metadata.StorageMeta | None) -> StorageMeta | None:
     if meta is None or isinstance(meta, StorageMeta):
         return meta
     return StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules))
 
 
-def metadata_from_torch(metadata: Any) -> Metadata:
+def metadata_from_torch(metadata: Metadata | torchs.metadata.Metadata) -> Metadata:
     """``metadata`` as ours; storages and planners of torch that are given it get the original."""
     if isinstance(metadata, Metadata):
         return metadata
@@ -166,111 +164,109 @@ def metadata_from_torch(metadata: Any) -> Metadata:
     )
 
 
-def _stored(stored: Any) -> STORAGE_TYPES:
+def _stored(stored: torchs.metadata.STORAGE_TYPES) -> STORAGE_TYPES:
     if not hasattr(stored, "chunks"):
         return BytesStorageMetadata()
-    chunks = [_chunk(chunk) for chunk in stored.chunks]
-    return TensorStorageMetadata(_properties(stored.properties), torch.Size(stored.size), chunks)
+    tensor = cast("torchs.metadata.TensorStorageMetadata", stored)
+    chunks = [_chunk(chunk) for chunk in tensor.chunks]
+    return TensorStorageMetadata(_properties(tensor.properties), torch.Size(tensor.size), chunks)
 
 
-def _chunk(chunk: Any) -> ChunkStorageMetadata:
+def _chunk(chunk: torchs.metadata.ChunkStorageMetadata) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
-def _properties(properties: Any) -> TensorProperties:
+def _properties(properties: torchs.metadata.TensorProperties) -> TensorProperties:
     return TensorProperties(*_PROPERTIES(properties))
 
 
 # To torch.
 
 
-def write_item_to_torch(item: WriteItem) -> Any:
-    """``item`` as torch's: the one that it was made from, if it was."""
-    if isinstance(item, _TorchWriteItem) and item.theirs is not None:
-        return item.theirs
-    from torch.distributed.checkpoint import planner
+@functools.cache
+def _counterpart(ours: type) -> tuple[type[Any], tuple[str, ...]] | None:
+    """Torch's class of the same name, and its fields; None for what is no class of plans or metadata."""
+    from holdfast._torch_classes.torchs import metadata, planner
 
-    nbytes, data = item.bytes_io_data, item.tensor_data
-    return planner.WriteItem(
-        index_to_torch(item.index),
-        planner.WriteItemType[item.type.name],
-        None if nbytes is None else planner.BytesIOWriteData(nbytes.nbytes),
-        None
-        if data is None
-        else planner.TensorWriteData(_chunk_to_torch(data.chunk), _properties_to_torch(data.properties), data.size),
+    for cls in ours.__mro__:
+        if cls.__module__ in ("holdfast.metadata", "holdfast.planner"):
+            theirs = getattr(planner, cls.__name__, None) or getattr(metadata, cls.__name__)
+            fields = dataclasses.fields(theirs) if dataclasses.is_dataclass(theirs) else ()
+            return theirs, tuple(field.name for field in fields)
+    return None
+
+
+def _to_torch(value: object) -> Any:
+    """``value`` in torch's classes all the way down; what is of no class of ours stays as it is."""
+    if isinstance(value, (list, LazyList)):
+        return [_to_torch(each) for each in value]
+    found = _counterpart(type(value))  # type: ignore[arg-type]
+    if found is None:
+        return value
+    theirs, fields = found
+    return (
+        theirs[value.name] if isinstance(value, Enum) else theirs(*(_to_torch(getattr(value, name)) for name in fields))
     )
 
 
-def read_item_to_torch(item: ReadItem) -> Any:
+def write_item_to_torch(item: WriteItem) -> torchs.planner.WriteItem:
     """``item`` as torch's: the one that it was made from, if it was."""
-    if isinstance(item, _TorchReadItem) and item.theirs is not None:
-        return item.theirs
-    from torch.distributed.checkpoint import planner
-
-    return planner.ReadItem(
-        planner.LoadItemType[item.type.name],
-        index_to_torch(item.dest_index),
-        item.dest_offsets,
-        index_to_torch(item.storage_index),
-        item.storage_offsets,
-        item.lengths,
-    )
+    return cast("torchs.planner.WriteItem", getattr(item, "theirs", None) or _to_torch(item))
 
 
-def save_plan_to_torch(plan: SavePlan) -> Any:
+def read_item_to_torch(item: ReadItem) -> torchs.planner.ReadItem:
+    """``item`` as torch's: the one that it was made from, if it was."""
+    return cast("torchs.planner.ReadItem", getattr(item, "theirs", None) or _to_torch(item))
+
+
+def save_plan_to_torch(plan: SavePlan) -> torchs.planner.SavePlan:
     """``plan`` as torch's; where it came from torch, of the class it had there."""
     items = [write_item_to_torch(item) for item in plan.items]
-    fields = {"storage_data": plan.storage_data, "planner_data": plan.planner_data, "usable": plan.usable}
     if isinstance(plan, _TorchSavePlan):
-        return dataclasses.replace(plan.theirs, items=items, **fields)
-    from torch.distributed.checkpoint import planner
+        return dataclasses.replace(
+            plan.theirs,
+            items=items,
+            storage_data=plan.storage_data,
+            planner_data=plan.planner_data,
+            usable=plan.usable,
+        )
+    from holdfast._torch_classes.torchs import planner
 
-    return planner.SavePlan(items, **fields)
+    return planner.SavePlan(items, plan.storage_data, plan.planner_data, plan.usable)
 
 
-def load_plan_to_torch(plan: LoadPlan) -> Any:
+def load_plan_to_torch(plan: LoadPlan) -> torchs.planner.LoadPlan:
     """``plan`` as torch's; where it came from torch, of the class it had there."""
     items = [read_item_to_torch(item) for item in plan.items]
-    fields = {"storage_data": plan.storage_data, "planner_data": plan.planner_data}
     if isinstance(plan, _TorchLoadPlan):
-        return dataclasses.replace(plan.theirs, items=items, **fields)
-    from torch.distributed.checkpoint import planner
+        return dataclasses.replace(
+            plan.theirs, items=items, storage_data=plan.storage_data, planner_data=plan.planner_data
+        )
+    from holdfast._torch_classes.torchs import planner
 
-    return planner.LoadPlan(items, **fields)
-
-
-def index_to_torch(index: MetadataIndex) -> Any:
-    """``index`` as torch's."""
-    from torch.distributed.checkpoint import metadata
-
-    return metadata.MetadataIndex(index.fqn, index.offset, index.index)
+    return planner.LoadPlan(items, plan.storage_data, plan.planner_data)
 
 
-def storage_meta_to_torch(meta: StorageMeta | None) -> Any:
-    """``meta`` as torch's."""
-    from torch.distributed.checkpoint import metadata
-
-    if meta is None:
-        return None
-    return metadata.StorageMeta(meta.checkpoint_id, meta.save_id, meta.load_id, list(meta.modules))
+def storage_meta_to_torch(meta: StorageMeta | None) -> torchs.metadata.StorageMeta | None:
+    return cast("torchs.metadata.StorageMeta | None", _to_torch(meta))
 
 
-def metadata_to_torch(metadata: Metadata) -> Any:
+def metadata_to_torch(metadata: Metadata) -> torchs.metadata.Metadata:
     """``metadata`` in torch's own classes all the way down, fit to be pickled into a file of torch's."""
     if isinstance(metadata, _TorchMetadata):
         return metadata.theirs
-    from torch.distributed.checkpoint import metadata as theirs
+    from holdfast._torch_classes import torchs
 
-    return theirs.Metadata(
-        {key: _stored_to_torch(each) for key, each in metadata.state_dict_metadata.items()},
-        plain_planner_data(metadata.planner_data),
+    return torchs.metadata.Metadata(
+        {key: _to_torch(each) for key, each in metadata.state_dict_metadata.items()},
+        _plain_planner_data(metadata.planner_data),
         metadata.storage_data,
         storage_meta_to_torch(metadata.storage_meta),
         metadata.version,
     )
 
 
-def plain_planner_data(data: Any) -> Any:
+def _plain_planner_data(data: object) -> object:
     """``data``; the elements of paths are plain str and int, as torch has them, where ours remember more."""
     if not isinstance(data, dict) or not all(isinstance(path, tuple) for path in data.values()):
         return data
@@ -282,68 +278,27 @@ def plain_planner_data(data: Any) -> Any:
     }
 
 
-def _stored_to_torch(stored: STORAGE_TYPES) -> Any:
-    from torch.distributed.checkpoint import metadata
-
-    if isinstance(stored, BytesStorageMetadata):
-        return metadata.BytesStorageMetadata()
-    chunks = [_chunk_to_torch(chunk) for chunk in stored.chunks]
-    return metadata.TensorStorageMetadata(_properties_to_torch(stored.properties), stored.size, chunks)
+def metadata_for_planner(metadata: Metadata) -> torchs.metadata.Metadata:
+    return metadata.theirs if isinstance(metadata, _TorchMetadata) else cast(Any, metadata_for_both(metadata))
 
 
-def _chunk_to_torch(chunk: ChunkStorageMetadata) -> Any:
-    from torch.distributed.checkpoint import metadata
+def metadata_for_both(metadata: Metadata) -> Metadata:
+    """``metadata`` whose parts are of our classes and, to isinstance, of torch's too; chunks stay columns.
 
-    return metadata.ChunkStorageMetadata(chunk.offsets, chunk.sizes)
-
-
-def _properties_to_torch(properties: TensorProperties) -> Any:
-    from torch.distributed.checkpoint import metadata
-
-    return metadata.TensorProperties(*_PROPERTIES(properties))
-
-
-# Both at once.
-
-
-def speak_torch(metadata: Metadata) -> Metadata:
-    """``metadata``, itself; to isinstance, all in it is torch's as well as ours from now on.
-
-    torch's planners look at nothing else of it, and chunks stay columns. Where nobody has imported torch's checkpoints,
-    nobody will ask.
+    A reader cannot tell who asks for metadata: torch, which looks at nothing else of it, or this library. Where nobody
+    has imported torch's checkpoints, nobody will ask, and it is returned as it is.
     """
     if isinstance(metadata, _TorchMetadata) or "torch.distributed.checkpoint.metadata" not in sys.modules:
         return metadata
-    whole, tensor, value = _bilingual()
-    metadata.__class__ = whole
-    for stored in metadata.state_dict_metadata.values():
-        stored.__class__ = tensor if isinstance(stored, TensorStorageMetadata) else value
-    return metadata
+    from holdfast._torch_classes.torchs import BytesOfBoth, MetadataOfBoth, TensorOfBoth
 
-
-@functools.cache
-def _bilingual() -> tuple[type[Any], type[Any], type[Any]]:
-    from torch.distributed.checkpoint import metadata
-
-    def both(ours: type[Any], theirs: type[Any]) -> type[Any]:
-        def equals(self: Any, other: object) -> Any:
-            return vars(self) == vars(other) if isinstance(other, ours) else NotImplemented
-
-        def reduce(self: Any) -> tuple[Any, ...]:
-            return ours, tuple(vars(self).values())
-
-        # A name of its own could not be found by pickle: as ours it travels well.
-        namespace = {"__eq__": equals, "__hash__": None, "__reduce__": reduce, "__module__": ours.__module__}
-        return type(ours.__name__, (ours, theirs), namespace)
-
-    return (
-        both(Metadata, metadata.Metadata),
-        both(TensorStorageMetadata, metadata.TensorStorageMetadata),
-        both(BytesStorageMetadata, metadata.BytesStorageMetadata),
-    )
-
-
-CURRENT_DCP_VERSION = "1.0.0"
+    if isinstance(metadata, MetadataOfBoth):
+        return metadata
+    entries: dict[str, STORAGE_TYPES] = {
+        key: TensorOfBoth(**vars(stored)) if isinstance(stored, TensorStorageMetadata) else BytesOfBoth()
+        for key, stored in metadata.state_dict_metadata.items()
+    }
+    return MetadataOfBoth(**{**vars(metadata), "state_dict_metadata": entries})
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -352,7 +307,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
     if meta is not None and meta.checkpoint_id is not None:
         # A plain string: a Path could be read only by the Python and on the system that wrote it.
         meta = dataclasses.replace(meta, checkpoint_id=os.fspath(meta.checkpoint_id))
-    places = {index_to_torch(index): _place(info) for index, info in (metadata.storage_data or {}).items()}
+    places = {_to_torch(index): _place(info) for index, info in (metadata.storage_data or {}).items()}
     whole = dataclasses.replace(
         metadata_to_torch(metadata),
         storage_data=places,
@@ -362,8 +317,8 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return pickle.dumps(whole)
 
 
-def _place(info: StorageInfo) -> Any:
-    from torch.distributed.checkpoint import filesystem as theirs
+def _place(info: StorageInfo) -> torchs.filesystem._StorageInfo:
+    from holdfast._torch_classes.torchs import filesystem
 
     descriptors = None if info.transform_descriptors is None else list(info.transform_descriptors)
-    return theirs._StorageInfo(info.relative_path, info.offset, info.length, descriptors)
+    return filesystem._StorageInfo(info.relative_path, info.offset, info.length, descriptors)

@@ -13,7 +13,6 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -45,8 +44,7 @@ Read = Callable[[int, int], bytes]
 """The bytes of an archive from one offset to another, which lie within it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
+class Elements(NamedTuple):
     """The elements of a dense tensor: ``nbytes`` from byte ``begin`` of the archive, in memory order.
 
     ``order`` lists the dimensions from the outermost in memory to the innermost: for a contiguous tensor 0, 1, 2...
@@ -61,8 +59,7 @@ class Elements:
     checksum: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """An entry of an archive: its data from byte ``begin``; ``checksum`` None where the writer left it out."""
 
     begin: int
@@ -103,14 +100,8 @@ def find_tensor(read: Read, length: int) -> Elements | None:
     if record.nbytes != view.storage_bytes:
         raise _damaged(f"its tensor needs {view.storage_bytes} bytes of storage, and there are {record.nbytes}")
     found = _record(read, record, length)
-    return Elements(
-        begin=found.begin + view.begin,
-        nbytes=view.nbytes,
-        dtype=view.dtype,
-        shape=view.shape,
-        order=view.order,
-        checksum=found.checksum if view.nbytes == record.nbytes else None,
-    )
+    checksum = found.checksum if view.elements.nbytes == record.nbytes else None
+    return view.elements._replace(begin=found.begin + view.elements.begin, checksum=checksum)
 
 
 def records(read: Read, length: int) -> list[Record] | None:
@@ -119,9 +110,6 @@ def records(read: Read, length: int) -> list[Record] | None:
     if entries is None or not all(entry.is_stored for entry in entries):
         return None
     return [_record(read, entry, length) for entry in entries]
-
-
-# --- the archive ----------------------------------------------------------------------------------------------------
 
 
 def _directory(read: Read, length: int) -> list[_Entry] | None:
@@ -214,20 +202,12 @@ def _damaged(problem: str) -> CorruptError:
     return CorruptError(f"is no whole torch.save archive: {problem}")
 
 
-# --- the pickle -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """A tensor over the record ``data/<storage>`` of ``storage_bytes``: ``nbytes`` from its byte ``begin``."""
+class _View(NamedTuple):
+    """A tensor over the record ``data/<storage>`` of ``storage_bytes``, from whose start ``elements`` counts."""
 
     storage: str
     storage_bytes: int
-    begin: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
+    elements: Elements
 
 
 class _Storage(NamedTuple):
@@ -250,7 +230,7 @@ class _NoView(Exception):
 
 
 # Each kind of storage is told by its dtype; an untyped one counts bytes.
-_CONSTANTS: dict[str, Any] = {
+_CONSTANTS: dict[str, object] = {
     **{f"torch.{storage_class.__name__}": dtype for dtype, storage_class in STORAGE_CLASSES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
     "torch.Size": torch.Size,
@@ -268,7 +248,7 @@ def _decode_view(data: bytes) -> _View | None:
         "torch._utils._rebuild_parameter": lambda *arguments: _Tensor("parameter", arguments),
     }
 
-    def find(module: str, name: str) -> Any:
+    def find(module: str, name: str) -> object:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         full = f"{module}.{name}"
@@ -286,7 +266,7 @@ def _decode_view(data: bytes) -> _View | None:
         raise _damaged(f"its pickle calls for something impossible: {error}") from error
 
 
-def _storage(pid: Any) -> _Storage:
+def _storage(pid: object) -> _Storage:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], torch.dtype)):
         raise _NoView
     if not isinstance(pid[2], str) or type(pid[4]) is not int or pid[4] < 0:
@@ -294,7 +274,7 @@ def _storage(pid: Any) -> _Storage:
     return _Storage(pid[2], pid[1], pid[4])
 
 
-def _view(found: Any) -> _View:
+def _view(found: object) -> _View:
     if isinstance(found, _Tensor) and found.function == "parameter":
         found = found.arguments[0]
     if not isinstance(found, _Tensor) or found.function == "parameter":
@@ -317,15 +297,8 @@ def _view(found: Any) -> _View:
     storage_bytes = storage.elements * storage.dtype.itemsize
     if begin + nbytes > storage_bytes:
         raise ValueError(f"a tensor of {nbytes} bytes in a storage of {storage_bytes}")
-    return _View(
-        storage=storage.key,
-        storage_bytes=storage_bytes,
-        begin=begin,
-        nbytes=nbytes,
-        dtype=dtype,
-        shape=shape,
-        order=order,
-    )
+    elements = Elements(begin=begin, nbytes=nbytes, dtype=dtype, shape=shape, order=order, checksum=None)
+    return _View(storage.key, storage_bytes, elements)
 
 
 def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast._state.nested import is_path
-from holdfast._torch_codec.pickles import unpickle
+from holdfast._torch_codec.pickles import Globals, unpickle
 from holdfast._values.dtypes import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_KEY_BYTES
 from holdfast._values.lazy import LazyList
 from holdfast.errors import CorruptError, UnsafeError
@@ -25,6 +25,7 @@ from holdfast.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkColumns,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -61,7 +62,9 @@ class StoragePrefix:
     prefix: str
 
 
-def find_place(storage_data: Mapping[Any, Any], key: str, offset: Sequence[int] | None) -> StorageInfo | None:
+def find_place(
+    storage_data: Mapping[MetadataIndex, object], key: str, offset: Sequence[int] | None
+) -> StorageInfo | None:
     """Where the chunk of ``key`` at ``offset`` is, or its value; the first chunk may be listed without an offset."""
     place = storage_data.get(MetadataIndex(key, offset))
     if place is None and offset is not None and not any(offset):
@@ -76,7 +79,10 @@ def is_of_a_save(name: str) -> bool:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_PLAIN_CLASSES = {
+    _METADATA: "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+}
 # Up to torch 2.2 the properties of a tensor were those of ShardedTensor.
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _PATH_CLASSES = {f"{flavour}{kind}Path" for flavour in ("", "Pure") for kind in ("", "Posix", "Windows")}
@@ -95,11 +101,10 @@ def decode_metadata(data: bytes, *, path: str | os.PathLike[str], allow_pickle: 
         CorruptError: it is not what torch writes, or says what no honest writer says.
     """
     name = os.fspath(path)
-    stand_ins = _StandIns()
     try:
-        found = unpickle(data, stand_ins.find, what=repr(name), allow_any=allow_pickle)
-        return _Decoder(most=len(data)).metadata(found)
-    except _Refused as error:
+        found = unpickle(data, _stand_ins(), what=repr(name), allow_any=allow_pickle)
+        return _metadata(found, most=len(data))
+    except _Implausible as error:
         raise CorruptError(f"{name!r} is damaged: {error}; use another checkpoint", path=name) from None
     except UnsafeError:
         raise
@@ -112,65 +117,55 @@ def decode_metadata(data: bytes, *, path: str | os.PathLike[str], allow_pickle: 
         ) from error
 
 
-class _Refused(Exception):
+class _Implausible(Exception):
     """What no honest writer says; the message tells it."""
 
 
-class _StandIns:
+def _stand_ins() -> Globals:
     """The classes that a stream may build. They are made for one call, because a stream may set their attributes."""
+    known: dict[tuple[str, str], object] = {
+        ("collections", "OrderedDict"): lambda: OrderedDict(),  # empty: filling dicts is the unpickler's business
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): type("_Layout", (_Layout,), {}),
+    }
+    for module, names in _PLAIN_CLASSES.items():
+        known.update({(module, name): type(name, (), {}) for name in names.split()})
+    for module in (_METADATA, _SHARDED):
+        known[module, "TensorProperties"] = type("TensorProperties", (_Properties,), {})
+        for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
+            known[module, name] = type(name, (_MemoryFormat,), {})
+    for module in ("pathlib", "pathlib._local"):
+        known.update({(module, name): type(name, (_JoinedPath,), {}) for name in _PATH_CLASSES})
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], Any] = {
-            ("collections", "OrderedDict"): _ordered,
-            ("torch", "Size"): torch.Size,
-            ("torch.serialization", "_get_layout"): type("_Layout", (_Layout,), {}),
-        }
-        for module, name in (
-            *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
-            *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
-            *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
-        ):
-            self._known[module, name] = type(name, (), {})
-        for module in (_METADATA, _SHARDED):
-            self._known[module, "TensorProperties"] = type("TensorProperties", (_Properties,), {})
-            for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
-                self._known[module, name] = type(name, (_MemoryFormat,), {})
-        for module in ("pathlib", "pathlib._local"):
-            self._known.update({(module, name): type(name, (_JoinedPath,), {}) for name in _PATH_CLASSES})
-
-    def find(self, module: str, name: str) -> Any:
-        """What stands for the name; KeyError for what is not known."""
+    def find(module: str, name: str) -> object:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        return self._known[module, name]
+        return known[module, name]
 
-
-def _ordered() -> OrderedDict[Any, Any]:
-    """An empty one, because filling dicts is the unpickler's business."""
-    return OrderedDict()
+    return find
 
 
 class _Layout:
-    def __new__(cls, name: str) -> Any:
+    def __new__(cls, name: str) -> torch.layout:  # type: ignore[misc]
         if not name.startswith("torch.") or not isinstance(layout := vars(torch).get(name[6:]), torch.layout):
-            raise _Refused(f"it names the unknown layout {name!r}")
+            raise _Implausible(f"it names the unknown layout {name!r}")
         return layout
 
 
 class _MemoryFormat:
-    def __new__(cls, number: int) -> Any:
+    def __new__(cls, number: int) -> torch.memory_format:  # type: ignore[misc]
         return _MEMORY_FORMATS[number]
 
 
 class _JoinedPath:
-    def __new__(cls, *parts: str) -> Any:
+    def __new__(cls, *parts: str) -> str:  # type: ignore[misc]
         return posixpath.join(*parts)
 
 
 class _Properties:
-    state: Any = None
+    state: object = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -179,87 +174,81 @@ def _is(value: object, name: str) -> bool:
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
-class _Decoder:
-    """Stand-ins into our own classes; ``most`` bounds how many of anything there can be."""
-
-    def __init__(self, *, most: int) -> None:
-        self._most = most
-        self._lo: list[torch.Size] = []
-        self._length: list[torch.Size] = []
-
-    def metadata(self, found: Any) -> Metadata:
-        """The whole."""
-        if not _is(found, "Metadata"):
-            raise _Refused(f"it holds a {type(found).__name__} instead of Metadata")
-        fields = vars(found)
-        entries = fields["state_dict_metadata"]
-        if not isinstance(entries, dict):
-            raise _Refused("state_dict_metadata is not a dict")
-        rows = {_key(key): self._collect(key, stored) for key, stored in entries.items()}
-        lo, length = padded(self._lo, fill=0), padded(self._length, fill=1)
-        for column in (lo, length):
-            if column.size and (column.min() < 0 or column.max() > MAX_FILE_BYTES):
-                raise _Refused("it has chunks of negative or impossible sizes or offsets")
-        decoded: dict[str, STORAGE_TYPES] = {}
-        for key, span in rows.items():
-            if span is None:
-                decoded[key] = BytesStorageMetadata()
-                continue
-            stored = entries[key]
-            chunks = LazyList(ChunkColumns(lo, length, *span, len(stored.size)))
-            decoded[key] = TensorStorageMetadata(_properties(stored.properties, key), stored.size, chunks)
-        version = fields.get("version")
-        planner_data = fields.get("planner_data")
-        if isinstance(planner_data, dict):
-            _check_paths(planner_data, decoded)
-        return Metadata(
-            decoded,
-            planner_data=planner_data,
-            storage_data=_storage_data(fields.get("storage_data")),
-            storage_meta=_storage_meta(fields.get("storage_meta")),
-            version=version if isinstance(version, str) else None,
-        )
-
-    def _collect(self, key: str, stored: Any) -> tuple[int, int] | None:
-        """The rows of the tables that the chunks of a tensor get; None for a value."""
-        if _is(stored, "BytesStorageMetadata"):
-            return None
-        if not _is(stored, "TensorStorageMetadata"):
-            raise _Refused(f"{key!r} is a {type(stored).__name__}")
-        dimensions = len(_size(stored.size, key))
-        first = len(self._lo)
-        if not isinstance(stored.chunks, list) or first + len(stored.chunks) > self._most:
-            raise _Refused(f"{key!r} has chunks that cannot be listed")
-        for chunk in stored.chunks:
-            offsets, sizes = chunk.offsets, chunk.sizes
-            # Python's own torch.Size holds nothing but integers of 64 bits.
-            if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
-                raise _Refused(f"a chunk of {key!r} has no torch.Size")
-            if len(offsets) != dimensions or len(sizes) != dimensions:
-                raise _Refused(f"a chunk of {key!r} has another number of dimensions than the tensor")
-            self._lo.append(offsets)
-            self._length.append(sizes)
-        return first, len(self._lo)
+def _metadata(found: object, *, most: int) -> Metadata:
+    """Stand-ins as our own classes; there can be no more than ``most`` of anything."""
+    if not _is(found, "Metadata"):
+        raise _Implausible(f"it holds a {type(found).__name__} instead of Metadata")
+    fields = vars(found)
+    entries = fields["state_dict_metadata"]
+    if not isinstance(entries, dict):
+        raise _Implausible("state_dict_metadata is not a dict")
+    # Chunks become rows of tables that all tensors share.
+    boxes: list[tuple[torch.Size, torch.Size]] = []
+    rows = {_key(key): _collect(key, stored, boxes, most=most) for key, stored in entries.items()}
+    lo, length = padded([box[0] for box in boxes], fill=0), padded([box[1] for box in boxes], fill=1)
+    for column in (lo, length):
+        if column.size and (column.min() < 0 or column.max() > MAX_FILE_BYTES):
+            raise _Implausible("it has chunks of negative or impossible sizes or offsets")
+    decoded: dict[str, STORAGE_TYPES] = {}
+    for key, span in rows.items():
+        if span is None:
+            decoded[key] = BytesStorageMetadata()
+            continue
+        stored = entries[key]
+        chunks = LazyList(ChunkColumns(lo, length, *span, len(stored.size)))
+        decoded[key] = TensorStorageMetadata(_properties(stored.properties, key), stored.size, chunks)
+    version = fields.get("version")
+    planner_data = fields.get("planner_data")
+    if isinstance(planner_data, dict):
+        _check_paths(planner_data, decoded)
+    return Metadata(
+        decoded,
+        planner_data=planner_data,
+        storage_data=_storage_data(fields.get("storage_data")),
+        storage_meta=_storage_meta(fields.get("storage_meta")),
+        version=version if isinstance(version, str) else None,
+    )
 
 
-def _size(size: Any, key: str) -> torch.Size:
+def _collect(key: str, stored: Any, boxes: list[tuple[torch.Size, torch.Size]], *, most: int) -> tuple[int, int] | None:
+    """Which of ``boxes``, where they are added, are the chunks of a tensor; None for a value."""
+    if _is(stored, "BytesStorageMetadata"):
+        return None
+    if not _is(stored, "TensorStorageMetadata"):
+        raise _Implausible(f"{key!r} is a {type(stored).__name__}")
+    dimensions = len(_size(stored.size, key))
+    first = len(boxes)
+    if not isinstance(stored.chunks, list) or first + len(stored.chunks) > most:
+        raise _Implausible(f"{key!r} has chunks that cannot be listed")
+    for chunk in stored.chunks:
+        offsets, sizes = chunk.offsets, chunk.sizes
+        # Python's own torch.Size holds nothing but integers of 64 bits.
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+            raise _Implausible(f"a chunk of {key!r} has no torch.Size")
+        if len(offsets) != dimensions or len(sizes) != dimensions:
+            raise _Implausible(f"a chunk of {key!r} has another number of dimensions than the tensor")
+        boxes.append((offsets, sizes))
+    return first, len(boxes)
+
+
+def _size(size: object, key: str) -> torch.Size:
     if type(size) is not torch.Size or len(size) > MAX_DIMENSIONS:
-        raise _Refused(f"{key!r} has no size, or too many dimensions")
+        raise _Implausible(f"{key!r} has no size, or too many dimensions")
     volume = 16
     for length in size:
         if length < 0 or (volume := volume * max(1, length)) > MAX_FILE_BYTES:
-            raise _Refused(f"{key!r} has the size {list(size)}, which no tensor has")
+            raise _Implausible(f"{key!r} has the size {list(size)}, which no tensor has")
     return size
 
 
-def _properties(found: Any, key: str) -> TensorProperties:
+def _properties(found: object, key: str) -> TensorProperties:
     """The properties; of a state of another form than today's, all that is needed: the dtype."""
-    state = found.state if isinstance(found, _Properties) else vars(found)
+    state: Any = found.state if isinstance(found, _Properties) else vars(found)
     if isinstance(state, Mapping):
         state = tuple(state.get(name) for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"))
     dtype, layout, requires_grad, memory_format, pin_memory = (*state, None, None, None, None)[:5]
     if not isinstance(dtype, torch.dtype):
-        raise _Refused(f"{key!r} has no dtype")
+        raise _Implausible(f"{key!r} has no dtype")
     return TensorProperties(
         dtype,
         layout if isinstance(layout, torch.layout) else torch.strided,
@@ -269,7 +258,7 @@ def _properties(found: Any, key: str) -> TensorProperties:
     )
 
 
-def _storage_meta(found: Any) -> StorageMeta | None:
+def _storage_meta(found: object) -> StorageMeta | None:
     if found is None:
         return None
     fields = vars(found)
@@ -284,11 +273,11 @@ def _storage_meta(found: Any) -> StorageMeta | None:
     )
 
 
-def _storage_data(found: Any) -> Any:
+def _storage_data(found: object) -> object:
     """Where everything is; what another storage than torch's file system put there passes through."""
     if not isinstance(found, dict):
         return found
-    places: dict[Any, Any] = {}
+    places: dict[object, object] = {}
     checked: set[str] = set()
     for index, place in found.items():
         if _is(index, "MetadataIndex") and _is(place, "_StorageInfo"):
@@ -300,59 +289,59 @@ def _storage_data(found: Any) -> Any:
     return places
 
 
-def _index(found: Any) -> MetadataIndex:
+def _index(found: object) -> MetadataIndex:
     fields = vars(found)
     offset, index = fields.get("offset"), fields.get("index")
     if offset is not None and type(offset) is not torch.Size:
-        raise _Refused("the name of a chunk has no torch.Size as its offset")
+        raise _Implausible("the name of a chunk has no torch.Size as its offset")
     return MetadataIndex(_key(fields["fqn"]), offset, index if type(index) is int else None)
 
 
-def _place(found: Any, checked: set[str]) -> StorageInfo:
+def _place(found: object, checked: set[str]) -> StorageInfo:
     fields = vars(found)
     path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if path not in checked:
         checked.add(_relative(path))
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise _Refused(f"an item of {path!r} has a negative offset or length")
+        raise _Implausible(f"an item of {path!r} has a negative offset or length")
     if offset + length > MAX_FILE_BYTES:
-        raise _Refused(f"an item of {path!r} ends beyond any file")
+        raise _Implausible(f"an item of {path!r} ends beyond any file")
     descriptors = fields.get("transform_descriptors")
     if descriptors is not None and not all(isinstance(each, str) for each in descriptors):
-        raise _Refused(f"an item of {path!r} names its transforms by something else than text")
+        raise _Implausible(f"an item of {path!r} names its transforms by something else than text")
     return StorageInfo(path, offset, length, tuple(descriptors) if descriptors else None)
 
 
-def _relative(path: Any) -> str:
+def _relative(path: object) -> str:
     """``path``, when it names a file within the checkpoint."""
     if not isinstance(path, str) or not 0 < len(path) <= _LONGEST_PATH or not path.isprintable():
-        raise _Refused(f"it names the file {str(path)[:100]!r}")
+        raise _Implausible(f"it names the file {str(path)[:100]!r}")
     parts = path.replace("\\", "/").split("/")
     if any(part in ("", ".", "..") for part in parts) or ":" in parts[0]:
-        raise _Refused(f"it names the file {path[:100]!r}, which is not within the checkpoint")
+        raise _Implausible(f"it names the file {path[:100]!r}, which is not within the checkpoint")
     return path
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     if not isinstance(key, str) or len(key) > MAX_KEY_BYTES:
-        raise _Refused(f"{str(key)[:100]!r} is no key")
+        raise _Implausible(f"{str(key)[:100]!r} is no key")
     return key
 
 
-def _check_paths(planner_data: dict[Any, Any], entries: Mapping[str, STORAGE_TYPES]) -> None:
+def _check_paths(planner_data: Mapping[str, Any], entries: Mapping[str, STORAGE_TYPES]) -> None:
     """Refuse paths of keys that could not be walked; what else a planner kept is its own business."""
-    lists: dict[tuple[Any, ...], int] = {}
+    lists: dict[tuple[object, ...], int] = {}
     for key in entries:
         path = planner_data.get(key)
         if path is None:
             continue
         if not is_path(path):
-            raise _Refused(f"the path of {key!r} is not one of names and positions")
+            raise _Implausible(f"the path of {key!r} is not one of names and positions")
         for depth, element in enumerate(path):
             if isinstance(element, int):
                 lists[path[:depth]] = max(lists.get(path[:depth], 0), element + 1)
     if sum(lists.values()) > max(_MOST_LIST_ENTRIES, 64 * len(entries)):
-        raise _Refused("its paths are positions in lists that are longer than any")
+        raise _Implausible("its paths are positions in lists that are longer than any")
 
 
 def data_files_of(data: bytes, path: str) -> set[str]:
@@ -370,7 +359,7 @@ def merge_metadata(parts: Sequence[Metadata], *, own: int = 0) -> Metadata:
     merged = Metadata(
         {}, planner_data={}, storage_data={}, storage_meta=parts[0].storage_meta, version=parts[0].version
     )
-    chunks: dict[str, dict[torch.Size, Any]] = {}
+    chunks: dict[str, dict[torch.Size, ChunkStorageMetadata]] = {}
     for part in [*parts[own : own + 1], *parts]:
         if isinstance(part.planner_data, dict):
             merged.planner_data = {**part.planner_data, **merged.planner_data}

@@ -1,41 +1,47 @@
-"""Pickles, looked at before anything interprets them: values as torch.save bytes, and messages between the ranks of one
-job.
+"""Pickles: values as torch.save bytes, ``.pt`` files, and messages between the ranks of one job.
 
-Invariant: what is decoded here runs no code but the constructors of harmless stand-ins, which live as long as the one
-call: a stream can neither reach the program's classes nor change them. Opcodes that no writer of torch's files uses are
+What comes from a file is looked at before anything interprets it. What is decoded here runs no code but the
+constructors of harmless stand-ins, which live as long as the one call: a stream can neither reach the program's classes
+nor change them. Never imports a module because a stream names it. Opcodes that no writer of torch's files uses are
 refused, and so are memo positions beyond the length of the stream, for which the interpreter would allocate any amount
 of memory. A tuple is never used twice: a few dozen of them, each made of the one before twice over, would keep the
 interpreter busy for ever as soon as they become a key. Dicts are filled by us, who watch how long their keys take, and
-sets are refused. Never imports a module because a stream names it.
+sets are refused.
 
-Nothing is built but tables, to watch how long their keys take, and tuples that know their hash and size: one that
-refers to the one before twice, and so on, would be hashed for ever. All else that is wrong is for torch.load to tell.
+What torch.load is to read is weighed first: only tables are built, to see how long their keys take, and tuples that
+know their hash and size. Loading is restricted to what torch calls weights only, unless the caller trusts the
+checkpoint with its life.
 
-Reading is restricted to what torch calls weights only, unless the caller trusts the checkpoint with its life.
-
-Plans carry what planners put into them, objects of the user's own classes included, so only pickle can take them. The
-bytes go from one process of a job to another over the job's own connection and live as long as one save or load; those
-processes run the same program already. They are never written to a file and never read from one: what a checkpoint
-holds does not pass through here.
+Messages are plain pickles: plans carry what planners put into them, objects of the user's own classes included. They go
+from one process of a job to another, which runs the same program already, and never to or from a file.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 
+from holdfast._io import posix
 from holdfast._values.deadline import KEY_S, Effort, TooMuchEffort
-from holdfast.errors import CorruptError, InvalidStateError, UnsafeError
+from holdfast.errors import (
+    CorruptError,
+    InvalidStateError,
+    NotACheckpointError,
+    NotFoundError,
+    UnsafeError,
+)
+from holdfast.metadata import STATE_DICT_TYPE
 
-Globals = Callable[[str, str], Any]
+Globals = Callable[[str, str], object]
 """What stands for a module and a name in a stream; raises KeyError for what is not known."""
 
 # Without an argument: constants, lists, dicts, tuples, NEWOBJ, REDUCE, BUILD, MEMOIZE, STACK_GLOBAL, BINPERSID. With
@@ -105,15 +111,16 @@ def check_opcodes(data: bytes, *, what: str) -> bytes:
 
 
 class _Restricted(pickle.Unpickler):
-    def __init__(self, data: bytes, known: Globals, persistent: Callable[[Any], Any] | None, allow_any: bool) -> None:
+    def __init__(
+        self, data: bytes, known: Globals, persistent: Callable[[object], object] | None, allow_any: bool
+    ) -> None:
         super().__init__(io.BytesIO(data))
         self._effort = Effort()
         self._known = known
         self._persistent = persistent
         self._allow_any = allow_any
 
-    def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name, or, where everything is allowed, what it names."""
+    def find_class(self, module: str, name: str) -> object:
         try:
             return self._known(module, name)
         except KeyError:
@@ -121,7 +128,7 @@ class _Restricted(pickle.Unpickler):
                 return super().find_class(module, name)
             raise _UnknownName(f"{module}.{name}") from None
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         """What stands for something that is kept outside of the stream; or a dict, filled as ``check_opcodes`` asks."""
         if isinstance(pid, tuple) and pid and isinstance(pid[0], dict):
             table, entries = pid if len(pid) == 2 else (pid[0], pid[1:])
@@ -145,9 +152,9 @@ def unpickle(
     known: Globals,
     *,
     what: str,
-    persistent: Callable[[Any], Any] | None = None,
+    persistent: Callable[[object], object] | None = None,
     allow_any: bool = False,
-) -> Any:
+) -> object:
     """What the stream ``data`` builds of the things that ``known`` gives; UnsafeError when it names another.
 
     ``allow_any`` lets it name, and so run, everything. ``what`` begins the message of an error.
@@ -191,7 +198,7 @@ def weigh(stream: io.IOBase, *, what: str) -> None:
         stream.seek(start)
 
 
-def _pickles(stream: Any, what: str) -> Iterator[Any]:
+def _pickles(stream: io.IOBase, what: str) -> Iterator[io.IOBase]:
     """The pickles in an archive, or in a file of the time before torch 1.6, which begins with them."""
     start = stream.tell()
     is_archive = stream.read(4) == b"PK\x03\x04"
@@ -213,12 +220,10 @@ def _pickles(stream: Any, what: str) -> Iterator[Any]:
 
 
 class _Tuple:
-    """A tuple, or what is hashed like one."""
-
     __slots__ = ("_hash", "_items", "size")
     size: int
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[object]) -> None:
         self._items = list(items)
         self.size = 1 + sum(item.size if type(item) is _Tuple else 1 for item in self._items)
         try:
@@ -226,7 +231,7 @@ class _Tuple:
         except TypeError:
             self._hash = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._items)
 
     def __hash__(self) -> int:
@@ -238,35 +243,35 @@ class _Tuple:
         return type(other) is _Tuple and self._items == other._items
 
 
-class _Table(dict[Any, Any]):
+class _Table(dict[object, object]):
     """A dict, or what has keys like one: TooMuchEffort when these take too long."""
 
-    def __init__(self, keys: Iterable[Any] = ()) -> None:
+    def __init__(self, keys: Iterable[object] = ()) -> None:
         super().__init__()
         self._effort = Effort()
         for key in keys:
             self[key] = None
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if type(key) is _Tuple and key.size > _LARGEST_KEY:
             raise TooMuchEffort
         self._effort.begin()
         super().__setitem__(key, value)
         self._effort.count(KEY_S)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         """Attributes have no keys of interest."""
 
 
 class _Thing:
     """What a pickle calls for by name, and what comes of calling that."""
 
-    def __new__(cls, *arguments: Any) -> _Thing:
+    def __new__(cls, *arguments: object) -> _Thing:
         return super().__new__(cls)
 
-    def __init__(self, *arguments: Any) -> None: ...
+    def __init__(self, *arguments: object) -> None: ...
 
-    def __setstate__(self, state: Any) -> None: ...
+    def __setstate__(self, state: object) -> None: ...
 
 
 _NAMED = {
@@ -278,7 +283,7 @@ _NAMED = {
 }
 
 
-def _new_tuple(count: int | None) -> Any:
+def _new_tuple(count: int | None) -> Callable[[Any], None]:
     """TUPLE, for which what it holds is marked, or TUPLE1 to TUPLE3."""
 
     def make(self: Any) -> None:
@@ -302,17 +307,14 @@ class _Weighing(pickle._Unpickler):
         pickle.TUPLE3[0]: _new_tuple(3),
     }
 
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name."""
+    def find_class(self, module: str, name: str) -> object:
         return _NAMED.get(f"{module}.{name}", _Thing)
 
-    def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage."""
+    def persistent_load(self, pid: object) -> object:
         return _Thing()
 
 
 def serialize_object(value: object) -> bytes:
-    """``value`` as torch.save bytes."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -321,12 +323,13 @@ def serialize_object(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def deserialize_object(data: io.BytesIO, *, key: str, allow_pickle: bool) -> Any:
+def deserialize_object(data: io.BytesIO, *, key: str, allow_pickle: bool) -> object:
     """The value in torch.save bytes; UnsafeError when that needs code to run and ``allow_pickle`` is not set."""
     if not allow_pickle:
         weigh(data, what=f"the value of {key!r}")
     try:
-        return torch.load(data, map_location="cpu", weights_only=not allow_pickle)
+        value: object = torch.load(data, map_location="cpu", weights_only=not allow_pickle)
+        return value
     except pickle.UnpicklingError as error:
         if allow_pickle:
             raise CorruptError(f"the value of {key!r} is not a valid pickle: {error}", key=key) from error
@@ -340,6 +343,81 @@ def deserialize_object(data: io.BytesIO, *, key: str, allow_pickle: bool) -> Any
             raise  # it comes from code of the checkpoint
         # Anything may come out of bytes that are not what they should be; all of it means the same.
         raise CorruptError(f"the value of {key!r} is not what torch.save writes: {error}", key=key) from error
+
+
+_Path = str | os.PathLike[str]
+_ARCHIVE_START = b"PK\x03\x04"
+_CHECKED_BYTES = 1 << 20
+
+
+def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> STATE_DICT_TYPE:
+    """The state that torch.save wrote to ``path``, on the CPU.
+
+    The tensors stay in the file until they are touched; only those of files in the format before torch 1.6, which is no
+    archive, are loaded as a whole. ``verify`` checks the checksums that the archive has. Nothing but weights, plain
+    containers and plain values is unpickled unless ``allow_pickle`` is set.
+    """
+    name = os.fspath(path)
+    if not posix.exists(name):
+        raise NotFoundError(f"there is no file {name!r}")
+    is_archive = _check_archive(name, verify=verify)
+    if not allow_pickle:
+        with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
+            weigh(stream, what=repr(name))
+    try:
+        state: STATE_DICT_TYPE = torch.load(name, map_location="cpu", weights_only=not allow_pickle, mmap=is_archive)
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        if allow_pickle or (not is_archive and not _is_pickle(name)):
+            raise NotACheckpointError(f"{name!r} is no file that torch.save wrote: {reason}") from error
+        raise UnsafeError(
+            f"{name!r} has more than weights and plain values in it, and loading it would run code; "
+            "pass allow_pickle=True if you trust it"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        if is_archive and _has_pickle(name):
+            raise CorruptError(f"{name!r} is damaged: {reason}; use another file", path=name) from error
+        raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
+    if not isinstance(state, Mapping):
+        raise InvalidStateError(
+            f"{name!r} holds a {type(state).__name__}, and a state is a dict of names to values; save it within one"
+        )
+    return state
+
+
+def _check_archive(name: str, *, verify: bool) -> bool:
+    """Whether the file is an archive; CorruptError when a record is damaged."""
+    with posix.open_stream(name, "rb") as stream, posix.reporting("read", name):
+        is_archive = stream.read(len(_ARCHIVE_START)) == _ARCHIVE_START
+        try:
+            if not zipfile.is_zipfile(stream) and not is_archive:
+                return False
+            with zipfile.ZipFile(stream) as archive:
+                records = archive.infolist()
+                if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                    problem = "has compressed records, which torch.save never writes"
+                    raise CorruptError(f"{name!r} {problem}; use another file", path=name)
+                # torch can be told to compute no checksums; then it writes 0.
+                for record in (record for record in records if verify and record.CRC):
+                    with archive.open(record) as file:
+                        while file.read(_CHECKED_BYTES):
+                            pass
+        except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is what a mad offset gets
+                raise
+            raise CorruptError(f"{name!r} is a damaged archive: {error}; use another file", path=name) from error
+    return True
+
+
+def _has_pickle(name: str) -> bool:
+    with posix.open_stream(name, "rb") as stream, zipfile.ZipFile(stream) as archive:
+        return any(record.endswith("/data.pkl") for record in archive.namelist())
+
+
+def _is_pickle(name: str) -> bool:
+    with posix.open_stream(name, "rb") as stream:
+        return stream.read(1) == pickle.PROTO  # type: ignore[no-any-return]
 
 
 def encode_message(value: object) -> bytes:

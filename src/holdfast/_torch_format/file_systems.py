@@ -17,6 +17,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from holdfast._io import posix
 from holdfast._native.publish import MANIFEST_NAME, Turn, other_format_stays
@@ -74,29 +75,23 @@ class FileSystem(FileSystemBase):
 
     @contextlib.contextmanager
     def create_stream(self, path: PathLike, mode: str) -> Iterator[io.IOBase]:
-        """A binary stream on the file ``path``."""
         with posix.open_stream(path, mode) as stream:
             yield stream
 
     def concat_path(self, path: PathLike, suffix: str) -> Path:
-        """``path / suffix``."""
         return Path(path) / suffix
 
     def rename(self, path: PathLike, new_path: PathLike) -> None:
-        """Move ``path`` to ``new_path`` atomically."""
         posix.replace(path, new_path)
 
     def init_path(self, path: PathLike) -> Path:
-        """``path`` as a Path that is absolute."""
         return Path(posix.absolute(path))
 
     def mkdir(self, path: PathLike) -> None:
-        """Make ``path`` and its parents where they are missing."""
         posix.make_directories(path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """A Path always; a string unless it is a URL or has no parent that can be written to."""
         if isinstance(checkpoint_id, Path):
             return True
         if "://" in str(checkpoint_id):
@@ -104,16 +99,96 @@ class FileSystem(FileSystemBase):
         return any(parent.exists() and os.access(parent, os.W_OK) for parent in Path(checkpoint_id).parents)
 
     def exists(self, path: PathLike) -> bool:
-        """Whether anything has the name ``path``."""
         return posix.exists(path)
 
     def rm_file(self, path: PathLike) -> None:
-        """Remove the file ``path``."""
         posix.remove(path, missing_ok=False)
 
     def ls(self, path: PathLike) -> list[str]:
-        """What is in the directory ``path``, as full names."""
         return [os.path.join(path, name) for name in posix.list_names(path)]
+
+
+class RemoteFileSystem(FileSystemBase):
+    """The file system that fsspec has for a URL, from ``init_path`` on; ``options`` are those of that file system."""
+
+    def __init__(self, **options: object) -> None:
+        self._options = options
+        self._fs: Any = None
+
+    @contextlib.contextmanager
+    def create_stream(self, path: PathLike, mode: str) -> Iterator[io.IOBase]:
+        """A binary stream on ``path``; what is written counts when the block ends, and is removed if it fails."""
+        stream = self._fs.open(os.fspath(path), mode)
+        try:
+            with stream:
+                yield stream
+        except BaseException:
+            # Closing a stream completes an upload, also of half a file.
+            if "r" not in mode:
+                with contextlib.suppress(Exception):
+                    self.rm_file(path)
+            raise
+
+    def concat_path(self, path: PathLike, suffix: str) -> str:
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    def rename(self, path: PathLike, new_path: PathLike) -> None:
+        """Move ``path`` to ``new_path``: in one step if the storage can, else by a copy."""
+        self._fs.mv(os.fspath(path), os.fspath(new_path))
+
+    def init_path(self, path: PathLike) -> str:
+        """``path``, once fsspec knows its file system; ValueError where it does not."""
+        url = os.fspath(path)
+        self._fs = _file_system(url, self._options)
+        return url
+
+    def mkdir(self, path: PathLike) -> None:
+        self._fs.makedirs(os.fspath(path), exist_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        if isinstance(checkpoint_id, Path):
+            return False
+        try:
+            _file_system(os.fspath(checkpoint_id), {})
+        except ValueError:
+            return False
+        return True
+
+    def exists(self, path: PathLike) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(os.fspath(path)))
+
+    def rm_file(self, path: PathLike) -> None:
+        self._fs.rm_file(os.fspath(path))
+
+    def ls(self, path: PathLike) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return list(self._fs.ls(os.fspath(path), detail=False))
+        except FileNotFoundError:
+            return []
+
+    def size(self, path: PathLike) -> int:
+        return int(self._fs.size(os.fspath(path)))
+
+
+def _file_system(url: str, options: dict[str, object]) -> Any:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ValueError(f"{url!r} is a URL, and those need fsspec; install it, or use a path") from error
+    try:
+        return url_to_fs(url, **options)[0]
+    except (ValueError, ImportError) as error:
+        raise ValueError(
+            f"fsspec has no storage for {url!r} ({error}); install the package for its scheme, or use a path"
+        ) from error
+
+
+def is_remote(checkpoint_id: PathLike) -> bool:
+    """Whether the id is a URL and not a path."""
+    return "://" in posix.text_path(checkpoint_id)
 
 
 def is_local(fs: FileSystemBase) -> bool:
@@ -121,7 +196,7 @@ def is_local(fs: FileSystemBase) -> bool:
     return type(fs) is FileSystem
 
 
-def local_path(directory: str | os.PathLike[str], relative_path: str) -> str:
+def local_path(directory: PathLike, relative_path: str) -> str:
     """The path of a file of the checkpoint in ``directory``; CorruptError where a link would lead out of it."""
     path = os.path.join(os.fspath(directory), relative_path)
     *folders, _ = relative_path.split("/")
@@ -246,7 +321,6 @@ def check_replaceable(fs: FileSystemBase, directory: PathLike, name: str, *, ove
 
 
 def check_unpublished(fs: FileSystemBase, target: PathLike) -> None:
-    """AlreadyPublishedError when there is a checkpoint whose metadata is ``target``."""
     if fs.exists(target):
         raise AlreadyPublishedError(
             f"{os.path.dirname(str(target))!r} holds a checkpoint already; choose another name, or pass overwrite=True"
@@ -266,7 +340,6 @@ def may_be_published(fs: FileSystemBase, target: PathLike, names: Collection[str
 
 
 def _read(fs: FileSystemBase, path: PathLike) -> bytes:
-    """The contents of ``path``, nothing when it does not exist."""
     if not fs.exists(path):
         return b""
     with posix.reporting("read", str(path)), fs.create_stream(path, "rb") as stream:

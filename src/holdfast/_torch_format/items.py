@@ -1,20 +1,20 @@
-"""Items of torch's format on their way into files, and on their way from files to the planner.
+"""Items of torch's format on their way from the planner to files, and from files to the planner.
 
-A value is its torch.save bytes, a tensor itself; what torch has no plain archive for (quantised tensors) is turned into
-torch.save bytes as well.
-
-An item is what torch's format stores as one: the archive of a chunk, or a pickled value. Planners are called by one
-thread at a time.
+An item is what torch's format stores as one: the archive of a chunk, or a pickled value. Tensors that torch has no
+plain archive for (quantised ones) are turned into torch.save bytes as well. Planners are called by one thread at a
+time.
 """
 
 from __future__ import annotations
 
+import abc
 import heapq
 import io
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from holdfast._io.slabs import Slab
 from holdfast._state.tensor_bytes import Target
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
-from holdfast._torch_codec.archive import Elements, find_tensor
+from holdfast._torch_codec.archive import Elements, Read, find_tensor
 from holdfast._torch_codec.metadata_file import StorageInfo, find_place
 from holdfast._torch_codec.pickles import deserialize_object, serialize_object
 from holdfast._values.box import Box
@@ -42,6 +42,15 @@ class ChangedInfo(StorageInfo):
 
     dtype: torch.dtype = field(kw_only=True)
     size: torch.Size = field(kw_only=True)
+
+
+def as_stored(content: Content) -> Content:
+    """``content``, as torch.save bytes where it is a tensor of more than plain memory."""
+    if isinstance(content, torch.Tensor) and content.is_quantized:
+        tensor = content.detach().cpu()
+        # torch.save keeps the whole storage of a view.
+        return serialize_object(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
+    return content
 
 
 class PlannedItems:
@@ -67,7 +76,6 @@ class PlannedItems:
         return [bucket for bucket in buckets if bucket]
 
     def item(self, row: int) -> WriteItem:
-        """The item of ``row``."""
         return self._columns.item(row)
 
     def content(self, row: int) -> Content:
@@ -84,14 +92,6 @@ class PlannedItems:
         if data.dtype not in DTYPE_NAMES or data.layout is not torch.strided or data.is_meta:
             check_savable(key, data)
         return data
-
-    def stored(self, content: Content) -> Content:
-        """``content``, as torch.save bytes where it is a tensor of more than plain memory."""
-        if isinstance(content, torch.Tensor) and content.is_quantized:
-            tensor = content.detach().cpu()
-            # torch.save keeps the whole storage of a view.
-            return serialize_object(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
-        return content
 
     def result(
         self, row: int, content: Content, name: str, span: tuple[int, int], *, transforms: Sequence[str] = ()
@@ -148,6 +148,119 @@ def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Writ
     return split_by_size(bins, values, tensors, [_item_size(item) for item in tensors])
 
 
+class _TensorLoader(abc.ABC, Generic[T]):
+    """Gives the tensors of what was added, on the CPU, each with the object that it is for."""
+
+    @abc.abstractmethod
+    def add(self, size: int, obj: T) -> None:
+        """Take ``obj``, whose tensor has ``size`` bytes."""
+
+    @abc.abstractmethod
+    def start_loading(self) -> None:
+        """Begin, where that can be done ahead; nothing may be added any more."""
+
+    @abc.abstractmethod
+    def values(self) -> Iterator[tuple[torch.Tensor, T]]:
+        """Each tensor and its object."""
+
+
+class _SerialCpuLoader(_TensorLoader[T]):
+    """One tensor after the other, each when it is asked for."""
+
+    def __init__(self, resolve_fun: Callable[[T], torch.Tensor]) -> None:
+        self.resolve_fun = resolve_fun
+        self.items: list[tuple[int, T]] = []
+
+    def add(self, size: int, obj: T) -> None:
+        self.items.append((size, obj))
+
+    def start_loading(self) -> None: ...
+
+    def values(self) -> Iterator[tuple[torch.Tensor, T]]:
+        for _, obj in self.items:
+            yield self.resolve_fun(obj).detach().cpu(), obj
+
+
+class _OverlappingCpuLoader(_TensorLoader[T]):
+    """Copies from the accelerator run ahead of the caller, small ones first, on ``stream`` (the current one if None).
+
+    At least ``inflight_threshhold`` bytes are under way while there are as many left, and at most one tensor more.
+    """
+
+    def __init__(
+        self,
+        resolve_fun: Callable[[T], torch.Tensor],
+        stream: torch.Stream | None = None,
+        inflight_threshhold: int = 1_000_000,
+    ) -> None:
+        self.resolve_fun = resolve_fun
+        self.inflight_threshhold = inflight_threshhold
+        self.items: list[tuple[int, T]] = []
+        self.in_flight_data = 0
+        self.started = False
+        device_type = accelerator_type() if stream is None else stream.device.type
+        if device_type is None:
+            raise RuntimeError("there is no accelerator to copy ahead from; use the serial loader")
+        self.device_type = device_type
+        self.device_module = torch.get_device_module(self.device_type)
+        current = self.device_module.current_stream()
+        self.stream = current if stream is None else stream
+        if self.stream != current:
+            self.stream.wait_stream(current)
+        self._under_way: deque[tuple[torch.Tensor, T]] = deque()
+        self._next = 0
+
+    def add(self, size: int, obj: T) -> None:
+        """Take ``obj``; RuntimeError once loading has begun, because the order is fixed then."""
+        if self.started:
+            raise RuntimeError("nothing can be added to a loader that has begun to load")
+        self.items.append((size, obj))
+
+    def start_loading(self) -> None:
+        """Start the first copies; a second call does nothing."""
+        if not self.started:
+            self.started = True
+            self.items.sort(key=lambda item: item[0])
+            self._refill()
+
+    def values(self) -> Iterator[tuple[torch.Tensor, T]]:
+        self.start_loading()
+        while self._under_way:
+            self.stream.synchronize()
+            # All that were under way have arrived; for each that goes out, the next are started.
+            for _ in range(len(self._under_way)):
+                tensor, obj = self._under_way.popleft()
+                self.in_flight_data -= tensor.nbytes
+                self._refill()
+                yield tensor, obj
+
+    def _refill(self) -> None:
+        with self.device_module.stream(self.stream):
+            while self._next < len(self.items) and self.in_flight_data < self.inflight_threshhold:
+                _, obj = self.items[self._next]
+                self._next += 1
+                tensor = self.resolve_fun(obj).detach()
+                on_device = tensor.device.type == self.device_type
+                tensor = tensor.to("cpu", non_blocking=True) if on_device else tensor.cpu()
+                self._under_way.append((tensor, obj))
+                self.in_flight_data += tensor.nbytes
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that this process can use ("cuda", or another backend's name); None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def tensor_loader(resolve_fun: Callable[[T], torch.Tensor], *, thread_count: int, copy_ahead: int) -> _TensorLoader[T]:
+    """The overlapping loader where one thread writes, there is an accelerator and something may be copied ahead."""
+    if thread_count == 1 and copy_ahead > 0 and accelerator_type() is not None:
+        return _OverlappingCpuLoader(resolve_fun, inflight_threshhold=copy_ahead)
+    return _SerialCpuLoader(resolve_fun)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Item:
     """A stored item and the rows of the plan that want it, or parts of it; ``file`` is the number of its file."""
@@ -159,7 +272,7 @@ class Item:
     rows: list[int] = field(default_factory=list)
 
 
-def wanted_items(columns: ReadColumns, storage_data: Mapping[Any, Any]) -> list[Item]:
+def wanted_items(columns: ReadColumns, storage_data: Mapping[MetadataIndex, object]) -> list[Item]:
     """The items that hold what ``columns`` want, each once."""
     items: dict[tuple[str, int, int, bool], Item] = {}
     places = zip(columns.key.tolist(), columns.chunk_lo.tolist(), strict=True)
@@ -178,12 +291,6 @@ def wanted_items(columns: ReadColumns, storage_data: Mapping[Any, Any]) -> list[
             items[name] = Item(key=key, place=place, is_value=dimensions < 0)
         items[name].rows.append(row)
     return list(items.values())
-
-
-def buffer_of(data: bytes | bytearray) -> Slab:
-    """``data`` in memory that targets can be filled from."""
-    memory = bytearray(data) or bytearray(1)
-    return Slab(memoryview(memory)[: len(data)], torch.frombuffer(memory, dtype=torch.uint8))
 
 
 class Delivery:
@@ -210,7 +317,6 @@ class Delivery:
         return tensors
 
     def box(self, row: int) -> Box:
-        """What ``row`` wants of its chunk."""
         lengths = self._columns.boxes[row][1]
         return Box(tuple(self._columns.storage_lo[row, : len(lengths)].tolist()), lengths)
 
@@ -225,15 +331,11 @@ class Delivery:
                 key=item.key,
             )
         self._check(row, tensor, elements.dtype)
-        order = elements.order
-        shape, wanted = permuted(elements.shape, order), Box(permuted(box.offsets, order), permuted(box.lengths, order))
-        is_plain = order == tuple(range(len(order)))
-        return Target(
-            tensor if is_plain else tensor.permute(order),
-            elements.dtype,
-            shape,
-            None if wanted.lengths == shape else wanted,
-        )
+        shape, order = elements.shape, elements.order
+        if order != tuple(range(len(order))):
+            shape, tensor = permuted(shape, order), tensor.permute(order)
+            box = Box(permuted(box.offsets, order), permuted(box.lengths, order))
+        return Target(tensor, elements.dtype, shape, None if box.lengths == shape else box)
 
     def _check(self, row: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         which, lengths = self._columns.boxes[row]
@@ -245,26 +347,34 @@ class Delivery:
         if dtype != tensor.dtype:
             raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
-    def fill(self, item: Item, tensors: list[torch.Tensor], buffer: Slab, at: int, length: int) -> None:
-        """Fill ``tensors``, one for each row of ``item``, from its whole archive in ``buffer`` from ``at`` on."""
-        view = buffer.view
-        elements = locate(item, lambda start, stop: bytes(view[at + start : at + stop]), length)
-        if elements is None:
-            self.fill_loaded(item, tensors, bytes(view[at : at + length]))
+    def deliver(self, item: Item, data: bytearray) -> None:
+        """Take the whole item: keep the bytes of a value, fill and commit what wants a tensor, or parts of it."""
+        if item.is_value:
+            self._values.update(dict.fromkeys(item.rows, bytes(data)))
             return
-        begin = at + elements.begin
-        record = view[begin : begin + elements.nbytes]
-        if self._verify and elements.checksum is not None and zlib.crc32(record) != elements.checksum:
-            raise damaged(item, elements.begin, elements.nbytes)
+        tensors = self.resolve(item.rows)
+        elements = locate(item, lambda start, stop: bytes(data[start:stop]), len(data))
+        if elements is None:
+            self._fill_loaded(item, tensors, data)
+        else:
+            self._fill(item, tensors, data, elements)
         for row, tensor in zip(item.rows, tensors, strict=True):
-            target = self.target(item, row, tensor, elements)
-            target.copy_in(0, elements.nbytes, buffer, begin)
+            self.commit(row, tensor)
+
+    def _fill(self, item: Item, tensors: list[torch.Tensor], data: bytearray, elements: Elements) -> None:
+        buffer = Slab(memoryview(data), torch.frombuffer(data, dtype=torch.uint8))
+        begin = elements.begin
+        record = buffer.view[begin : begin + elements.nbytes]
+        if self._verify and elements.checksum is not None and zlib.crc32(record) != elements.checksum:
+            raise damaged(item, begin, elements.nbytes)
+        for row, tensor in zip(item.rows, tensors, strict=True):
+            self.target(item, row, tensor, elements).copy_in(0, elements.nbytes, buffer, begin)
             if tensor.is_cuda:
-                # The buffer is used for something else right afterwards.
+                # The buffer goes right afterwards.
                 torch.cuda.current_stream(tensor.device).synchronize()
 
-    def fill_loaded(self, item: Item, tensors: list[torch.Tensor], data: bytes) -> None:
-        """The same through torch.load: for what is no dense tensor in an archive of the usual form."""
+    def _fill_loaded(self, item: Item, tensors: list[torch.Tensor], data: bytearray) -> None:
+        """Through torch.load: for what is no dense tensor in an archive of the usual form."""
         loaded = deserialize_object(io.BytesIO(data), key=item.key, allow_pickle=self._allow_pickle)
         if not isinstance(loaded, torch.Tensor):
             raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, no tensor", key=item.key)
@@ -279,18 +389,8 @@ class Delivery:
             else:
                 tensor.copy_(wanted)
 
-    def commit(self, item: Item, tensors: list[torch.Tensor]) -> None:
-        """Tell the planner that these are filled."""
-        for row, tensor in zip(item.rows, tensors, strict=True):
-            self.commit_row(row, tensor)
-
-    def commit_row(self, row: int, tensor: torch.Tensor) -> None:
-        """Tell the planner that one is."""
+    def commit(self, row: int, tensor: torch.Tensor) -> None:
         self._planner.commit_row(self._columns, row, tensor)
-
-    def give_value(self, item: Item, data: bytes) -> None:
-        """Keep the bytes of a value until all values are there."""
-        self._values.update(dict.fromkeys(item.rows, data))
 
     def deliver_values(self) -> None:
         """Give the planner the values in the order of its plan: first those that it may refuse."""
@@ -298,7 +398,7 @@ class Delivery:
             self._planner.load_bytes(self._columns.item(row), io.BytesIO(self._values.pop(row)))
 
 
-def locate(item: Item, read: Any, length: int) -> Elements | None:
+def locate(item: Item, read: Read, length: int) -> Elements | None:
     """Where the elements of ``item`` lie in its archive; None when only torch.load can tell. Errors name the item."""
     try:
         return find_tensor(read, length)
@@ -326,5 +426,4 @@ def damaged(item: Item, begin: int, nbytes: int) -> CorruptError:
 
 
 def permuted(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """``values`` in that order."""
     return tuple(values[dimension] for dimension in order)

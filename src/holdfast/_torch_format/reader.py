@@ -15,7 +15,7 @@ from holdfast._io import posix
 from holdfast._io.direct import LocalFiles
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
-from holdfast._torch_classes.translate import speak_torch
+from holdfast._torch_classes.translate import metadata_for_both
 from holdfast._torch_codec.metadata_file import (
     METADATA_NAME,
     decode_metadata,
@@ -23,10 +23,16 @@ from holdfast._torch_codec.metadata_file import (
     merge_metadata,
     metadata_name,
 )
-from holdfast._torch_format.file_systems import FileSystem, FileSystemBase, PathLike, is_local, local_path
+from holdfast._torch_format.file_systems import (
+    FileSystem,
+    FileSystemBase,
+    PathLike,
+    RemoteFileSystem,
+    is_local,
+    local_path,
+)
 from holdfast._torch_format.items import Delivery, Item, wanted_items
-from holdfast._torch_format.ranges import Layouts, read_ranges
-from holdfast._torch_format.streams import StreamRead, TransformRegistry
+from holdfast._torch_format.reading import Layouts, StreamRead, TransformRegistry, read_ranges
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import MAX_METADATA_BYTES
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
@@ -70,28 +76,23 @@ class FileSystemReader(StorageReader):
         self._seen: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._bytes_read = 0
-        self._files: LocalFiles | None = None
-        self._streams: StreamRead | None = None
+        self._reading: tuple[LocalFiles | StreamRead, ...] = ()
 
     @property
     def checkpoint_id(self) -> PathLike:
-        """Where the checkpoint is."""
         return self.path
 
     @property
     def metadata_path(self) -> PathLike:
-        """Where its metadata is."""
         return self.fs.concat_path(self.path, METADATA_NAME)
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
         """Bytes of data files that were read since the last reset."""
-        running = self._files or self._streams
-        return self._bytes_read + (0 if running is None else running.bytes_read)
+        return self._bytes_read + sum(running.bytes_read for running in self._reading)
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
-        """The file of the checkpoint that is being read."""
         return posix.file_at_work(self.path)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
@@ -128,7 +129,7 @@ class FileSystemReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         self._layouts = {}
-        return speak_torch(metadata)
+        return metadata_for_both(metadata)
 
     def metadata_names(self) -> list[str]:
         """The files that describe the checkpoint: that of all ranks, or those that each wrote for itself."""
@@ -182,7 +183,6 @@ class FileSystemReader(StorageReader):
         return NotFoundError(f"there is no checkpoint at {str(self.path)!r}: no such directory")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of where everything is."""
         if not isinstance(metadata.storage_data, dict):
             raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
         self.storage_data = metadata.storage_data
@@ -190,11 +190,9 @@ class FileSystemReader(StorageReader):
         self._dtypes = {key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """``plan``, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """``plans``, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -218,50 +216,61 @@ class FileSystemReader(StorageReader):
     def _read(self, delivery: Delivery, items: list[Item]) -> None:
         by_range: list[Item] = []
         by_stream: list[Item] = []
-        for item in items:
-            (by_range if is_local(self.fs) and not item.place.transform_descriptors else by_stream).append(item)
-        self._read_ranges(by_range, delivery)
-        self._read_streams(by_stream, delivery)
-
-    def _read_ranges(self, items: list[Item], delivery: Delivery) -> None:
         ends: dict[str, int] = {}
         for item in items:
             place = item.place
+            if not is_local(self.fs) or place.transform_descriptors:
+                by_stream.append(item)
+                continue
+            by_range.append(item)
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         numbers = {name: number for number, name in enumerate(ends)}
-        for item in items:
+        for item in by_range:
             item.file = numbers[item.place.relative_path]
-        with contextlib.ExitStack() as stack:
-            paths = [local_path(self.path, name) for name in ends]
-            self._files = LocalFiles(paths, list(ends.values()), at_least=True)
-            stack.callback(self._count)
-            stack.callback(self._files.close)
-            read_ranges(items, self._files, delivery, self._layouts, verify=self.verify)
-
-    def _read_streams(self, items: list[Item], delivery: Delivery) -> None:
-        if items:
-            self._streams = StreamRead(self.fs, self.path, delivery, self._registry)
-            try:
-                self._streams.run(items)
-            finally:
-                self._count()
-
-    def _count(self) -> None:
-        """Add what was read to the total."""
-        self._bytes_read = self.bytes_read
-        self._files = self._streams = None
+        paths = [local_path(self.path, name) for name in ends]
+        files = LocalFiles(paths, list(ends.values()), at_least=True)
+        streams = StreamRead(self.fs, self.path, delivery, self._registry)
+        self._reading = files, streams
+        try:
+            read_ranges(by_range, files, delivery, self._layouts, verify=self.verify)
+            streams.run(by_stream)
+        finally:
+            files.close()
+            self._bytes_read, self._reading = self.bytes_read, ()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether the local file system has such a place."""
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None, "_streams": None, "_layouts": {}}
+        return {**self.__dict__, "_reading": (), "_layouts": {}}
 
 
 def own_rank() -> int:
-    """The rank of this process in its job; 0 without one."""
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
+
+
+class FsspecReader(FileSystemReader):
+    """Reads a checkpoint in torch's format from the URL ``path``; ``options`` go to the file system of its scheme.
+
+    ``cast``, ``allow_pickle`` and ``verify`` are those of ``FileSystemReader``.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        cast: bool = False,
+        allow_pickle: bool = False,
+        verify: bool | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__(path, cast=cast, allow_pickle=allow_pickle, verify=verify)
+        self.fs = RemoteFileSystem(**options)
+        self.path = self.fs.init_path(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)

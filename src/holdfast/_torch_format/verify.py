@@ -20,12 +20,12 @@ from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.verify import Damage, VerifyReport, problem_of
-from holdfast._torch_codec.archive import Record, find_tensor, records
-from holdfast._torch_codec.metadata_file import METADATA_NAME, StorageInfo, find_place
+from holdfast._torch_codec.archive import find_tensor, records
+from holdfast._torch_codec.metadata_file import METADATA_NAME, find_place
 from holdfast._torch_format.file_systems import local_path
 from holdfast._torch_format.items import Item
-from holdfast._torch_format.ranges import Ends
 from holdfast._torch_format.reader import FileSystemReader
+from holdfast._torch_format.reading import Ends
 from holdfast.errors import CorruptError, StorageError
 from holdfast.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planner_helpers import tiling_faults
@@ -59,7 +59,7 @@ def _verified(path: str | os.PathLike[str], begin: float, on_progress: _Progress
     names = reader.metadata_names()
     # Ranks that saved apart may have other things under the same key: each of them is somebody's.
     apart = {name: reader.read_metadata(rank=rank) for rank, name in enumerate(names) if name != METADATA_NAME}
-    verification = _Verification(reader.path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
+    verification = _ItemChecks(reader.path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
     damage = verification.run()
     report = VerifyReport(
         files=len(verification.names) + len(names),
@@ -72,7 +72,7 @@ def _verified(path: str | os.PathLike[str], begin: float, on_progress: _Progress
     return report, bool(damage) and reader.was_replaced()
 
 
-class _Verification:
+class _ItemChecks:
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -115,15 +115,15 @@ class _Verification:
         self._check_overlaps()
         workers = default_workers()
         ring = SlabRing(workers)
+        self._items.sort(key=lambda pair: (self._numbers[pair[0].place.relative_path], pair[0].place.offset))
         try:
-            run_bounded(self._jobs(ring), workers=workers)
+            run_bounded((partial(self._check_item, *pair, ring) for pair in self._items), workers=workers)
         finally:
             ring.close()
             self._files.close()
         return tuple(damage for _, _, damage in sorted(self._damage, key=lambda found: found[:2]))
 
     def unchecked(self) -> Iterator[str]:
-        """What the format gives nothing to check by."""
         yield "the metadata has no checksum"
         yield from (f"{counted} items {why}" for why, counted in self._unchecked.items())
 
@@ -141,11 +141,6 @@ class _Verification:
                 self._note(name, keys[name, offset], span, "it overlaps what is stored before it")
             reached = (number, max(offset + length, reached[1] if reached[0] == number else 0))
 
-    def _jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
-        order = sorted(self._items, key=lambda pair: (self._numbers[pair[0].place.relative_path], pair[0].place.offset))
-        for item, chunk in order:
-            yield partial(self._check_item, item, chunk, ring)
-
     def _check_item(self, item: Item, chunk: ChunkStorageMetadata | None, ring: SlabRing) -> None:
         place = item.place
         span = (place.offset, place.offset + place.length)
@@ -158,27 +153,36 @@ class _Verification:
             elif place.transform_descriptors:
                 self._count(_TRANSFORMED)
             else:
-                with self._files.lend(self._numbers[place.relative_path]) as (file, is_cached):
-                    self._check_archive(item, chunk, _Archive(file, is_cached, place, ring))
+                self._check_archive(item, chunk, ring)
         except (CorruptError, StorageError) as error:
             self._note(place.relative_path, item.key, span, problem_of(error))
-        self._advance(place.length)
+        with self._lock:
+            self._done += place.length
+            if self._on_progress is not None:
+                self._on_progress(self._done, self.total_bytes)
 
-    def _check_archive(self, item: Item, chunk: ChunkStorageMetadata | None, archive: _Archive) -> None:
-        found = records(archive.read, item.place.length)
-        if found is None:
-            self._count(_OPAQUE)
-            return
-        if chunk is not None:
-            elements = find_tensor(archive.read, item.place.length)
-            if elements is not None and elements.shape != tuple(chunk.sizes):
-                sizes = f"{list(elements.shape)} elements instead of {list(chunk.sizes)}"
-                self._note(item.place.relative_path, item.key, archive.span, f"it has {sizes}")
-        for record in found:
-            if record.checksum is not None and archive.checksum(record) != record.checksum:
-                start = item.place.offset + record.begin
-                span = (start, start + record.nbytes)
-                self._note(item.place.relative_path, item.key, span, "not the bytes that were written")
+    def _check_archive(self, item: Item, chunk: ChunkStorageMetadata | None, ring: SlabRing) -> None:
+        name, offset, length = item.place.relative_path, item.place.offset, item.place.length
+        with self._files.lend(self._numbers[name]) as (file, is_cached):
+            read = Ends(file, item.place).read
+            found = records(read, length)
+            if found is None:
+                self._count(_OPAQUE)
+                return
+            elements = None if chunk is None else find_tensor(read, length)
+            if chunk is not None and elements is not None and elements.shape != tuple(chunk.sizes):
+                problem = f"it has {list(elements.shape)} elements instead of {list(chunk.sizes)}"
+                self._note(name, item.key, (offset, offset + length), problem)
+            for record in found:
+                start, stop = offset + record.begin, offset + record.begin + record.nbytes
+                if record.checksum is None:
+                    continue
+                if record.nbytes < _DIRECT_BYTES:
+                    checksum = zlib.crc32(read(record.begin, record.begin + record.nbytes))
+                else:
+                    checksum = _checksum(file, start, stop, ring, is_cached=is_cached)
+                if checksum != record.checksum:
+                    self._note(name, item.key, (start, stop), "not the bytes that were written")
         if any(record.checksum is None and record.nbytes for record in found):
             self._count(_WITHOUT_CHECKSUM)
 
@@ -196,36 +200,18 @@ class _Verification:
         with self._lock:
             self._unchecked[why] += 1
 
-    def _advance(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(self._done, self.total_bytes)
 
-
-class _Archive(Ends):
-    """The bytes of one item, and the checksums of its records."""
-
-    def __init__(self, file: InputFile, is_cached: bool, place: StorageInfo, ring: SlabRing) -> None:
-        super().__init__(file, place)
-        self._is_cached = is_cached
-        self._ring = ring
-        self.span = (place.offset, place.offset + place.length)
-
-    def checksum(self, record: Record) -> int:
-        """The CRC-32 of the record, read through a slab where it is large."""
-        if record.nbytes < _DIRECT_BYTES:
-            return zlib.crc32(self.read(record.begin, record.begin + record.nbytes))
-        checksum = 0
-        at, end = self._offset + record.begin, self._offset + record.begin + record.nbytes
-        with self._ring.lend() as slab:
-            while at < end:
-                base = at if self._is_cached else at - at % ALIGNMENT
-                stop = min(end, base + SLAB_BYTES)
-                if self._is_cached:
-                    self._file.read_into(slab.view[: stop - base], base)
-                else:
-                    self._file.read_direct_into(slab.view[: stop - base + -(stop - base) % ALIGNMENT], base)
-                checksum = zlib.crc32(slab.view[at - base : stop - base], checksum)
-                at = stop
-        return checksum
+def _checksum(file: InputFile, begin: int, end: int, ring: SlabRing, *, is_cached: bool) -> int:
+    """The CRC-32 of bytes [begin, end) of ``file``, read through a slab."""
+    checksum = 0
+    with ring.lend() as slab:
+        while begin < end:
+            base = begin if is_cached else begin - begin % ALIGNMENT
+            stop = min(end, base + SLAB_BYTES)
+            if is_cached:
+                file.read_into(slab.view[: stop - base], base)
+            else:
+                file.read_direct_into(slab.view[: stop - base + -(stop - base) % ALIGNMENT], base)
+            checksum = zlib.crc32(slab.view[begin - base : stop - base], checksum)
+            begin = stop
+    return checksum

@@ -23,11 +23,11 @@ from holdfast._process import forget_in_child
 from holdfast._torch_classes.adapt import final_save_plan, is_torchs
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION, metadata_from_torch, save_plan_from_torch
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX, StorageInfo, StoragePrefix, metadata_name
-from holdfast._torch_format.file_packer import FilePacker
 from holdfast._torch_format.file_systems import (
     FileSystem,
     FileSystemBase,
     PathLike,
+    RemoteFileSystem,
     check_replaceable,
     file_prefixes,
     is_local,
@@ -35,7 +35,7 @@ from holdfast._torch_format.file_systems import (
     publish,
 )
 from holdfast._torch_format.items import ChangedInfo, PlannedItems
-from holdfast._torch_format.streams import StreamPacker, StreamTransform, _StorageWriterTransforms
+from holdfast._torch_format.packing import FilePacker, StreamPacker, StreamTransform, _StorageWriterTransforms
 from holdfast._values.dtypes import MAX_KEY_BYTES
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InternalError, InvalidStateError
@@ -112,17 +112,14 @@ class _FileSystemWriter(StorageWriter):
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Have no files: those are the parent's."""
         self._files = None
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
-        """The file of the checkpoint that is being written."""
         return posix.file_at_work(self.path)
 
     @property
     def checkpoint_id(self) -> PathLike:
-        """The directory."""
         return self.path
 
     @property
@@ -135,11 +132,9 @@ class _FileSystemWriter(StorageWriter):
         return metadata_name(None if self.use_collectives else self.rank)
 
     def storage_meta(self) -> StorageMeta | None:
-        """The directory and the id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new save, to ``checkpoint_id`` when it is given."""
         if checkpoint_id:
             self.path = self.fs.init_path(checkpoint_id)
         self.save_id = _generate_uuid()
@@ -164,7 +159,6 @@ class _FileSystemWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, each with how the names of its files begin."""
         return [
             plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=prefix)
             for plan, prefix in zip(plans, self._prefixes(range(len(plans))), strict=True)
@@ -231,7 +225,6 @@ class _FileSystemWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a Path, or a string that is no URL and has a parent that can be written to."""
         return FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
@@ -290,20 +283,36 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         _extensions: Sequence[StreamTransform] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
     ) -> None:
-        _FileSystemWriter.__init__(
-            self,
-            path=path,
-            single_file_per_rank=single_file_per_rank,
-            sync_files=sync_files,
-            thread_count=thread_count,
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
-        )
+        files = path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead
+        _FileSystemWriter.__init__(self, *files, overwrite, _extensions, serialization_format)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """A copy of ``state_dict`` on the CPU; nothing is copied ahead any more, because nothing is left to copy."""
         self.per_thread_copy_ahead = 0
         return super().stage(state_dict)
+
+
+class FsspecWriter(FileSystemWriter):
+    """Writes a checkpoint in torch's format to the URL ``path``; ``options`` go to the file system of its scheme."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransform] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        **options: object,
+    ) -> None:
+        files = path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead
+        super().__init__(*files, False, overwrite, _extensions, serialization_format)
+        self.fs = RemoteFileSystem(**options)
+        self.path = self.fs.init_path(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)

@@ -17,7 +17,7 @@ from rich.text import Text
 from holdfast._checkpoint import is_torch_format
 from holdfast._native.sweep import Leftover, SweepReport, sweep
 from holdfast._native.verify import VerifyReport, verify_checkpoint
-from holdfast._torch_format.remote import is_remote
+from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast.cli.terminal import (
     counted,

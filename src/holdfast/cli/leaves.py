@@ -21,8 +21,8 @@ from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.values import decode_value, encode_value
 from holdfast._state.nested import Path, restorable_paths
 from holdfast._torch_codec.metadata_file import StorageInfo, find_place
+from holdfast._torch_format.file_systems import RemoteFileSystem
 from holdfast._torch_format.reader import FileSystemReader
-from holdfast._torch_format.remote import RemoteFileSystem
 from holdfast._values.dtypes import DTYPES
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling

@@ -13,7 +13,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,15 +27,15 @@ from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
 from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, unflatten
 from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
-from holdfast._torch_codec.pickles import deserialize_object, serialize_object
-from holdfast._torch_format.remote import is_remote
+from holdfast._torch_codec.archive_writing import write_pt
+from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object
+from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast._torch_format.writer import _FileSystemWriter
 from holdfast._values.box import flat_range_boxes
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
-from holdfast.interop.pt_files import OnProgress, Progress, read_pt, write_pt
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -48,7 +48,11 @@ from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, Writ
 from holdfast.storage import StorageWriter
 
 _Path = str | os.PathLike[str]
+_OnProgress = Callable[[int, int], None]
 Format = Literal["native", "torch", "pt"]
+
+_MOST_GROWTH = 16
+_ALWAYS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ def convert(
     overwrite: bool = False,
     verify: bool = True,
     max_bytes: int | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: _OnProgress | None = None,
 ) -> Conversion:
     """Write the checkpoint ``source`` (a directory, or a ``.pt`` file) to ``target`` in the format ``to``.
 
@@ -96,13 +100,14 @@ def convert(
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     source, target = posix.absolute(source), posix.absolute(target)
-    progress = Progress(on_progress, source, max_bytes)
+    progress = _ByteCount(on_progress, source, max_bytes)
     with _guarded_target(target, to, overwrite=overwrite):
         if os.path.isfile(source):
             if to == "pt":
                 raise ValueError(f"{os.fspath(source)!r} is a .pt file already; copy it")
             writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
-            tensors, values = _from_pt(source, writer, progress, allow_pickle=allow_pickle, verify=verify)
+            state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
+            metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
         else:
             if verify and is_torch_format(source):
                 _check_torch(source)
@@ -116,11 +121,47 @@ def convert(
                         target, to, allow_pickle=allow_pickle, overwrite=overwrite, user_metadata=user_metadata
                     )
                     save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
-                tensors, values = leaves.counts()
-    return Conversion(tensors=tensors, values=values, bytes=progress.done, seconds=time.monotonic() - started)
+                metadata = checkpoint.metadata
+    entries = metadata.state_dict_metadata.values()
+    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
+    seconds = time.monotonic() - started
+    return Conversion(tensors=tensors, values=len(entries) - tensors, bytes=progress.done, seconds=seconds)
 
 
-# --- targets ---------------------------------------------------------------------------------------------------------
+class _ByteCount:
+    """Counts bytes for whoever wants to know, from any thread; no more than ``max_bytes``, or what is in proportion."""
+
+    def __init__(self, told: _OnProgress | None, source: str | os.PathLike[str], max_bytes: int | None) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._source = os.fspath(source)
+        self._source_bytes = _bytes_at(self._source)
+        self._most = max(_ALWAYS_BYTES, _MOST_GROWTH * self._source_bytes) if max_bytes is None else max_bytes
+        self.done = 0
+        self.total = 0
+
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Take the bytes of all tensors that will be written, by key; InvalidStateError when they are too many."""
+        self.total = sum(sizes.values())
+        if self.total > self._most:
+            key = max(sizes, key=sizes.__getitem__)
+            raise InvalidStateError(
+                f"{self._source!r} has {self._source_bytes} bytes and would become {self.total}, {sizes[key]} of them "
+                f"for {key[:200]!r}, more than {self._most}; pass max_bytes={self.total} if you want that",
+                key=key,
+            )
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self._told is not None:
+                self._told(self.done, max(self.total, self.done))
+
+
+def _bytes_at(path: str) -> int:
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
 
 
 @contextlib.contextmanager
@@ -173,20 +214,16 @@ def _check_torch(source: _Path) -> None:
         )
 
 
-# --- from a checkpoint -----------------------------------------------------------------------------------------------
-
-
 class _StoredSource(DistantSource):
     """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
 
-    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: Progress) -> None:
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _ByteCount) -> None:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._lock = lock
         self._progress = progress
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         dtype = self._stored.dtype
         for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
             nbytes = box.volume * dtype.itemsize
@@ -201,18 +238,15 @@ class _StoredSource(DistantSource):
 
 
 class _QuantizedSource:
-    """The integers of a stored quantised tensor, which can only be read as a whole: at the first byte, and dropped
-    after the last.
-    """
+    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
 
-    def __init__(self, stored: StoredTensor, progress: Progress) -> None:
+    def __init__(self, stored: StoredTensor, progress: _ByteCount) -> None:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._progress = progress
         self._whole: Source | None = None
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         if self._whole is None:
             self._whole = source_of(self._stored[...])
         self._whole.copy_out(start, stop, buffer, at)
@@ -227,7 +261,7 @@ class _Leaves:
     ``plain_only`` refuses values that could only be loaded again by running code.
     """
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress, *, plain_only: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, progress: _ByteCount, *, plain_only: bool) -> None:
         self.checkpoint = checkpoint
         self.metadata = checkpoint.metadata
         self._progress = progress
@@ -235,16 +269,13 @@ class _Leaves:
         self._lock = threading.Lock()
         self._tensors: dict[str, LazyTensor] = {}
         entries = self.metadata.state_dict_metadata
-        progress.expect({stored.key: stored.nbytes for stored in self._stored() if stored.alias_of not in entries})
-
-    def _stored(self) -> Iterator[StoredTensor]:
-        entries = self.metadata.state_dict_metadata.items()
-        return (self.checkpoint[key] for key, entry in entries if isinstance(entry, TensorStorageMetadata))
-
-    def counts(self) -> tuple[int, int]:
-        """How many tensors, how many values."""
-        tensors = sum(1 for _ in self._stored())
-        return tensors, len(self.metadata.state_dict_metadata) - tensors
+        progress.expect(
+            {
+                key: checkpoint[key].nbytes
+                for key, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata) and entry.alias_of not in entries
+            }
+        )
 
     def tensor(self, key: str) -> LazyTensor:
         """The tensor of ``key``, to be read when its bytes are asked for; tied keys give one object."""
@@ -268,7 +299,7 @@ class _Leaves:
             source = _QuantizedSource(self.checkpoint[key], self._progress)
         return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str) -> object:
         """The value of ``key``; an array where it is kept like a tensor."""
         found = self.checkpoint[key]
         if isinstance(found, StoredTensor):
@@ -287,17 +318,15 @@ class _Leaves:
         )
 
     def real_tensor(self, key: str) -> torch.Tensor:
-        """The tensor of ``key``, read now."""
         stored: StoredTensor = self.checkpoint[key]
         self._progress.add(stored.nbytes)
         return stored[...]
 
     def state(self) -> dict[Any, Any]:
-        """All of it, nested as it was saved."""
         leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
         return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
 
-    def _leaf(self, key: str, entry: STORAGE_TYPES) -> Any:
+    def _leaf(self, key: str, entry: STORAGE_TYPES) -> object:
         if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
             return self.value(key)
         # The scales of torch's format are in its data files: only the tensor itself has them.
@@ -332,7 +361,6 @@ class _CopyPlanner(DefaultSavePlanner):
         self.mappings = restorable_paths(self._leaves.metadata)
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each leaf."""
         entries = dict(self._leaves.metadata.state_dict_metadata)
         if not self.keeps_empty_dicts:
             values = (key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
@@ -359,57 +387,36 @@ class _CopyPlanner(DefaultSavePlanner):
         return self.plan
 
     def versions(self) -> Versions:
-        """Those of the checkpoint."""
         return self._leaves.metadata.versions
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor, or the value, of ``write_item``."""
-        return self.transform_object(write_item, self._object_of(write_item))
-
-    def _object_of(self, write_item: WriteItem) -> Any:
-        key = write_item.index.fqn
+        key, leaves = write_item.index.fqn, self._leaves
         if write_item.type is WriteItemType.BYTE_IO:
-            return self._leaves.value(key)
-        return self._leaves.real_tensor(key) if self._leaves.is_quantized(key) else self._leaves.tensor(key)
-
-
-# --- from a .pt file -------------------------------------------------------------------------------------------------
-
-
-def _from_pt(
-    path: _Path, writer: StorageWriter, progress: Progress, *, allow_pickle: bool, verify: bool
-) -> tuple[int, int]:
-    """Save what is in the file, and tell how many tensors and values that were."""
-    state = read_pt(path, allow_pickle=allow_pickle, verify=verify)
-    metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
-    entries = metadata.state_dict_metadata.values()
-    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
-    return tensors, len(entries) - tensors
+            return self.transform_object(write_item, leaves.value(key))
+        return self.transform_object(
+            write_item, leaves.real_tensor(key) if leaves.is_quantized(key) else leaves.tensor(key)
+        )
 
 
 class _CountedSource:
-    """The bytes of a tensor; those that are copied count as progress."""
-
-    def __init__(self, tensor: torch.Tensor, progress: Progress) -> None:
-        self._source = source_of(tensor)
+    def __init__(self, source: Source, progress: _ByteCount) -> None:
+        self.nbytes = source.nbytes
+        self._source = source
         self._progress = progress
-        self.nbytes = self._source.nbytes
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        """Put bytes [start, stop) into ``buffer`` from ``at`` on."""
         self._source.copy_out(start, stop, buffer, at)
         self._progress.add(stop - start)
 
 
 class _CountingPlanner(DefaultSavePlanner):
-    """Saves a state, and tells how far it is."""
+    """The default planner, its tensors counted."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: _ByteCount) -> None:
         super().__init__()
         self._progress = progress
 
     def create_local_plan(self) -> SavePlan:
-        """What the default planner plans; its bytes are what there is to do."""
         plan = super().create_local_plan()
         columns = write_columns(plan.items)
         self._progress.expect(
@@ -422,8 +429,7 @@ class _CountingPlanner(DefaultSavePlanner):
         return plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
-        """What the default planner gives; a tensor as one whose bytes are counted."""
         data = super().transform_object(write_item, object)
         if not isinstance(data, torch.Tensor) or data.is_quantized:
             return data
-        return LazyTensor(_CountedSource(data, self._progress), data.shape, data.dtype)
+        return LazyTensor(_CountedSource(source_of(data), self._progress), data.shape, data.dtype)

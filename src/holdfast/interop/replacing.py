@@ -8,45 +8,30 @@ and those that torch derives from them keep them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, cast
 
-import torch.distributed.checkpoint.filesystem as torchs
-from torch.distributed.checkpoint import storage as torch_protocol
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.futures import Future
 
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
+from holdfast._torch_classes.torchs import filesystem, import_fsspec_storage, metadata, planner, staging, storage
+
+_Path = str | os.PathLike[str]
 
 # Kept under names of their own: those in torch's modules may stand for the classes below.
-TORCHS_WRITER = torchs.FileSystemWriter
-TORCHS_READER = torchs.FileSystemReader
+TORCHS_WRITER = filesystem.FileSystemWriter
+TORCHS_READER = filesystem.FileSystemReader
+
+_options: list[dict[str, bool]] = [{"verify": True, "cast": False, "allow_pickle": False}]
+"""What torch's arguments cannot say: the defaults, then those of each use in force. Storages are made by the last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What torch's arguments cannot say."""
-
-    verify: bool = True
-    cast: bool = False
-    allow_pickle: bool = False
-
-
-_options_in_use: list[Options] = []
-"""Those of every use that is in force; the last one counts for storages made from now on."""
-
-
-def _current() -> Options:
-    return _options_in_use[-1] if _options_in_use else Options()
-
-
-class FileSystemWriter(NativeWriter, BlockingAsyncStager, torch_protocol.StorageWriter):  # type: ignore[misc]
+class NativeWriterForTorch(NativeWriter, staging.BlockingAsyncStager, storage.StorageWriter):  # type: ignore[misc]
     """torch's FileSystemWriter, writing native checkpoints.
 
     ``overwrite`` means what it means there, but replaces atomically; ``cache_staged_state_dict`` is for staging. How
@@ -56,98 +41,87 @@ class FileSystemWriter(NativeWriter, BlockingAsyncStager, torch_protocol.Storage
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: _Path,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
-        _extensions: Any = None,
-        serialization_format: Any = None,
+        _extensions: object = None,
+        serialization_format: object = None,
     ) -> None:
         if _extensions:
             raise ValueError("native storage has no stream transforms; write this checkpoint outside of use_in_torch")
-        NativeWriter.__init__(self, path, overwrite=overwrite, allow_pickle=_current().allow_pickle)
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        NativeWriter.__init__(self, path, overwrite=overwrite, allow_pickle=_options[-1]["allow_pickle"])
+        staging.BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint goes."""
         return self.path
 
 
-class FileSystemReader(torch_protocol.StorageReader):
+class NativeReaderForTorch(storage.StorageReader):
     """torch's FileSystemReader for native checkpoints; torch's own are read by torch's own class."""
 
-    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
-        current = _current()
-        self._native = NativeReader(path, verify=current.verify, cast=current.cast, allow_pickle=current.allow_pickle)
+    def __init__(self, path: _Path, _extension_registry: Any = None) -> None:
+        self._native = NativeReader(path, **_options[-1])
         self._torchs = TORCHS_READER(path, _extension_registry)
-        self._chosen: torch_protocol.StorageReader | None = None
+        self._chosen: storage.StorageReader | None = None
 
     @property
     def path(self) -> str:
-        """Where the checkpoint is."""
         return self._native.path
 
-    @property
-    def checkpoint_id(self) -> str:
-        """Where the checkpoint is."""
-        return self._native.path
+    checkpoint_id = path
 
     @property
-    def behind(self) -> Any:
+    def behind(self) -> storage.StorageReader:
         """The reader for what is there: a native one, or torch's own."""
         if self._chosen is None:
             is_native = format_at(self.path) == "native"
-            self._chosen = self._native if is_native else self._torchs  # type: ignore[assignment]
+            self._chosen = cast(storage.StorageReader, self._native) if is_native else self._torchs
         return self._chosen
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new load, from ``checkpoint_id`` when it is given."""
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
         self._chosen = None
         self._native.reset(checkpoint_id)
         self._torchs.reset(checkpoint_id)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """What the checkpoint that is there now says of itself."""
         self._chosen = None
         return self.behind.read_metadata(*args, **kwargs)
 
-    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Get ready to read the checkpoint that ``metadata`` describes."""
+    def set_up_storage_reader(
+        self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         self.behind.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """The local plan, with what the storage wants to add to it."""
+    def prepare_local_plan(self, plan: planner.LoadPlan) -> planner.LoadPlan:
         return self.behind.prepare_local_plan(plan)
 
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """All plans, with what the storage wants to tell each rank."""
-        prepared: list[Any] = self.behind.prepare_global_plan(plans)
-        return prepared
+    def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
+        return self.behind.prepare_global_plan(plans)
 
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read every item of ``plan`` into what ``planner`` gives for it."""
+    def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
         return self.behind.read_data(plan, planner)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether torch's own reader would take it."""
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
         return bool(TORCHS_READER.validate_checkpoint_id(checkpoint_id))
 
 
 # Whoever made one of torch's before the names were replaced still has what the names stand for.
-FileSystemWriter.register(TORCHS_WRITER)
-FileSystemReader.register(TORCHS_READER)
+NativeWriterForTorch.register(TORCHS_WRITER)
+NativeReaderForTorch.register(TORCHS_READER)
 
 
 _log = logging.getLogger("holdfast")
 
 _CLASSES: dict[type, type] = {
-    TORCHS_WRITER: FileSystemWriter,
-    TORCHS_READER: FileSystemReader,
+    TORCHS_WRITER: NativeWriterForTorch,
+    TORCHS_READER: NativeReaderForTorch,
 }
 _KEEP_TORCHS = (
     "holdfast.",
@@ -172,19 +146,17 @@ def use_in_torch(*, verify: bool = True, cast: bool = False, allow_pickle: bool 
     Returns:
         The replacement, to be undone; as a context manager it undoes itself.
     """
-    return Replacement(Options(verify=verify, cast=cast, allow_pickle=allow_pickle))
+    return Replacement(verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
 class Replacement:
     """One use of native storage under torch's names; ``replaced`` lists the names, as the log does."""
 
-    def __init__(self, options: Options) -> None:
-        # torch derives its fsspec storage when it first needs it: that has to have happened before.
-        with contextlib.suppress(ImportError):
-            import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401
+    def __init__(self, **options: bool) -> None:
+        import_fsspec_storage()
         self._options = options
         self._is_undone = False
-        _options_in_use.append(options)
+        _options.append(options)
         self.replaced = tuple(_replace(_CLASSES))
         _log.info("torch's file storage is native storage now, in %s", ", ".join(self.replaced) or "no further module")
 
@@ -193,8 +165,8 @@ class Replacement:
         if self._is_undone:
             return
         self._is_undone = True
-        _options_in_use[:] = [each for each in _options_in_use if each is not self._options]
-        if _options_in_use:
+        _options[:] = [each for each in _options if each is not self._options]
+        if len(_options) > 1:
             return
         names = _replace({ours: torchs for torchs, ours in _CLASSES.items()})
         _log.info("torch's file storage is its own again, in %s", ", ".join(names))

@@ -14,7 +14,9 @@ import torch
 
 from holdfast._state.tensor_bytes import Buffer, LazyTensor, source_of
 from holdfast._state.tensors import TORCH_DTYPES
-from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT
+from holdfast._torch_codec import archive_writing
+from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, write_pt
+from holdfast._torch_codec.pickles import read_pt
 from holdfast.errors import (
     AlreadyPublishedError,
     CheckpointError,
@@ -25,8 +27,6 @@ from holdfast.errors import (
     StorageError,
     UnsafeError,
 )
-from holdfast.interop import pt_files
-from holdfast.interop.pt_files import read_pt, write_pt
 
 
 def lazy(tensor: torch.Tensor) -> LazyTensor:
@@ -89,7 +89,7 @@ def test_storages_are_aligned_and_checksums_right(tmp_path: Path) -> None:
 def test_records_of_more_than_a_zip_can_count_have_long_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pt_files, "_ZIP64_BYTES", 0)
+    monkeypatch.setattr(archive_writing, "_ZIP64_BYTES", 0)
     write_pt({"a": lazy(torch.arange(5)), "b": lazy(torch.ones(3))}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
     assert loaded["a"].tolist() == [0, 1, 2, 3, 4]
@@ -167,8 +167,8 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, error: BaseException, o
 def test_a_full_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    original = pt_files.posix.open_stream
-    monkeypatch.setattr(pt_files.posix, "open_stream", lambda path, mode: original("/dev/full", "wb"))
+    original = archive_writing.posix.open_stream
+    monkeypatch.setattr(archive_writing.posix, "open_stream", lambda path, mode: original("/dev/full", "wb"))
     with pytest.raises(StorageError, match="No space") as caught:
         write_pt({"a": lazy(torch.ones(1000))}, tmp_path / "a.pt")
     assert caught.value.path == str(tmp_path / "a.pt")
@@ -184,7 +184,7 @@ def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
 # Reading.
 
 
-def test_archives_and_old_files_are_read(tmp_path: Path) -> None:
+def test_archives_and_files_from_before_torch_1_6_are_read(tmp_path: Path) -> None:
     state = {"a": torch.arange(5), "b": [1]}
     torch.save(state, tmp_path / "new.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._torch_codec.pickles import deserialize_object, serialize_object, unpickle, weigh
+from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object, unpickle, weigh
 from holdfast.errors import CorruptError
-from holdfast.interop.pt_files import read_pt
 
 PRIME = (1 << 61) - 1
 NUMBERS = [pickle.encode_long(PRIME * number) for number in range(1, 12_000)]
