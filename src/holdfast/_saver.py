@@ -192,11 +192,11 @@ def _save(state: Mapping[Any, Any], saving: Saving) -> Metadata:
     try:
         plan = saving.plan(state, before=TURNS.settle)
         metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
+        writer.conclude()
+        return metadata
     except BaseException:
         writer.abandon()
         raise
-    writer.conclude()
-    return metadata
 
 
 class Saving:

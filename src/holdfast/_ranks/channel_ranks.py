@@ -116,6 +116,8 @@ class ChannelRanks:
                 self._tell(error)
             self._see_received()
         finally:
+            # By its traceback an error holds all that the caller's frames hold: files, a writer, and so on.
+            self._own = {}
             self._channel.leave(self, self._patience.farewell_s)
 
     def again(self) -> None:
