@@ -205,10 +205,11 @@ def _store_of(group: ProcessGroup) -> Store | None:
 
 
 def _unreachable(name: int, reason: str) -> RankLostError:
+    phase = "meeting the coordinator"
     return RankLostError(
-        f"rank {name} cannot be reached ({reason}); see whether it runs and whether a firewall is in between",
+        f"rank {name} cannot be reached in {phase!r} ({reason}); see whether it runs and whether a firewall is between",
         rank=name,
-        phase="connecting",
+        phase=phase,
     )
 
 
