@@ -219,7 +219,7 @@ def _second_half(job: Job, handle: AsyncSave, holding: _Holding, together: Ranks
         if together is None:
             return job.run()
         found: list[Metadata] = []
-        together.share("saving apart from each other", lambda: found.append(job.run()), lambda done: None)
+        together.all_reduce("saving apart from each other", lambda: found.append(job.run()), lambda done: None)
         return found[0]
 
     def work() -> None:

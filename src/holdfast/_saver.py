@@ -13,7 +13,7 @@ from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks
-from holdfast._ranks.rendezvous import DEADLINE_S, host_name, mesh_rank, participants
+from holdfast._ranks.rendezvous import DEADLINE_S, host_id, mesh_rank, participants
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._state.stateful_values import Owners, expose
@@ -183,7 +183,7 @@ def save_with(
         alone = SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         metadata.append(_save(state, Saving(ours, planner, alone, use_collectives=False)))
 
-    ranks.share("saving apart from each other", save_alone, lambda done: None)
+    ranks.all_reduce("saving apart from each other", save_alone, lambda done: None)
     return metadata[0]
 
 
@@ -229,7 +229,7 @@ class Saving:
             self._set_up(state)
             self._check_process()  # what it called may have forked
 
-        host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
+        host = host_id() if self.ranks.size > 1 else UNKNOWN_HOST
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, name=mesh_rank(), host=host)
         return self._planned.plan
 
@@ -240,7 +240,7 @@ class Saving:
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
         """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank."""
         self._prepared = 0
-        return self.ranks.alone(phase, prepare)
+        return self.ranks.locally(phase, prepare)
 
     def advance(self, nbytes: int) -> None:
         """Show the others that ``nbytes`` more are prepared; raise what another has failed with. Any thread."""
@@ -272,8 +272,8 @@ class Saving:
             self.writer.finish(planned.metadata, planned.with_plans(results))
             return planned.told()
 
-        told = self.ranks.share("writing the checkpoint", write, publish)
-        metadata = self.ranks.alone("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
+        told = self.ranks.all_reduce("writing the checkpoint", write, publish)
+        metadata = self.ranks.locally("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
