@@ -175,11 +175,11 @@ class _RankConnection:
 class Connections:
     """The connections of one rank: the coordinator's to all others, or that of another rank to the coordinator.
 
-    Args:
-        receiver: gets the messages, and is told who comes and goes; it is not kept alive by this.
-        listener: where other ranks connect, on the coordinator; it is closed with the rest.
-        token: what they have to know, 32 bytes.
-        size: how many ranks there are.
+    ``receiver`` gets the messages, and is told who comes and goes; it is not kept alive by this. The coordinator has a
+    ``listener``, where ``size`` ranks connect that know the ``token``; it is closed with the rest.
+
+    All of it happens in a thread of its own, but that others ``add`` and ``post``: these change dicts and queues by
+    single steps of C, so that no lock is needed, which an interrupt or a fork could leave held.
     """
 
     def __init__(
@@ -220,7 +220,6 @@ class Connections:
         self._wake()
 
     def has(self, rank: int) -> bool:
-        """Whether there is a connection to ``rank``, as far as is known."""
         return rank in self._peers
 
     def post(self, rank: int, entry: Iterator[bytes] | Bell, *, is_urgent: bool = False) -> None:
@@ -265,10 +264,10 @@ class Connections:
                     key.data(events)
                 receiver = self._receiver()
                 is_busy = receiver is not None and receiver.tick()
-                del receiver
+                del receiver  # or it would live for as long as nothing happens
                 while self._wanting:
                     peer = self._wanting.popleft()
-                    self._register_new()
+                    self._register_new()  # which it may be
                     self._send(peer)
                 self._register_new()
                 if is_busy:

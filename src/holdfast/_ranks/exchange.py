@@ -112,11 +112,9 @@ class Link:
 
     def close(self) -> None:
         """Give back what the system counts; the others keep theirs."""
-        self.memory.close()
-        for inbox in self.inboxes:
-            inbox.close()
-        for outbox in self.outboxes:
-            outbox.close()
+        ends: tuple[SharedMemory | Inbox | Outbox, ...] = (self.memory, *self.inboxes, *self.outboxes)
+        for end in ends:
+            end.close()
 
 
 class Visit:

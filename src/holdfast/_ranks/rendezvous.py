@@ -107,18 +107,11 @@ def participants(
     # Only now: without a job of several ranks there is nothing to import it for.
     from holdfast._ranks.channel_ranks import ChannelRanks
 
-    return ChannelRanks(
-        connect(process_group, coordinator=coordinator_rank),
-        key=f"{call} {_shown(place)}",
-        patience=Patience.within(deadline_s),
-    )
-
-
-def _shown(place: object) -> str:
-    try:
-        return repr(os.fspath(place)) if isinstance(place, (str, bytes, os.PathLike)) else "None"
-    except Exception:  # of a path of the caller's own making; the operation itself will say so
-        return "None"
+    path = None
+    with contextlib.suppress(Exception):  # of a path of the caller's own making; the operation itself will say so
+        path = os.fspath(place) if isinstance(place, (str, bytes, os.PathLike)) else None
+    channel = connect(process_group, coordinator=coordinator_rank)
+    return ChannelRanks(channel, key=f"{call} {path!r}", patience=Patience.within(deadline_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
