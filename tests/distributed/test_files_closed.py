@@ -66,8 +66,8 @@ def test_no_rank_keeps_a_data_file_open(pool: Crew, tmp_path: os.PathLike[str]) 
 @pytest.mark.parametrize("keeps_writer", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_nor_does_one_that_is_interrupted_when_it_closes_them(
-    pool: Pool, tmp_path: os.PathLike[str], victim: int, keeps_writer: bool
+    pool: Crew, tmp_path: os.PathLike[str], victim: int, keeps_writer: bool
 ) -> None:
     path = os.path.join(tmp_path, "checkpoint")
-    found = pool.run(2, interrupted_when_closing, path, victim, keeps_writer, timeout_s=TIMEOUT_S)
+    found = pool.run(2, interrupted_when_closing, path, victim, keeps_writer)
     assert found == [[], []]
