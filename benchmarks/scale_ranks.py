@@ -207,7 +207,7 @@ class PlayedRanks:
         self.seconds: list[float] = []
         self.sent: list[Any] = []
 
-    def scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
+    def reduce_scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
         """What the coordinator is taken to answer."""
         self.sent.append(decoded(local()))
         known = isinstance(self.sent[-1], Again)

@@ -12,7 +12,6 @@ import msgspec
 from holdfast._ranks import rendezvous
 from holdfast._ranks.channel import Channel
 from holdfast._ranks.channel_ranks import ChannelRanks
-from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Patience
 
 
@@ -22,22 +21,22 @@ def meet(place: Path, *, rank: int, world: int, patience: Patience) -> None:
     The first rank leaves its address at ``place``.
     """
     if rank == 0:
-        listener, address = rendezvous.serve(rank)
+        listener, address = rendezvous.serve(is_first=True)
         draft = place.with_suffix(".draft")
         draft.write_bytes(msgspec.json.encode(address))
         draft.rename(place)
-        channel = Channel(rank=rank, names=range(world), listener=listener, token=address.token)
+        channel = Channel(rank=rank, job_ranks=range(world), listener=listener, token=address.token)
     else:
-        dial = rendezvous.caller(partial(_find, place), rank=rank, name=0)
-        channel = Channel(rank=rank, names=range(world), dial=dial)
+        dial = rendezvous.caller(partial(_find, place), rank=rank, coordinator=0)
+        channel = Channel(rank=rank, job_ranks=range(world), dial=dial)
 
-    make = partial(ChannelRanks, channel, encode=encode_message, decode=decode_message)
+    make = partial(ChannelRanks, channel)
 
     def participants(*args: object, call: str, place: object = None, **kwargs: object) -> ChannelRanks:
         return make(key=f"{call} {place}", patience=patience)
 
     with make(key="meet", patience=Patience()) as ranks:  # what happens later happens to ranks that know each other
-        ranks.share("meeting", lambda: None, lambda parts: None)
+        ranks.all_reduce("meeting", lambda: None, lambda parts: None)
     for name in ("holdfast._saver", "holdfast._async_saver", "holdfast._loader"):
         setattr(importlib.import_module(name), "participants", participants)  # noqa: B010
 

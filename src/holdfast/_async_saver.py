@@ -129,7 +129,7 @@ def async_save(
 def _run_apart(ranks: Ranks, run: Callable[[], Metadata]) -> Metadata:
     """What ``run`` returns, once each of ``ranks`` has saved its part apart from the others."""
     found: list[Metadata] = []
-    ranks.share("saving apart from each other", lambda: found.append(run()), lambda done: None)
+    ranks.all_reduce("saving apart from each other", lambda: found.append(run()), lambda done: None)
     return found[0]
 
 

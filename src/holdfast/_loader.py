@@ -212,7 +212,7 @@ def load_with(
         hand_back(state, loading.target)
         reports.append(report)
 
-    ranks.share("handing back the state", finish, lambda done: None)
+    ranks.all_reduce("handing back the state", finish, lambda done: None)
     return reports[0]
 
 
@@ -270,7 +270,7 @@ def _load(
             except (CorruptError, NotFoundError) as error:
                 ranks.again()
                 was_replaced = partial(_was_replaced, reader, find_reader)
-                if ranks.share("looking for another checkpoint", was_replaced, any):
+                if ranks.all_reduce("looking for another checkpoint", was_replaced, any):
                     _close(reader)
                     continue
                 if isinstance(error, CorruptError):
@@ -290,7 +290,7 @@ def _found(find_reader: Callable[[], StorageReader], ranks: Ranks) -> StorageRea
         def refuse() -> StorageReader:
             raise refused
 
-        return ranks.alone("looking for the checkpoint", refuse)
+        return ranks.locally("looking for the checkpoint", refuse)
 
 
 def _close(reader: StorageReader | None) -> None:
@@ -331,7 +331,7 @@ class _Loading:
         stack.callback(reader.watch, lambda: None)
         ranks.follow(lambda: reader.bytes_read, lambda: reader.file_at_work)
         if share == "off" or ranks.size == 1 or type(reader) is not NativeReader:
-            ranks.share("reading the metadata", self._read_metadata, _one_attempt)
+            ranks.all_reduce("reading the metadata", self._read_metadata, _one_attempt)
             return
         self._metadata, exchange = open_together(reader, ranks, between_hosts=share == "job")
         if exchange is not None:
@@ -354,13 +354,13 @@ class _Loading:
                 _check_filled(self._planner, self.plan)
 
         # One step for both, or ranks that do not plan alike would never meet.
-        plan = self._ranks.scatter("planning the load", plan_alone if is_alone else plan_locally, self._merged)
+        plan = self._ranks.reduce_scatter("planning the load", plan_alone if is_alone else plan_locally, self._merged)
         if plan is not None:
             self.plan = plan
 
     def read(self) -> None:
         """Read all that this rank wants."""
-        self._ranks.share("reading the checkpoint", self._read, lambda done: None)
+        self._ranks.all_reduce("reading the checkpoint", self._read, lambda done: None)
 
     def tell_versions(self, report: LoadReport) -> None:
         """Let modules' state_dicts in the target say with which versions that was saved which is in them now."""
@@ -392,7 +392,7 @@ class _Loading:
         there = [plan for plan in plans if plan is not None]
         if there and len(there) < len(plans):
             ways = ("the default one" if plan is None else "another one" for plan in plans)
-            agreed("planner", dict(zip(self._ranks.names, ways, strict=True)))
+            agreed("planner", dict(zip(self._ranks.job_ranks, ways, strict=True)))
         return list(self._plan_globally(there)) if there else plans
 
     def _plan_globally(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -13,7 +13,7 @@ from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import UNKNOWN_HOST
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks
-from holdfast._ranks.rendezvous import DEADLINE_S, host_name, mesh_rank, participants
+from holdfast._ranks.rendezvous import DEADLINE_S, host_id, mesh_rank, participants
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
 from holdfast._staging.one_at_a_time import TURNS, OnProgress
@@ -219,7 +219,7 @@ def save_with(
         alone = SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         metadata.append(_save(state, Saving(ours, planner, alone, use_collectives=False)))
 
-    ranks.share("saving apart from each other", save_alone, lambda done: None)
+    ranks.all_reduce("saving apart from each other", save_alone, lambda done: None)
     return metadata[0]
 
 
@@ -228,13 +228,13 @@ def _save(state: State, saving: Saving) -> Metadata:
     try:
         plan = saving.plan(state, before=TURNS.finish)
         metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
+        writer.conclude()
+        return metadata
     except BaseException:
         writer.abandon()
         raise
     finally:
         writer.progress = Progress()  # the storage may live on, and is not to keep the ranks
-    writer.conclude()
-    return metadata
 
 
 def _check(ranks: Ranks, process: int) -> None:
@@ -275,7 +275,7 @@ class Saving:
             self._set_up(state)
             self.check()  # what it called may have forked
 
-        host = host_name() if self.ranks.size > 1 else UNKNOWN_HOST
+        host = host_id() if self.ranks.size > 1 else UNKNOWN_HOST
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=mesh_rank(), host=host)
         return self._planned.plan
 
@@ -289,7 +289,7 @@ class Saving:
         It tells ``self.prepared`` how far it is.
         """
         self.prepared.done = 0
-        return self.ranks.alone(phase, prepare)
+        return self.ranks.locally(phase, prepare)
 
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
@@ -302,8 +302,8 @@ class Saving:
             self.writer.finish(planned.metadata, planned.with_plans(results))
             return planned.told()
 
-        told = self.ranks.share("writing the checkpoint", write, publish)
-        metadata = self.ranks.alone("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
+        told = self.ranks.all_reduce("writing the checkpoint", write, publish)
+        metadata = self.ranks.locally("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)

@@ -152,8 +152,8 @@ class _DistWrapper:
         try:
             return action()
         except Exception as error:
-            failure = describe(error, rank=0, phase=step, encode=encode_message)
-            raise combine({0: failure}, decode=decode_message, own={0: error}) from error
+            failure = describe(error, rank=0, phase=step)
+            raise combine({0: failure}, {0: error}) from error
 
     def _tell(self, step: str, action: Callable[[], object]) -> _Told:
         """What this rank tells of ``action``; its own error is kept to be raised here as it was."""
@@ -165,7 +165,7 @@ class _DistWrapper:
 
     def _failed(self, step: str, error: BaseException) -> _Told:
         self._own = error
-        failure = describe(error, rank=self.rank, phase=step, encode=encode_message)
+        failure = describe(error, rank=self.rank, phase=step)
         return _Told(failures=pack({self.rank: failure}))
 
     def _merged(
@@ -190,15 +190,15 @@ class _DistWrapper:
         try:
             return decode_message(told.value)
         except Exception as error:
-            failure = describe(error, rank=self.rank, phase=step, encode=encode_message)
-            raise combine({self.rank: failure}, decode=decode_message, own={self.rank: error}) from error
+            failure = describe(error, rank=self.rank, phase=step)
+            raise combine({self.rank: failure}, {self.rank: error}) from error
 
     def _raise_failures(self, failures: dict[int, Failure]) -> None:
         own, self._own = self._own, None
         if own is not None and not isinstance(own, Exception):
             raise own
         if failures:
-            raise combine(failures, decode=decode_message, own={} if own is None else {self.rank: own})
+            raise combine(failures, {} if own is None else {self.rank: own})
 
 
 def _failures_in(told: list[_Told]) -> dict[int, Failure]:

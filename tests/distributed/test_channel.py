@@ -22,7 +22,6 @@ import torch.distributed as dist
 from holdfast._ranks import rendezvous
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.rendezvous import connect
-from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Patience
 from holdfast.errors import CheckpointError, RankLostError, StorageError
 
@@ -36,9 +35,7 @@ ENDLESS = Patience(progress_s=math.inf)
 def together(
     group: dist.ProcessGroup | None = None, patience: Patience = ENDLESS, coordinator: int = 0
 ) -> ChannelRanks:
-    return ChannelRanks(
-        connect(group, coordinator=coordinator), encode=encode_message, decode=decode_message, patience=patience
-    )
+    return ChannelRanks(connect(group, coordinator=coordinator), patience=patience)
 
 
 def told(error: CheckpointError) -> dict[str, Any]:
@@ -56,21 +53,21 @@ def told(error: CheckpointError) -> dict[str, Any]:
 
 def sum_over(group: dist.ProcessGroup | None = None) -> int:
     with together(group) as ranks:
-        return ranks.share("summing", lambda: ranks.rank, sum)
+        return ranks.all_reduce("summing", lambda: ranks.rank, sum)
 
 
 def both_phases() -> tuple[int, tuple[int, list[int]], list[int]]:
     with together() as ranks:
-        own = ranks.scatter("planning", lambda: ranks.rank, lambda parts: [(part * 10, parts) for part in parts])
-        return ranks.size, own, ranks.share("writing", lambda: own[0], lambda parts: parts[::-1])
+        own = ranks.reduce_scatter("planning", lambda: ranks.rank, lambda parts: [(part * 10, parts) for part in parts])
+        return ranks.size, own, ranks.all_reduce("writing", lambda: own[0], lambda parts: parts[::-1])
 
 
 def large_payloads(size: int) -> list[str]:
     payload = random.Random(dist.get_rank()).randbytes(size)
     with together() as ranks:
         # Everyone gets the payload of its right neighbour, then the digests of what all got.
-        found = ranks.scatter("exchanging", lambda: payload, lambda parts: [*parts[1:], parts[0]])
-        return ranks.share("comparing", lambda: hashlib.sha256(found).hexdigest(), lambda parts: parts)
+        found = ranks.reduce_scatter("exchanging", lambda: payload, lambda parts: [*parts[1:], parts[0]])
+        return ranks.all_reduce("comparing", lambda: hashlib.sha256(found).hexdigest(), lambda parts: parts)
 
 
 def in_subgroups() -> Any:
@@ -82,7 +79,7 @@ def in_subgroups() -> Any:
     except ValueError:
         refused = True
     with together(mine, coordinator=1) as ranks:
-        names = ranks.share("naming", dist.get_rank, lambda parts: parts)
+        names = ranks.all_reduce("naming", dist.get_rank, lambda parts: parts)
     same = connect(mine) is connect(mine) and connect(mine) is not connect()
     return refused, names, same, sum_over(mine), sum_over()
 
@@ -93,7 +90,7 @@ def failure_in_subgroup() -> Any:
         return None
     try:
         with together(group) as ranks:
-            ranks.share("failing", lambda: 1 // (2 - dist.get_rank()), sum)
+            ranks.all_reduce("failing", lambda: 1 // (2 - dist.get_rank()), sum)
     except CheckpointError as error:
         return told(error)
 
@@ -130,7 +127,7 @@ def fail(kind: str, failing: list[int], where: str) -> Any:
     found = None
     try:
         with together() as ranks:
-            ranks.share("writing", local, merge)
+            ranks.all_reduce("writing", local, merge)
     except CheckpointError as error:
         found = told(error)
     total = torch.ones(1)
@@ -148,8 +145,8 @@ def signal_self(rank: int, which: int, coordinator: int) -> Any:
 
     try:
         with together(patience=QUICK if which == signal.SIGSTOP else ENDLESS, coordinator=coordinator) as ranks:
-            ranks.share("planning", lambda: None, lambda parts: None)
-            ranks.share("writing", local, lambda parts: None)
+            ranks.all_reduce("planning", lambda: None, lambda parts: None)
+            ranks.all_reduce("writing", local, lambda parts: None)
     except CheckpointError as error:
         return told(error)
 
@@ -159,7 +156,7 @@ def hold_the_interpreter(rank: int, seconds: int) -> Any:
     sum_over()
     hold = ctypes.PyDLL(None).sleep  # unlike CDLL, it does not release the lock
     with together(patience=Patience(beat_s=0.1, progress_s=math.inf)) as ranks:
-        return ranks.share("writing", lambda: hold(seconds if dist.get_rank() == rank else 0), len)
+        return ranks.all_reduce("writing", lambda: hold(seconds if dist.get_rank() == rank else 0), len)
 
 
 def fork_and_die(rank: int) -> Any:
@@ -177,7 +174,7 @@ def fork_and_die(rank: int) -> Any:
 
     try:
         with together() as ranks:
-            ranks.share("writing", local, lambda parts: None)
+            ranks.all_reduce("writing", local, lambda parts: None)
     except CheckpointError as error:
         return told(error)
 
@@ -195,7 +192,7 @@ def stop_and_continue(stopped: int) -> Any:
 
     try:
         with together(patience=QUICK) as ranks:
-            ranks.share("writing", local, lambda parts: None)
+            ranks.all_reduce("writing", local, lambda parts: None)
     except CheckpointError as error:
         found = told(error)
     waker = 1 - stopped
@@ -213,7 +210,7 @@ def after_the_coordinator_died() -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         with together(patience=QUICK) as ranks:
-            ranks.share("writing", lambda: None, lambda parts: None)
+            ranks.all_reduce("writing", lambda: None, lambda parts: None)
     except RankLostError as error:
         lost = told(error)
     try:
@@ -236,7 +233,7 @@ def slow_but_alive() -> int:
 
     sum_over()
     with together(patience=QUICK) as ranks:
-        return ranks.share("writing", local, sum)
+        return ranks.all_reduce("writing", local, sum)
 
 
 def hang_beating() -> Any:
@@ -250,7 +247,7 @@ def hang_beating() -> Any:
     sum_over()
     try:
         with together(patience=QUICK) as ranks:
-            ranks.share("writing the checkpoint", local, lambda parts: None)
+            ranks.all_reduce("writing the checkpoint", local, lambda parts: None)
     except CheckpointError as error:
         store.set("given up", "")
         return told(error), sum_over()
@@ -269,8 +266,8 @@ def many_operations(count: int) -> tuple[Any, Any]:
         try:
             with together(patience=Patience(settle_s=0.01, progress_s=math.inf)) as ranks:
                 payload = b"x" * (100_000 if number % 5 else 5_000_000)
-                ranks.scatter("planning", lambda: payload, lambda parts: parts)
-                ranks.share("writing", lambda: 1 // ((number % 10) or (dist.get_rank() - 1)), sum)
+                ranks.reduce_scatter("planning", lambda: payload, lambda parts: parts)
+                ranks.all_reduce("writing", lambda: 1 // ((number % 10) or (dist.get_rank() - 1)), sum)
         except CheckpointError:
             assert number % 10 == 0
 
@@ -292,7 +289,7 @@ def without_a_store() -> tuple[int, int]:
 def leave_at_once(size: int) -> Any:
     """The coordinator's process ends right after the last phase; the others still get all of its last word."""
     with together() as ranks:
-        whole = ranks.share("writing", lambda: None, lambda parts: b"x" * size)
+        whole = ranks.all_reduce("writing", lambda: None, lambda parts: b"x" * size)
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return len(whole)
@@ -404,7 +401,7 @@ def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool:
     assert nobody is None
     for lost, again, total in found:
         assert (lost["rank"], again["rank"], total) == (0, 0, 1)
-        assert again["message"].startswith("rank 0 cannot be reached ")
+        assert again["message"].startswith("rank 0 cannot be reached in 'meeting the coordinator' (")
 
 
 def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Crew) -> None:

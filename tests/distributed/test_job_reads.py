@@ -30,8 +30,8 @@ from holdfast import CheckpointError
 from holdfast._io.direct import InputFile
 from holdfast._native import fetch as shared_fetch
 from holdfast._plan import shared_reads as job_reads
-from holdfast._ranks import carrier, meeting
-from holdfast._ranks import meeting as network
+from holdfast._ranks import carrier, exchange, rendezvous
+from holdfast._ranks.connections import HELLO, MAGIC
 from holdfast._ranks.rendezvous import participants
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def hosts_of(size: int, *, least: int = 4, is_cached: bool = False, few: int = 4
     """Ranks pretend to be on hosts of ``size`` ranks each, and files to be in the page cache or not."""
     host = f"host {dist.get_rank() // size}"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(meeting.Visit.__init__, "__defaults__", (lambda: (host,),)))
+        stack.enter_context(mock.patch.object(exchange.Visit.__init__, "__defaults__", (lambda: (host,),)))
         stack.enter_context(mock.patch.object(InputFile, "is_cached", return_value=is_cached))
         stack.enter_context(mock.patch.object(job_reads, "LEAST_HOSTS", least))
         stack.enter_context(mock.patch.object(shared_fetch, "_FEW_RANKS", few))
@@ -90,7 +90,7 @@ def open_sockets() -> int:
 def nothing_is_left() -> Iterator[None]:
     """No thread, shared memory or socket more than before; the connections of the ranks are there already."""
     with participants(None, no_dist=False, call="meet") as ranks:
-        ranks.share("meeting", lambda: None, lambda parts: None)
+        ranks.all_reduce("meeting", lambda: None, lambda parts: None)
     gc.collect()
     sockets = open_sockets()
     yield
@@ -115,9 +115,9 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
     target: dict[str, Any] = {"state": state_on(mesh, wanted, zeros=True), "step": 0}
     expected = state_on(mesh, wanted)
     sent = [0]
-    transmit = carrier._Peer.transmit
+    transmit = carrier._HostConnection.transmit
 
-    def count(self: carrier._Peer) -> int:
+    def count(self: carrier._HostConnection) -> int:
         sent[0] += (moved := transmit(self))
         return moved
 
@@ -126,7 +126,7 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
     with (
         nothing_is_left(),
         hosts_of(size, **host_options),
-        mock.patch.object(carrier._Peer, "transmit", count),
+        mock.patch.object(carrier._HostConnection, "transmit", count),
     ):
         report = holdfast.load(target, path, **{"share": "job", **load_options})
     assert target["step"] == 3
@@ -183,8 +183,8 @@ def test_otherwise_each_host_reads_for_itself(
 # Connections.
 
 
-def stranger(contact: network.Contact, said: bytes) -> socket.socket:
-    visitor = socket.create_connection((network._LOOPBACK, contact.port), timeout=5)
+def stranger(contact: rendezvous.Address, said: bytes) -> socket.socket:
+    visitor = socket.create_connection((rendezvous._LOOPBACK, contact.port), timeout=5)
     visitor.sendall(said)
     return visitor
 
@@ -192,18 +192,18 @@ def stranger(contact: network.Contact, said: bytes) -> socket.socket:
 def load_with_strangers(path: str) -> tuple[int, list[str]]:
     """The bytes that this rank read, and what became of the connections that came to host 0 before all others."""
     holdfast.save({"large": truth_of("large", SHAPES["large"])}, path)
-    call, visitors = network.Reception.call, []
+    call, visitors = rendezvous.Reception.call, []
 
-    def call_late(self: network.Reception, contacts: tuple[network.Contact, ...], limit_s: float) -> bool:
+    def call_late(self: rendezvous.Reception, contacts: tuple[rendezvous.Address, ...], limit_s: float) -> bool:
         if dist.get_rank() == 1:
-            wrong_token = network._CALL.pack(network._MAGIC, 1, b"x" * 32)
-            wrong_host = network._CALL.pack(network._MAGIC, 4, contacts[0].token)
+            wrong_token = HELLO.pack(MAGIC, b"x" * 32, 1)
+            wrong_host = HELLO.pack(MAGIC, contacts[0].token, 4)
             visitors.extend(stranger(contacts[0], said) for said in (b"", wrong_token, wrong_host, b"GET / " * 20))
         return call(self, contacts, limit_s)
 
     target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
     fates = []
-    with nothing_is_left(), hosts_of(1), mock.patch.object(network.Reception, "call", call_late):
+    with nothing_is_left(), hosts_of(1), mock.patch.object(rendezvous.Reception, "call", call_late):
         report = holdfast.load(target, path, share="job")
         for visitor in visitors:
             with visitor, contextlib.suppress(ConnectionResetError):
@@ -228,10 +228,10 @@ def load_where_connecting_breaks(path: str, places: list[str]) -> list[int]:
         refuse = mock.Mock(side_effect=OSError(113, "not here"))
         is_here = dist.get_rank() == 2
         where_to_patch: dict[str, tuple[Any, str]] = {
-            "listening": (network, "_listen"),
-            "connecting": (network, "_connect"),
-            "sharing memory": (meeting, "_invite"),
-            "answering": (network, "_receive"),
+            "listening": (rendezvous, "serve"),
+            "connecting": (rendezvous, "_dial"),
+            "sharing memory": (exchange.SharedMemory, "create"),
+            "answering": (rendezvous, "_receive"),
         }
         with (
             nothing_is_left(),
@@ -278,16 +278,16 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte[0] ^ 1]))
     dist.barrier()
-    send = carrier._Peer.send
+    send = carrier._HostConnection.send
 
-    def send_damaged(self: carrier._Peer, kind: int, number: int, payload: memoryview, sent: Any) -> None:
+    def send_damaged(self: carrier._HostConnection, kind: int, number: int, payload: memoryview, sent: Any) -> None:
         if kind == carrier._READ and self.host == 3:
             payload = memoryview(bytes([payload[0] ^ 1]) + bytes(payload[1:]))
         send(self, kind, number, payload, sent)
 
     with nothing_is_left(), hosts_of(1), contextlib.ExitStack() as stack:
         if where == "network" and dist.get_rank() == 1:
-            stack.enter_context(mock.patch.object(carrier._Peer, "send", send_damaged))
+            stack.enter_context(mock.patch.object(carrier._HostConnection, "send", send_damaged))
         # So that each host has something to read.
         stack.enter_context(mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192))
         with pytest.raises(holdfast.CorruptError) as caught:

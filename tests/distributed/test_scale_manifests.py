@@ -74,7 +74,7 @@ def _placed(truth: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 
 def save_together(path: str, hosts: list[int] | None = None) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    pretended = nullcontext() if hosts is None else mock.patch.object(saver, "host_name", return_value=hosts[rank])
+    pretended = nullcontext() if hosts is None else mock.patch.object(saver, "host_id", return_value=hosts[rank])
     with pretended:
         metadata = holdfast.save(state_of(rank, world), storage_writer=NativeWriter(path, attempt=ATTEMPT))
     return list(metadata.state_dict_metadata)
@@ -159,7 +159,7 @@ def test_ranks_on_several_hosts_write_what_they_write_when_played(pool: Crew, tm
 def save_replicas(path: str, hosts: list[int]) -> None:
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
     state = {f"w{number}": _placed(numbered(100, 99 + number % 7), mesh, Replicate()) for number in range(120)}
-    with mock.patch.object(saver, "host_name", return_value=hosts[dist.get_rank()]):
+    with mock.patch.object(saver, "host_id", return_value=hosts[dist.get_rank()]):
         for number in range(2):
             holdfast.save(state, f"{path}/{number}")
 
@@ -183,7 +183,7 @@ def load_and_save_twice(path: str, hosts: list[int]) -> None:
     found = sorted(Path(path).iterdir())
     if found:
         holdfast.load(state, found[-1])
-    with mock.patch.object(saver, "host_name", return_value=hosts[rank]):
+    with mock.patch.object(saver, "host_id", return_value=hosts[rank]):
         for number in range(len(found), len(found) + 2):
             holdfast.save(state, storage_writer=NativeWriter(f"{path}/{number}", attempt=ATTEMPT))
 
@@ -213,8 +213,8 @@ def save_and_count(path: str) -> list[list[int]]:
 
         return scatter(ranks, phase, noted, merge)
 
-    scatter = ChannelRanks.scatter
-    with mock.patch.object(ChannelRanks, "scatter", note):
+    scatter = ChannelRanks.reduce_scatter
+    with mock.patch.object(ChannelRanks, "reduce_scatter", note):
         for number in range(4):
             sent.clear()
             state = state_of(rank, world)

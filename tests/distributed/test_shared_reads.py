@@ -29,7 +29,7 @@ from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
 from holdfast._engine import read as segments
 from holdfast._io import sharing
 from holdfast._io.direct import InputFile
-from holdfast._ranks import meeting
+from holdfast._ranks import exchange
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -140,7 +140,7 @@ def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
         holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
     dist.barrier()
     host = hosts[dist.get_rank()]
-    with mock.patch.object(meeting.Visit.__init__, "__defaults__", (lambda: (host,),)):
+    with mock.patch.object(exchange.Visit.__init__, "__defaults__", (lambda: (host,),)):
         target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
         counts = load_counted(target, path)
     assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
@@ -164,7 +164,7 @@ def broken(where: str) -> Iterator[None]:
     """A system that refuses one step of sharing, on some of the ranks."""
     refuse = mock.Mock(side_effect=OSError(38, "not here"))
     if where == "doorstep of all" or (where == "doorstep of rank 1" and dist.get_rank() == 1):
-        patch = mock.patch.object(meeting, "Doorstep", refuse)
+        patch = mock.patch.object(exchange, "Doorstep", refuse)
     elif where == "memory" and dist.get_rank() == 0:
         patch = mock.patch.object(sharing.SharedMemory, "create", refuse)
     elif where == "handing over" and dist.get_rank() == 0:

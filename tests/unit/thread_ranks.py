@@ -63,13 +63,13 @@ class ThreadRanks:
         whole = board.wholes[self.rank]
         return whole if self.is_coordinator else decode_message(encode_message(whole))
 
-    def scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
+    def reduce_scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
         return self._step(local, merge)
 
-    def share(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], Any]) -> Any:
+    def all_reduce(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], Any]) -> Any:
         return self._step(local, lambda parts: [merge(parts)] * len(parts))
 
-    def alone(self, phase: str, local: Callable[[], Any]) -> Any:
+    def locally(self, phase: str, local: Callable[[], Any]) -> Any:
         return local()
 
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
@@ -104,11 +104,11 @@ class Job:
             except Exception as error:
                 results[rank] = error
 
-        def host_name() -> int:
+        def host_id() -> int:
             return self.hosts[int(threading.current_thread().name)]
 
         threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(len(states))]
-        with mock.patch.object(saver, "host_name", host_name):
+        with mock.patch.object(saver, "host_id", host_id):
             for thread in threads:
                 thread.start()
             for thread in threads:

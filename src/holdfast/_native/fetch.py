@@ -39,7 +39,7 @@ from holdfast._plan.shared_reads import (
     share_out,
     share_out_beside,
 )
-from holdfast._ranks.carrier import Freight, Job
+from holdfast._ranks.carrier import Freight, OtherHosts
 from holdfast._ranks.exchange import Exchange
 from holdfast._state.tensor_bytes import Target
 from holdfast._values.box import Box
@@ -205,17 +205,17 @@ class SharedFetch(Fetch):
                 workers = min(default_workers(self._exchange.size), _MOST_CUDA_WORKERS)
                 stack.enter_context(pinned(self._exchange.slots))
             common = _Common(reads, slices)
-            self._exchange.begin(reads, names=[file.name for file in self._catalog.manifest.files])
-            job = self._exchange.job
-            carrier = None if job is None else job.carrier
+            self._exchange.begin(reads, files=[file.name for file in self._catalog.manifest.files])
+            hosts = self._exchange.hosts
+            carrier = None if hosts is None else hosts.carrier
             if carrier is not None:
-                stack.callback(carrier.stop)  # before the slots are given back
+                stack.callback(carrier.close)  # before the slots are given back
                 carrier.start(reads, self._freight(common))
             # With room for all slots, so that the feeding thread is never kept from taking what is there.
             run_bounded(self._jobs(common), workers=workers, ahead=self._exchange.slots_each, at_once=True)
             self._transfer_first(alone)
             if carrier is not None:
-                carrier.finish(self._exchange.rest)
+                carrier.wait(self._exchange.mail.rest)
 
     def _workers(self) -> int:
         """As many, beside those of the other ranks."""
@@ -243,12 +243,12 @@ class SharedFetch(Fetch):
         )
         loads = partial(own_loads, first_block=index.first_block(), nbytes=index.bytes, block_bytes=BLOCK_BYTES)
         most, most_readers = exchange.slot_bytes, exchange.most_readers
-        if exchange.job is None:
+        if exchange.hosts is None:
             blocks = places(common_numbers(wanted))
             takers = wanted[:, blocks.number]
             return share_out(blocks, takers, loads(wanted), most=most, alignment=ALIGNMENT, most_readers=most_readers)
-        host, by_host = exchange.job.host, self._gather_hosts(exchange.job, wanted)
-        job = share_between_hosts(by_host, places, most=exchange.job.slot_bytes, alignment=ALIGNMENT)
+        host, by_host = exchange.hosts.host, self._gather_hosts(exchange.hosts, wanted)
+        job = share_between_hosts(by_host, places, most=exchange.hosts.slot_bytes, alignment=ALIGNMENT)
         is_own = read_numbers(job, host, wanted.shape[1]) < 0
         reads, numbers = share_out_beside(
             job,
@@ -263,12 +263,12 @@ class SharedFetch(Fetch):
         self._of_job = job, numbers
         return reads
 
-    def _gather_hosts(self, job: Job, wanted: np.ndarray) -> np.ndarray:
+    def _gather_hosts(self, hosts: OtherHosts, wanted: np.ndarray) -> np.ndarray:
         """Which blocks each host wants and has not in its page cache, given what each rank of this one ``wanted``."""
         count = wanted.shape[1]
-        if job.carrier is not None:
+        if hosts.carrier is not None:
             own = np.packbits(wanted.any(axis=0) & self._is_cold(wanted)).tobytes()
-            self._exchange.tell_hosts(job.carrier.gather_wishes(own), count)
+            self._exchange.tell_hosts(hosts.carrier.gather_wishes(own), count)
         return self._exchange.gather_hosts(count)
 
     def _is_cold(self, wanted: np.ndarray) -> np.ndarray:

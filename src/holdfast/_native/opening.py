@@ -15,10 +15,10 @@ from holdfast._io.sharing import SharedMemory
 from holdfast._native.catalog import CatalogBytes
 from holdfast._native.fetch import slot_bytes
 from holdfast._native.reader import NativeReader
-from holdfast._ranks.carrier import Carrier, Job
-from holdfast._ranks.exchange import Exchange, layout_for
-from holdfast._ranks.meeting import Contact, Link, Reception, Seat, Visit, seats
+from holdfast._ranks.carrier import Carrier, OtherHosts
+from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
 from holdfast._ranks.ranks import Ranks
+from holdfast._ranks.rendezvous import Address, Reception, Seat, seats
 from holdfast.errors import CorruptError
 from holdfast.metadata import Metadata
 
@@ -35,14 +35,14 @@ def open_together(
     exchange is the caller's to close.
     """
     with closing(Visit()) as visit:
-        seat: Seat | None = ranks.scatter(
+        seat: Seat | None = ranks.reduce_scatter(
             "meeting the ranks of the host", visit.greet, partial(seats, between_hosts=between_hosts)
         )
         opening = _Opening(reader, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
         try:
-            opening.invitation = ranks.scatter("reading the metadata", opening.read, _invited)
-            opening.welcome = ranks.scatter("opening the checkpoint", opening.open, _linked)
-            is_job = between_hosts and ranks.scatter("connecting the hosts", opening.connect, _connected)
+            opening.invitation = ranks.reduce_scatter("reading the metadata", opening.read, _invited)
+            opening.welcome = ranks.reduce_scatter("opening the checkpoint", opening.open, _linked)
+            is_job = between_hosts and ranks.reduce_scatter("connecting the hosts", opening.connect, _connected)
             return opening.result(ranks, is_job=is_job)
         except BaseException:
             opening.leave()
@@ -55,7 +55,7 @@ class _Read:
 
     invited: tuple[int, ...] = ()
     hosts: tuple[int, ...] = ()
-    contact: Contact | None = None
+    contact: Address | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class _Invitation:
     """What a rank is told then: whether it is invited, and where all hosts that it shares with are, or nothing."""
 
     is_invited: bool
-    contacts: tuple[Contact, ...]
+    contacts: tuple[Address, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,30 +160,28 @@ class _Opening:
         if link is None or seat is None or not self.welcome.is_linked or (len(seat.members) == 1 and not is_job):
             self.leave()
             return self._metadata, None
-        names, deadline_s = tuple(ranks.names[member] for member in seat.members), ranks.deadline_s
+        job_ranks, deadline_s = tuple(ranks.job_ranks[member] for member in seat.members), ranks.deadline_s
         if not is_job:
             self._close_reception()
-            return self._metadata, Exchange(link, names=names, check=ranks.check, deadline_s=deadline_s)
+            return self._metadata, Exchange(link, job_ranks=job_ranks, check=ranks.check, deadline_s=deadline_s)
         carrier = None
         if self._reception is not None:
             carrier = Carrier(
-                Exchange(link, names=names, check=ranks.check, deadline_s=deadline_s, carries=True),
+                Exchange(link, job_ranks=job_ranks, check=ranks.check, deadline_s=deadline_s, carries=True),
                 self._reception.take_sockets(),
-                names=tuple(ranks.names[leader] for leader in seat.hosts),
+                job_ranks=tuple(ranks.job_ranks[leader] for leader in seat.hosts),
                 host=seat.host,
-                check=ranks.check,
-                deadline_s=deadline_s,
             )
             self._close_reception()
         least = min(contact.slot_bytes for contact in self.invitation.contacts)
-        job = Job(host=seat.host, slot_bytes=least, carrier=carrier)
+        hosts = OtherHosts(host=seat.host, slot_bytes=least, carrier=carrier)
 
         def check() -> None:
             ranks.check()
             if carrier is not None:
                 carrier.check()
 
-        return self._metadata, Exchange(link, names=names, check=check, deadline_s=deadline_s, job=job)
+        return self._metadata, Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s, hosts=hosts)
 
     def leave(self) -> None:
         """Share nothing after all."""
@@ -200,7 +198,7 @@ class _Opening:
 
 def _invited(read: list[_Read]) -> list[_Invitation]:
     """For each rank, whether it is invited, and where the hosts are that it shares with."""
-    contacts: dict[int, tuple[Contact, ...]] = {}
+    contacts: dict[int, tuple[Address, ...]] = {}
     for each in read:
         found = [read[leader].contact for leader in each.hosts]
         of_all = tuple(contact for contact in found if contact is not None)

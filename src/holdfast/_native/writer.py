@@ -262,9 +262,9 @@ class NativeWriter(StorageWriter):
 
     def close(self) -> None:
         """Close the files of a save that is over, which ends the sign that their writer lives."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+        if self._held is not None:
+            self._held.close()
+        self._held = None  # only now: whoever is interrupted before closes them again
 
     conclude = close
 

@@ -26,7 +26,6 @@ import numpy as np
 from holdfast._plan.shared_reads import CommonReads
 from holdfast._process import forget_in_child, start_thread
 from holdfast._ranks.exchange import Exchange
-from holdfast._values.deadline import Clock
 from holdfast.errors import InternalError, RankLostError
 
 _HEADER = struct.Struct("<4sIQQ")
@@ -55,7 +54,7 @@ class Freight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
+class OtherHosts:
     """What a rank must know of the hosts that pass blocks on: the number of its own, and how large a read may be.
 
     The leader of a host also has its carrier.
@@ -67,15 +66,10 @@ class Job:
 
 
 class Carrier:
-    """One host's carrier, for one load.
+    """The carrier of host number ``host``, for one load.
 
-    Args:
-        exchange: that of the carrier with the ranks of its host.
-        sockets: the connections to the leaders of the other hosts, by the numbers of these; never waiting.
-        names: the number in the whole job of each host's leader, for errors.
-        host: the number of this host.
-        check: raises what another rank has failed with.
-        deadline_s: seconds without a byte after which a host that is waited for is given up.
+    ``exchange`` is its own with the ranks of the host. By host, ``sockets`` has the connections to the leaders of the
+    others, which never wait, and ``job_ranks`` the number in the whole job of each leader, for errors.
     """
 
     def __init__(
@@ -83,41 +77,35 @@ class Carrier:
         exchange: Exchange,
         sockets: dict[int, socket.socket],
         *,
-        names: tuple[int, ...],
+        job_ranks: tuple[int, ...],
         host: int,
-        check: Callable[[], None],
-        deadline_s: float,
-        clock: Clock = time.monotonic,
     ) -> None:
         self._exchange = exchange
-        self._peers = [_Peer(number, names[number], each, clock) for number, each in sorted(sockets.items())]
-        self._by_host = {peer.host: peer for peer in self._peers}
+        self._others = {other: _HostConnection(other, job_ranks[other], sockets[other]) for other in sorted(sockets)}
         self._host = host
-        self._check = check
-        self._deadline_s = deadline_s
-        self._clock = clock
+        self._check = exchange.mail.check
         self._freight: Freight | None = None
         self._awaited: dict[int, int] = {}
         self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._moved_at = clock()
+        self._is_closing = False
+        self._moved_at = time.monotonic()
         self._failure: BaseException | None = None
         self.progress = 0
 
     def gather_wishes(self, own: bytes) -> list[bytes]:
         """What every host wants, by host, given what this one does; all are of the same length."""
-        rows = {peer.host: bytearray(len(own)) for peer in self._peers}
+        rows = {host: bytearray(len(own)) for host in self._others}
 
-        def admit(peer: _Peer, kind: int, number: int, nbytes: int) -> _Arrival:
-            if kind != _WISHES or number != peer.host or nbytes != len(own):
-                raise _unexpected(peer.name)
-            return _Arrival(memoryview(rows[peer.host]), lambda: None)
+        def admit(other: _HostConnection, kind: int, number: int, nbytes: int) -> _Arrival:
+            if kind != _WISHES or number != other.host or nbytes != len(own):
+                raise _unexpected(other.leader)
+            return _Arrival(memoryview(rows[other.host]), lambda: None)
 
-        for peer in self._peers:
-            peer.owes = 1
-            peer.send(_WISHES, self._host, memoryview(own), lambda: None)
-        self._moved_at = self._clock()
-        while any(peer.is_busy for peer in self._peers):
+        for other in self._others.values():
+            other.owes = 1
+            other.send(_WISHES, self._host, memoryview(own), lambda: None)
+        self._moved_at = time.monotonic()
+        while any(other.is_busy for other in self._others.values()):
             self._check()
             self._round(admit)
             self.progress += 1  # others see that this rank is not the one that is stuck
@@ -128,11 +116,11 @@ class Carrier:
         """Begin to carry, in a thread of its own."""
         self._freight = freight
         self._exchange.begin(reads)
-        self._moved_at = self._clock()
+        self._moved_at = time.monotonic()
         for read in np.flatnonzero(reads.reader == self._exchange.place).tolist():
             number = int(freight.number[read])
             self._awaited[number] = read
-            self._by_host[int(freight.job.reader[number])].owes += 1
+            self._others[int(freight.job.reader[number])].owes += 1
         self._thread = threading.Thread(target=self._run, name="holdfast-carrier", daemon=True)
         start_thread(self._thread)
 
@@ -141,35 +129,30 @@ class Carrier:
         if self._failure is not None:
             raise self._failure
 
-    def finish(self, rest: Callable[[], None]) -> None:
+    def wait(self, rest: Callable[[], None]) -> None:
         """Return when everything is carried, calling ``rest`` now and then; raise what the carrier has failed with."""
-        assert self._thread is not None
-        while self._thread.is_alive():
+        while self._thread is not None and self._thread.is_alive():
             self._thread.join(_SLICE_S)
             rest()
         self.check()
 
-    def stop(self) -> None:
-        """Carry no more, and wait until that is so."""
-        self._stopping = True
+    def close(self) -> None:
+        """Carry no more, wait until that is so, and close the connections."""
+        self._is_closing = True
         if self._thread is not None:
             self._thread.join()
-
-    def close(self) -> None:
-        """Stop carrying and close the connections."""
-        self.stop()
-        for peer in self._peers:
-            peer.close()
+        for other in self._others.values():
+            other.close()
         self._failure = self._freight = None
 
     def _run(self) -> None:
         try:
-            exchange = self._exchange
-            while not self._stopping:
+            exchange, others = self._exchange, self._others.values()
+            while not self._is_closing:
                 exchange.collect()
                 while (filled := exchange.next_filled()) is not None:
                     self._ship(*filled)
-                if exchange.is_done and not self._awaited and not any(peer.is_busy for peer in self._peers):
+                if exchange.is_done and not self._awaited and not any(other.is_busy for other in others):
                     return
                 self._round(self._admit)
         except BaseException as error:  # the leader raises it
@@ -181,9 +164,7 @@ class Carrier:
         assert freight is not None
         start, stop = freight.place(read)
         number = int(freight.number[read])
-        targets = [
-            self._by_host[host] for host in np.flatnonzero(freight.job.takers[number]).tolist() if host != self._host
-        ]
+        targets = [host for host in np.flatnonzero(freight.job.takers[number]).tolist() if host != self._host]
         left = len(targets)
 
         def sent() -> None:
@@ -193,25 +174,25 @@ class Carrier:
                 self._exchange.tell_taken(read, slot)
 
         view = self._exchange.slot(slot).view[start:stop]
-        for peer in targets:
-            peer.send(_READ, number, view, sent)
+        for host in targets:
+            self._others[host].send(_READ, number, view, sent)
 
-    def _admit(self, peer: _Peer, kind: int, number: int, nbytes: int) -> _Arrival | None:
+    def _admit(self, other: _HostConnection, kind: int, number: int, nbytes: int) -> _Arrival | None:
         """Room for what a host is about to send; None while there is none."""
         freight, read = self._freight, self._awaited.get(number, -1)
         assert freight is not None
-        if kind != _READ or read < 0 or int(freight.job.reader[number]) != peer.host:
-            raise _unexpected(peer.name)
+        if kind != _READ or read < 0 or int(freight.job.reader[number]) != other.host:
+            raise _unexpected(other.leader)
         start, stop = freight.place(read)
         if nbytes != stop - start:
-            raise _unexpected(peer.name)
+            raise _unexpected(other.leader)
         slot = self._exchange.claim_slot(read)
         if slot is None:
             return None
         view = self._exchange.slot(slot).view[start:stop]
 
         def arrived() -> None:
-            freight.check(read, view, peer.name)
+            freight.check(read, view, other.leader)
             self._exchange.tell_filled(read, slot)
 
         del self._awaited[number]
@@ -219,13 +200,14 @@ class Carrier:
 
     def _round(self, admit: _Admit) -> None:
         """Wait a little for something to happen, and do what is then possible; RankLostError after too long a wait."""
-        moved = sum(peer.receive(admit) for peer in self._peers if peer.waits_for_room)
+        # Room may have come since a header did: no event of the connection tells of that.
+        moved = sum(other.receive(admit) for other in self._others.values() if other.waits_for_room)
         poll, polled = select.poll(), {}
-        for peer in self._peers:
-            if peer.events:
-                poll.register(peer.socket, peer.events)
-                polled[peer.socket.fileno()] = peer
-        poll.register(self._exchange.inbox, select.POLLIN)
+        for other in self._others.values():
+            if other.events:
+                poll.register(other.socket, other.events)
+                polled[other.socket.fileno()] = other
+        poll.register(self._exchange.mail.inbox, select.POLLIN)
         happened = poll.poll(0 if moved else _SLICE_S * 1000)
         for descriptor, events in happened:
             if (at := polled.get(descriptor)) is not None:
@@ -233,49 +215,55 @@ class Carrier:
                 moved += at.receive(admit) if events & ~select.POLLOUT and at.owes else 0
         self.progress += moved
         if moved or happened:
-            self._moved_at = self._clock()
+            self._moved_at = time.monotonic()
         else:
             self._check()
             self._look_at_the_clock()
 
     def _look_at_the_clock(self) -> None:
         """RankLostError when the one that is waited for has had its time."""
-        now, deadline_s = self._clock(), self._deadline_s
-        for peer in self._peers:
-            if peer.lost_at is not None and peer.is_busy and now - peer.lost_at > _NAMING_S:
-                raise _lost(peer.name, "closed its connection before it was done")
-        name = None
-        if any(peer.waits_for_room for peer in self._peers):
-            name = self._exchange.awaited_taker
-        elif not any(peer.sends for peer in self._peers):
-            name = self._exchange.awaited_reader
-        if name is None:
+        now, deadline_s, exchange, others = (
+            time.monotonic(),
+            self._exchange.mail.deadline_s,
+            self._exchange,
+            self._others.values(),
+        )
+        for other in others:
+            if other.lost_at is not None and other.is_busy and now - other.lost_at > _NAMING_S:
+                raise _lost(other.leader, "closed its connection before it was done")
+        place = None
+        if any(other.waits_for_room for other in others):
+            place = exchange.awaited_taker()
+        elif not any(other.sends for other in others):
+            place = exchange.awaited_reader()
+        awaited = None if place is None else exchange.mail.job_ranks[place]
+        if awaited is None:
             deadline_s *= _HOST_PATIENCE
-            busy = sorted((not peer.sends, peer.name) for peer in self._peers if peer.is_busy)
-            name = busy[0][1] if busy else None
-        if name is not None and now - self._moved_at > deadline_s:
-            raise _lost(name, f"made no progress for {deadline_s:g} s")
+            awaited = min(((not other.sends, other.leader) for other in others if other.is_busy), default=(True, None))[
+                1
+            ]
+        if awaited is not None and now - self._moved_at > deadline_s:
+            raise _lost(awaited, f"made no progress for {deadline_s:g} s")
 
 
+@dataclass(slots=True)
 class _Arrival:
     """Room for what is being received, and what to do when it is there."""
 
-    def __init__(self, room: memoryview, arrived: Callable[[], None]) -> None:
-        self.room = room
-        self.arrived = arrived
+    room: memoryview
+    arrived: Callable[[], None]
 
 
-_Admit = Callable[["_Peer", int, int, int], _Arrival | None]
+_Admit = Callable[["_HostConnection", int, int, int], _Arrival | None]
 
 
-class _Peer:
+class _HostConnection:
     """The connection to the leader of another host: frames that go out, and how many are still to come in."""
 
-    def __init__(self, host: int, name: int, connection: socket.socket, clock: Clock) -> None:
+    def __init__(self, host: int, leader: int, connection: socket.socket) -> None:
         self.host = host
-        self.name = name
+        self.leader = leader
         self.socket = connection
-        self._clock = clock
         self.owes = 0
         self.lost_at: float | None = None
         self._outgoing: deque[tuple[list[memoryview], Callable[[], None]]] = deque()
@@ -291,7 +279,6 @@ class _Peer:
 
     @property
     def sends(self) -> bool:
-        """Whether something is still to go out."""
         return bool(self._outgoing)
 
     @property
@@ -323,7 +310,7 @@ class _Peer:
             except BlockingIOError:
                 break
             except OSError:
-                self._lose()
+                self.lost_at = time.monotonic()
                 break
             total += count
             while parts and count >= len(parts[0]):
@@ -342,7 +329,7 @@ class _Peer:
             if self._arrival is None and not self._header_room:
                 magic, kind, number, nbytes = _HEADER.unpack(self._header)
                 if magic != _MAGIC or not self.owes:
-                    raise _unexpected(self.name)
+                    raise _unexpected(self.leader)
                 self._arrival = admit(self, kind, number, nbytes)
                 if self._arrival is None:
                     return total
@@ -360,7 +347,7 @@ class _Peer:
             except OSError:
                 count = 0
             if count == 0:
-                self._lose()
+                self.lost_at = time.monotonic()
                 return total
             total += count
             if arrival is None:
@@ -376,18 +363,16 @@ class _Peer:
 
     forget_parent = close
 
-    def _lose(self) -> None:
-        self.lost_at = self._clock()
+
+def _unexpected(leader: int) -> InternalError:
+    return InternalError(f"rank {leader} has sent something else than was agreed on; please report it")
 
 
-def _unexpected(name: int) -> InternalError:
-    return InternalError(f"rank {name} has sent something else than was agreed on; please report it")
-
-
-def _lost(name: int, what: str) -> RankLostError:
+def _lost(job_rank: int, what: str) -> RankLostError:
     phase = "passing blocks on between hosts"
     return RankLostError(
-        f"rank {name} {what} in {phase!r}; look at what it hangs on and at the network, or allow more with deadline_s",
-        rank=name,
+        f"rank {job_rank} {what} in {phase!r}; look at what it hangs on and at the network, "
+        "or allow more with deadline_s",
+        rank=job_rank,
         phase=phase,
     )

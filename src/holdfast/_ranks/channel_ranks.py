@@ -4,25 +4,29 @@ Parts go to the coordinator, what it makes of them comes back. The coordinator a
 the operation has failed and tells everyone, so that all ranks raise the same error. Ranks that have lost it speak for
 themselves: all name it, each in the phase that it was in itself.
 
-Invariant: whoever waits wakes up at least four times a second to see whether to give up. No collective of the process
-group is ever called.
+Two threads work on one operation: the caller's, which takes the steps, and the channel's, which delivers messages and
+looks at the time. What both touch is changed under the lock of the channel. The caller waits for the other by a bell,
+and wakes up at least four times a second all the same, to see whether to give up. No collective of the process group is
+ever called.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
 import msgspec
 
-from holdfast._ranks.channel import Channel
+from holdfast._ranks.channel import INTERRUPTED, Channel, Ended
 from holdfast._ranks.connections import Bell, Kind, Message
-from holdfast._ranks.lobby import INTERRUPTED, Ended, Watch
-from holdfast._ranks.ranks import Decode, Encode, Failure, agreed, combine, describe, different_calls, pack, unpack
+from holdfast._ranks.ranks import Failure, OwnSigns, Watch, agreed, combine, describe, disagreement, pack, unpack
+from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Deadline, Patience, Sign
 from holdfast.errors import CheckpointError, InternalError, RankLostError
 
@@ -33,67 +37,57 @@ _SLICE_S = 0.25
 _ANNOUNCE_S = 0.1
 _RETURN_S = 3.0  # for ranks that live and whose connections broke before
 _STEPS = 1 << 16  # more than one round takes
-_sign_encoder = msgspec.msgpack.Encoder()
 _sign_decoder = msgspec.msgpack.Decoder(Sign)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What has gone wrong since the operation began, or since ``again``; ranks by their numbers in the job.
+
+    ``failures`` is what was told so far, ``verdict`` what all ranks raise, once that is decided, ``own`` the error of
+    this rank. Other failures may join the first until ``settling``; whom the coordinator has not heard until
+    ``unheard`` raises its own failure. ``unreceived`` has the ranks that have not confirmed our last word.
+    """
+
+    failures: dict[int, Failure] = field(default_factory=dict)
+    verdict: dict[int, Failure] | None = None
+    own: dict[int, BaseException] = field(default_factory=dict)
+    settling: Deadline | None = None
+    unheard: Deadline | None = None
+    unreceived: set[int] = field(default_factory=set)
 
 
 class ChannelRanks:
     """All ranks of one operation on a channel, whose coordinator merges.
 
-    Enter it for all phases; leaving it by an exception tells the others.
-
-    Args:
-        channel: the connection of this rank.
-        key: which call this is, as "save '/path'"; ranks whose keys are equal meet.
-        encode: what makes bytes of a part or an error.
-        decode: the reverse.
-        patience: how long to wait for what.
+    Enter it for all phases; leaving it by an exception tells the others. ``key`` says which call this is, as
+    "save '/path'": ranks whose keys are equal meet. ``call`` is its number on this rank; ``guests`` are those who have
+    come to the coordinator, each with the number that it has there.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        *,
-        key: str = "",
-        encode: Encode,
-        decode: Decode,
-        patience: Patience,
-    ) -> None:
+    def __init__(self, channel: Channel, *, key: str = "", patience: Patience) -> None:
         self.rank = channel.rank
         self.size = channel.size
-        self.names = channel.names
+        self.job_ranks = channel.job_ranks
         self.kept = channel.kept
         self.is_coordinator = channel.is_coordinator
+        self.deadline_s = patience.progress_s
         self.key = key
         self.call = channel.number()
         self.guests: dict[int, int] = {}
+        self.signs = OwnSigns()
         self._channel = channel
-        self._coordinator = channel.coordinator
-        self._encode = encode
-        self._decode = decode
         self._patience = patience
-        self.deadline_s = patience.progress_s
-        self._clock = clock = channel.clock
-        self._others = [rank for rank in range(channel.size) if rank != channel.rank]
-        self._lock = channel.lock
         self._bell = Bell()
-        self._watch = Watch(names=channel.names, patience=patience, clock=clock)
-        self._round = self._step = 0
-        self._phase = "starting"
-        self.moved = self._beats = 0
-        self._next_beat = clock() + patience.beat_s
-        self._returning = Deadline(min(_RETURN_S, patience.progress_s), clock)
-        self._count: Callable[[], int] = int
-        self._file: Callable[[], str] = str
+        self._watch = Watch(job_ranks=channel.job_ranks, patience=patience)
+        self._number = self._step = 0
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)  # later ones of ranks that are ahead of this one
+        self._round = self._rounds[0]
+        self._next_beat = time.monotonic() + patience.beat_s
+        self._returning = Deadline(min(_RETURN_S, patience.progress_s))
         self._awaited_since: float | None = None
         self._parts: dict[int, dict[int, Message]] = {}
         self._wholes: dict[int, bytes] = {}
-        self._unreceived: set[int] = set()
-        self._failures: defaultdict[int, dict[int, Failure]] = defaultdict(dict)
-        self._verdicts: dict[int, dict[int, Failure]] = {}
-        self._settling: Deadline | None = None
-        self._own: dict[int, BaseException] = {}
-        self._unheard: Deadline | None = None
         self._is_entered = self._is_interrupted = self._is_apart = False
         self._ungreeted: list[int] = []
 
@@ -116,82 +110,77 @@ class ChannelRanks:
                 self._tell(error)
             self._see_received()
         finally:
+            # By its traceback an error holds all that the caller's frames hold: files, a writer, and so on.
+            self._round.own = {}
             self._channel.leave(self, self._patience.farewell_s)
 
     def again(self) -> None:
-        """Go on after a failure that every rank has raised, as if it had not been; all ranks do so, or none."""
-        with self._lock:
-            self._round += 1
-            self._step = self._round * _STEPS
-            self._own, self._unheard, self._unreceived = {}, None, set()
-            has_failed = bool(self._failures[self._round])  # on a rank that is ahead of this one
-            self._settling = Deadline(self._patience.settle_s, self._clock) if has_failed else None
+        with self._channel.lock:
+            del self._rounds[self._number]
+            self._number += 1
+            self._step = self._number * _STEPS
+            self._round = self._rounds[self._number]
+            if self._round.failures:  # of a rank that is ahead of this one
+                self._round.settling = Deadline(self._patience.settle_s)
 
-    def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
-        """This rank's element of what ``merge`` makes of all parts."""
-
+    def reduce_scatter(
+        self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
+    ) -> Whole:
         def merge_for_each(parts: list[Part]) -> tuple[Whole, dict[int, bytes]]:
             wholes = merge(parts)
             if len(wholes) != self.size:
                 raise InternalError(f"{phase} made {len(wholes)} parts for {self.size} ranks")
-            return wholes[self.rank], {rank: self._encode(wholes[rank]) for rank in self._others}
+            return wholes[self.rank], {rank: encode_message(wholes[rank]) for rank in self._channel.others}
 
         return self._together(phase, local, merge_for_each)
 
-    def share(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
-        """What ``merge`` makes of all parts, the same on every rank."""
-
+    def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
         def merge_for_all(parts: list[Part]) -> tuple[Whole, dict[int, bytes]]:
-            whole = merge(parts)
-            return whole, dict.fromkeys(self._others, self._encode(whole) if self._others else b"")
+            whole, others = merge(parts), self._channel.others
+            return whole, dict.fromkeys(others, encode_message(whole) if others else b"")
 
         return self._together(phase, local, merge_for_all)
 
-    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
-        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank.
-
-        They learn of the phase with the next sign of life: announcing it would take the caller's time.
-        """
-        self._phase = phase
+    def locally(self, phase: str, local: Callable[[], Part]) -> Part:
+        # The others learn of it with the next beat: announcing it would take time.
+        self.signs.phase = phase
         try:
             return local()
         except BaseException as error:
             self._give_up(error)
 
     def check(self) -> None:
-        """Raise what another rank has failed with, if one has; cheap, any thread."""
-        if self._round in self._verdicts:
+        if self._round.verdict is not None:
             raise self._error()
 
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
-        """Ask at every heartbeat how far the work is, and at which file; any thread may be asked to run them."""
-        self._count, self._file = count, file
+        self.signs.count, self.signs.file = count, file
 
     # What the channel asks, with its lock held but for ``beat``.
 
     @property
     def verdict(self) -> bytes | None:
         """What the operation failed with, if it has."""
-        failures = self._verdicts.get(self._round)
-        return None if failures is None else pack(failures)
+        return None if self._round.verdict is None else pack(self._round.verdict)
 
     def ended(self, rank: int) -> Ended:
         """How it failed, for ``rank``, which has not come."""
-        verdict = self._verdicts[self._round]
+        verdict = self._round.verdict or {}
+        is_named = self.job_ranks[rank] in verdict
         return Ended(
             number=self.call,
             key=self.key,
             verdict=pack(verdict),
-            is_error=not self._is_apart and not self._is_interrupted and self.names[rank] not in verdict,
-            is_open=self._is_interrupted or self.names[rank] in verdict,
+            is_error=not self._is_apart and not self._is_interrupted and not is_named,
+            is_open=self._is_interrupted or is_named,
         )
 
     def welcome(self, rank: int, call: int) -> None:
         """Take it that ``rank`` has come; it is told that we are here, or that all is over."""
         self.guests[rank] = call
         self._ungreeted.append(rank)
-        if self._round in self._verdicts:
-            self._post([rank], Kind.VERDICT, step=self._round, payload=pack(self._verdicts[self._round]))
+        if self._round.verdict is not None:
+            self._post([rank], Kind.VERDICT, step=self._number, payload=pack(self._round.verdict))
 
     def deliver(self, rank: int, message: Message) -> None:
         """Take a message, on the thread that receives."""
@@ -204,49 +193,53 @@ class ChannelRanks:
             self._post([rank], Kind.RECEIPT, step=message.step)
         elif message.kind is Kind.FAILURE:
             self._is_interrupted |= message.phase == INTERRUPTED
-            self._accuse(unpack(message.payload), round_=message.step)
+            self._accuse(unpack(message.payload), number=message.step)
         elif message.kind is Kind.VERDICT:
-            self._verdicts.setdefault(message.step, unpack(message.payload))
+            told = self._rounds[message.step]
+            told.verdict = unpack(message.payload) if told.verdict is None else told.verdict
             self._post([rank], Kind.RECEIPT, step=-1)
         elif message.kind is Kind.RECEIPT:
-            if message.step == (-1 if self._round in self._verdicts else self._step):
-                self._unreceived.discard(rank)
+            if message.step == (-1 if self._round.verdict is not None else self._step):
+                self._round.unreceived.discard(rank)
         elif message.kind is Kind.LEFT:
-            self._watch.leave(rank)
+            self._watch.left.add(rank)
         self._ring()
 
-    def disagree(self, said: Mapping[int, str]) -> bytes:
-        """What ranks are told that are at different calls, by the key of each."""
-        return pack(self._described({self.rank: different_calls({self.names[rank]: said[rank] for rank in said})}))
-
     def refuse(self, verdict: bytes) -> None:
-        """Fail with that."""
+        """Fail because the ranks are at different calls."""
         self._is_apart = True
         self._decide(unpack(verdict))
 
+    def disagree(self, keys: Mapping[int, str]) -> bytes:
+        """What ranks are told that are at different calls; a key is a function and a path."""
+        is_path = len({key.partition(" ")[0] for key in keys.values()}) == 1
+        said = {self.job_ranks[rank]: key.partition(" ")[2] if is_path else key for rank, key in sorted(keys.items())}
+        return pack(self._described({self.rank: disagreement("checkpoint path" if is_path else "call", said)}))
+
     def tick(self) -> None:
         """Decide what has to be decided now: who is lost, and whether the operation has failed."""
-        if self._round in self._verdicts:
+        now = self._round
+        if now.verdict is not None:
             return
-        pause_s = self._watch.look()
+        pause_s, phase = self._watch.look(), self.signs.phase
         if self._awaited_since is not None:
             self._awaited_since += pause_s
-        is_returning = self.is_coordinator and not self._returning.passed
-        gone = self._channel.gone & set(self.guests) if is_returning else self._channel.gone
-        lost = self._watch.gone(gone, self._phase)
+        gone: set[int] = self._channel.gone
+        if self.is_coordinator and not self._returning.passed:
+            gone = gone & set(self.guests)
+        lost = self._watch.gone(gone, phase)
         if self.is_coordinator:  # the others hear nothing from it and decide for themselves
-            lost |= self._watch.given_up(self.rank, pause_s, self._phase)
+            lost |= self._watch.given_up(self.rank, pause_s, phase)
         self._lose({**self._overdue(), **lost})
-        failures = self._failures[self._round]
-        if self._unheard is not None and self._unheard.passed and not self._is_heard():
-            self._verdicts[self._round] = dict(failures)
+        if now.unheard is not None and now.unheard.passed and not self._watch.present(self._channel.coordinator):
+            now.verdict = dict(now.failures)
             self._ring()
-        elif self.is_coordinator and failures and (self._everyone_told() or (self._settling and self._settling.passed)):
-            self._decide(failures)
+        elif self.is_coordinator and now.failures and (self._everyone_told() or (now.settling and now.settling.passed)):
+            self._decide(now.failures)
 
     def beat(self) -> None:
         """Give a sign of life, if it is time."""
-        now = self._clock()
+        now = time.monotonic()
         new, self._ungreeted = self._ungreeted, []
         if now >= self._next_beat:
             self._next_beat = now + self._patience.beat_s
@@ -260,7 +253,7 @@ class ChannelRanks:
         if not self._is_entered:
             raise InternalError("the ranks take steps together only inside 'with ranks:'")
         self._step += 1
-        self._phase = phase
+        self.signs.phase = phase
         # Before any work, so that whoever looks for a lost rank knows its phase.
         self._send_sign(self._audience())
         self._channel.see_sent(self._audience(), _ANNOUNCE_S)
@@ -272,30 +265,27 @@ class ChannelRanks:
                 whole, replies = merge(self._gather(part))
                 self._reply(replies)
                 return whole
-            payload = self._encode(part)
-            self._post([self._coordinator], Kind.PART, step=self._step, phase=phase, payload=payload)
+            self._post(self._audience(), Kind.PART, step=self._step, phase=phase, payload=encode_message(part))
             self._wait_until(lambda: self._step in self._wholes)
-            result: Whole = self._decode(self._wholes.pop(self._step))
+            result: Whole = decode_message(self._wholes.pop(self._step))
             return result
         except BaseException as error:
             self._give_up(error)
 
     def _gather(self, own: Part) -> list[Part]:
         """The parts of all ranks, by rank; every one made in this very phase."""
-        with self._lock:
+        with self._channel.lock:
             arrived = self._parts.setdefault(self._step, {})
-        self._wait_until(lambda: len(arrived) == len(self._others))
-        elsewhere = {rank: message.phase for rank, message in arrived.items() if message.phase != self._phase}
-        if elsewhere:
-            said = {self.rank: self._phase, **elsewhere}
-            agreed("step to take", {self.names[rank]: repr(said[rank]) for rank in sorted(said)})
-        return [own if rank == self.rank else self._decode(arrived[rank].payload) for rank in range(self.size)]
+        self._wait_until(lambda: len(arrived) == len(self._channel.others))
+        said = {rank: message.phase for rank, message in arrived.items()} | {self.rank: self.signs.phase}
+        agreed("step to take", {self.job_ranks[rank]: repr(said[rank]) for rank in sorted(said)})
+        return [own if rank == self.rank else decode_message(arrived[rank].payload) for rank in range(self.size)]
 
     def _reply(self, replies: dict[int, bytes]) -> None:
         self._wait_until(lambda: True)  # or raise, if somebody failed in the meantime
-        with self._lock:
+        with self._channel.lock:
             self._parts.pop(self._step, None)
-            self._unreceived = set(replies)
+            self._round.unreceived = set(replies)
             for rank, payload in replies.items():
                 self._post([rank], Kind.WHOLE, step=self._step, payload=payload)
 
@@ -305,13 +295,13 @@ class ChannelRanks:
         The coordinator looks at failures first, because everyone is told of them; the others take an answer that has
         arrived even if the coordinator is gone by now.
         """
-        self._awaited_since = self._clock()
+        self._awaited_since = time.monotonic()
         try:
             while True:
-                with self._lock:
+                with self._channel.lock:
                     self.tick()
-                    has_failed = self._round in self._verdicts
-                    is_ready = ready() and not self._failures[self._round]
+                    has_failed = self._round.verdict is not None
+                    is_ready = ready() and not self._round.failures
                 if has_failed and (self.is_coordinator or not is_ready):
                     raise self._error()
                 if is_ready:
@@ -338,37 +328,38 @@ class ChannelRanks:
 
     def _tell(self, error: BaseException) -> None:
         """Make ``error`` known as this rank's failure, unless the operation has failed already."""
-        with self._lock:
-            if self._round in self._verdicts or self._own:
+        with self._channel.lock:
+            now = self._round
+            if now.verdict is not None or now.own:
                 return
             failures = self._described({self.rank: error})
-            self._own[self.names[self.rank]] = error
-            self._unheard = Deadline(self._patience.farewell_s, self._clock)
-            self._failures[self._round].update(failures)
+            now.own[self.job_ranks[self.rank]] = error
+            now.unheard = None if self.is_coordinator else Deadline(self._patience.farewell_s)
+            now.failures.update(failures)
             self._is_interrupted |= not isinstance(error, Exception)
-            self._accuse(failures, round_=self._round)
+            self._accuse(failures, number=self._number)
 
     def _described(self, errors: Mapping[int, BaseException]) -> dict[int, Failure]:
-        """Failures by the name of each rank."""
+        """Failures by the number of each rank in the job."""
         found = {}
         for rank, error in errors.items():
-            phase = error.phase if isinstance(error, RankLostError) and error.phase else self._phase
-            found[self.names[rank]] = describe(error, rank=self.names[rank], phase=phase, encode=self._encode)
+            phase = error.phase if isinstance(error, RankLostError) and error.phase else self.signs.phase
+            found[self.job_ranks[rank]] = describe(error, rank=self.job_ranks[rank], phase=phase)
         return found
 
-    def _accuse(self, failures: dict[int, Failure], *, round_: int) -> None:
-        """Bring failures before the coordinator, which may be this rank."""
+    def _accuse(self, failures: dict[int, Failure], *, number: int) -> None:
+        """Bring failures of round ``number`` before the coordinator, which may be this rank."""
         if not self.is_coordinator:
             phase = INTERRUPTED if self._is_interrupted else ""
-            self._post([self._coordinator], Kind.FAILURE, step=round_, phase=phase, payload=pack(failures))
+            self._post(self._audience(), Kind.FAILURE, step=number, phase=phase, payload=pack(failures))
             return
-        for rank, failure in failures.items():
-            self._failures[round_].setdefault(rank, failure)
-        if round_ == self._round and self._settling is None:
-            self._settling = Deadline(self._patience.settle_s, self._clock)
+        accused = self._rounds[number]
+        accused.failures = {**failures, **accused.failures}
+        if accused is self._round and accused.settling is None:
+            accused.settling = Deadline(self._patience.settle_s)
 
     def _error(self) -> CheckpointError:
-        return combine(self._verdicts[self._round], decode=self._decode, own=self._own)
+        return combine(self._round.verdict or {}, self._round.own)
 
     def _post(self, to: Collection[int], kind: Kind, *, step: int = 0, phase: str = "", payload: bytes = b"") -> None:
         for rank in to:
@@ -376,68 +367,59 @@ class ChannelRanks:
 
     def _audience(self) -> list[int]:
         """The ranks that get our signs of life."""
-        return list(self.guests) if self.is_coordinator else [self._coordinator]
+        return list(self.guests) if self.is_coordinator else [self._channel.coordinator]
 
     def _send_sign(self, to: Collection[int], *, is_urgent: bool = False) -> None:
-        self._beats += 1
-        sign = Sign(
-            beat=self._beats,
-            phase=self._phase,
-            progress=self._count(),
-            moved=self.moved,
-            file=self._file(),
-            working=self._awaited_since is None,
-        )
-        payload = _sign_encoder.encode(sign)
+        payload = self.signs.encoded(working=self._awaited_since is None)
         for rank in to:
             self._channel.post(self, rank, Kind.BEAT, payload=payload, is_urgent=is_urgent)
 
-    def _is_heard(self) -> bool:
-        return self.is_coordinator or self._watch.present(self._coordinator)
-
     def _overdue(self) -> dict[int, RankLostError]:
-        if self._awaited_since is None or self._own:
+        if self._awaited_since is None or self._round.own:
             return {}
-        awaited: Collection[int] = [] if self._step in self._wholes else [self._coordinator]
+        awaited: Collection[int] = [] if self._step in self._wholes else [self._channel.coordinator]
         if self.is_coordinator:
             arrived = self._parts.get(self._step, {})
-            awaited = [rank for rank in self._others if rank not in arrived]
-        excuse = not self.is_coordinator
-        return self._watch.overdue(awaited, phase=self._phase, since=self._awaited_since, excuse_waiting=excuse)
+            awaited = [rank for rank in self._channel.others if rank not in arrived]
+        return self._watch.overdue(
+            awaited, phase=self.signs.phase, since=self._awaited_since, excuse_waiting=not self.is_coordinator
+        )
 
     def _lose(self, lost: dict[int, RankLostError]) -> None:
         """Take ranks as lost; whoever has lost the coordinator fails with that, and tells it, should it still hear."""
         if not lost:
             return
         failures = self._described(lost)
-        if self._is_heard():  # one that has not come has nothing to do with it
-            self._accuse(failures, round_=self._round)
+        # A coordinator that has not come has nothing to do with it.
+        if self.is_coordinator or self._watch.present(self._channel.coordinator):
+            self._accuse(failures, number=self._number)
         if not self.is_coordinator:
-            self._verdicts[self._round] = failures
+            self._round.verdict = failures
             self._ring()
 
     def _everyone_told(self) -> bool:
         """Whether nobody is left who could fail in this phase too."""
-        arrived = {self.names[rank] for rank in self._parts.get(self._step, ())}
+        arrived = {self.job_ranks[rank] for rank in self._parts.get(self._step, ())}
         if self._awaited_since is not None:
-            arrived.add(self.names[self.rank])
-        return len(arrived | set(self._failures[self._round])) >= self.size
+            arrived.add(self.job_ranks[self.rank])
+        return len(arrived | set(self._round.failures)) >= self.size
 
     def _decide(self, failures: Mapping[int, Failure]) -> None:
         """The coordinator's verdict: the operation has failed, for these reasons, on every rank."""
-        verdict = self._verdicts[self._round] = dict(failures)
-        self._unreceived = set(self.guests)
-        self._post(self.guests, Kind.VERDICT, step=self._round, payload=pack(verdict))
+        verdict = self._round.verdict = dict(failures)
+        self._round.unreceived = set(self.guests)
+        self._post(self.guests, Kind.VERDICT, step=self._number, payload=pack(verdict))
         self._ring()
 
     def _see_received(self) -> None:
         """Before the coordinator leaves, and perhaps its process ends: see that its last word has arrived."""
         if not self.is_coordinator:
             return
-        with self._lock:
-            if self._failures[self._round] and self._round not in self._verdicts:
-                self._decide(self._failures[self._round])
-        has_failed = self._round in self._verdicts
-        deadline = Deadline(self._patience.farewell_s if has_failed else self._patience.handover_s, self._clock)
-        while not deadline.passed and self._unreceived - self._watch.left - self._channel.gone:
+        now = self._round
+        with self._channel.lock:
+            if now.failures and now.verdict is None:
+                self._decide(now.failures)
+        has_failed = now.verdict is not None
+        deadline = Deadline(self._patience.farewell_s if has_failed else self._patience.handover_s)
+        while not deadline.passed and now.unreceived - self._watch.left - self._channel.gone:
             self._wait(min(_SLICE_S, deadline.remaining_s))

@@ -25,7 +25,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,11 +39,18 @@ if TYPE_CHECKING:
 
 PIECE = 4 << 20
 
-HELLO = struct.Struct("<8s32sI")
-"""What a rank says when it connects: ``MAGIC``, the token of the channel, its number; it is answered with ``MAGIC``."""
+TOKEN_BYTES = 32
+HELLO = struct.Struct(f"<8s{TOKEN_BYTES}sI")
+"""What a rank says when it connects: ``MAGIC``, the token of the one who listens, its own number."""
 MAGIC = b"holdfst2"
 
 _LENGTH = struct.Struct("<I")
+
+
+def said_by(hello: bytes | bytearray, token: bytes) -> int:
+    """The number in a hello; -1 where it is of somebody who does not know the token."""
+    magic, known, number = HELLO.unpack(hello)
+    return int(number) if magic == MAGIC and hmac.compare_digest(known, token) else -1
 
 
 class Kind(enum.Enum):
@@ -58,8 +66,8 @@ class Kind(enum.Enum):
     LEFT = "left"
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message between the coordinator and rank ``guest``, about that rank's own ``call``.
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message between the coordinator and rank ``guest``, about that rank's own ``call``; or a piece of one.
 
     ``serial`` tells it from all others of its sender.
     """
@@ -71,16 +79,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     phase: str = ""
     payload: bytes = b""
+    piece: int = 0
+    pieces: int = 1
 
 
-class _Piece(msgspec.Struct, frozen=True, array_like=True):
-    message: Message
-    number: int
-    count: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Piece)
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def cut(message: Message, piece: int = PIECE) -> Iterator[bytes]:
@@ -88,8 +91,10 @@ def cut(message: Message, piece: int = PIECE) -> Iterator[bytes]:
     payload = message.payload
     count = max(1, -(-len(payload) // piece))
     for number in range(count):
-        part = payload if count == 1 else payload[number * piece : (number + 1) * piece]
-        data = _encoder.encode(_Piece(msgspec.structs.replace(message, payload=part), number, count))
+        if count > 1:
+            part = payload[number * piece : (number + 1) * piece]
+            message = msgspec.structs.replace(message, payload=part, piece=number, pieces=count)
+        data = msgspec.msgpack.encode(message)
         yield _LENGTH.pack(len(data)) + data
 
 
@@ -110,23 +115,17 @@ class Assembler:
             if len(self._received) < end:
                 return
             with memoryview(self._received) as view:
-                piece = _decoder.decode(view[_LENGTH.size : end])
+                message = _decoder.decode(view[_LENGTH.size : end])
             del self._received[:end]
-            message = self._complete(piece)
-            if message is not None:
-                yield message
-
-    def _complete(self, piece: _Piece) -> Message | None:
-        message = piece.message
-        if piece.count == 1:
-            return message
-        parts = self._unfinished.setdefault(message.serial, {})
-        parts[piece.number] = message.payload
-        if len(parts) < piece.count:
-            return None
-        del self._unfinished[message.serial]
-        payload = b"".join(parts[number] for number in range(piece.count))
-        return msgspec.structs.replace(message, payload=payload)
+            if message.pieces > 1:
+                parts = self._unfinished.setdefault(message.serial, {})
+                parts[message.piece] = message.payload
+                if len(parts) < message.pieces:
+                    continue
+                payload = b"".join(parts[number] for number in range(message.pieces))
+                del self._unfinished[message.serial]
+                message = msgspec.structs.replace(message, payload=payload, piece=0, pieces=1)
+            yield message
 
 
 Bell = queue.SimpleQueue[None]
@@ -141,16 +140,16 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _IN_VAIN = 6  # times that data was sent again without an answer, or probes: about 13 s
 
 
-class _Peer:
-    __slots__ = ("assembler", "is_waiting", "outbox", "rank", "sending", "socket")
+@dataclass(slots=True, eq=False)
+class _RankConnection:
+    """The connection to a rank: what is to be sent, and bells that are rung once everything before them is."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
-        self.socket = connection
-        self.outbox: deque[Iterator[bytes] | Bell] = deque()
-        self.sending = memoryview(b"")
-        self.assembler = Assembler()
-        self.is_waiting = False  # for the kernel to take more
+    rank: int
+    socket: socket.socket
+    outbox: deque[Iterator[bytes] | Bell] = field(default_factory=deque)
+    sending: memoryview = field(default_factory=lambda: memoryview(b""))
+    assembler: Assembler = field(default_factory=Assembler)
+    is_waiting: bool = False  # for the kernel to take more
 
     def next_piece(self) -> memoryview | None:
         """The piece to send now, if any; bells on the way are rung."""
@@ -167,7 +166,7 @@ class _Peer:
 
     def ring_all(self) -> None:
         """Keep nobody waiting for what will not be sent."""
-        for entry in list(self.outbox):
+        for entry in self.outbox.copy():
             if isinstance(entry, queue.SimpleQueue):
                 entry.put(None)
         self.outbox.clear()
@@ -176,11 +175,11 @@ class _Peer:
 class Connections:
     """The connections of one rank: the coordinator's to all others, or that of another rank to the coordinator.
 
-    Args:
-        receiver: gets the messages, and is told who comes and goes; it is not kept alive by this.
-        listener: where other ranks connect, on the coordinator; it is closed with the rest.
-        token: what they have to know, 32 bytes.
-        size: how many ranks there are.
+    ``receiver`` gets the messages, and is told who comes and goes; it is not kept alive by this. The coordinator has a
+    ``listener``, where ``size`` ranks connect that know the ``token``; it is closed with the rest.
+
+    All of it happens in a thread of its own, but that others ``add`` and ``post``: these change dicts and queues by
+    single steps of C, so that no lock is needed, which an interrupt or a fork could leave held.
     """
 
     def __init__(
@@ -189,10 +188,10 @@ class Connections:
         self._receiver = weakref.ref(receiver)
         self._token = token
         self._size = size
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _RankConnection] = {}
         self._callers: dict[socket.socket, float] = {}
-        self._new: deque[_Peer] = deque()
-        self._wanting: deque[_Peer] = deque()
+        self._new: deque[_RankConnection] = deque()
+        self._wanting: deque[_RankConnection] = deque()
         self._is_closing = False
         self._look_at = 0.0
         self._selector = selectors.DefaultSelector()
@@ -216,12 +215,11 @@ class Connections:
             for name, value in _KEEPALIVE.items():
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        peer = self._peers[rank] = _Peer(rank, connection)
+        peer = self._peers[rank] = _RankConnection(rank, connection)
         self._new.append(peer)
         self._wake()
 
     def has(self, rank: int) -> bool:
-        """Whether there is a connection to ``rank``, as far as is known."""
         return rank in self._peers
 
     def post(self, rank: int, entry: Iterator[bytes] | Bell, *, is_urgent: bool = False) -> None:
@@ -266,10 +264,10 @@ class Connections:
                     key.data(events)
                 receiver = self._receiver()
                 is_busy = receiver is not None and receiver.tick()
-                del receiver
+                del receiver  # or it would live for as long as nothing happens
                 while self._wanting:
                     peer = self._wanting.popleft()
-                    self._register_new()
+                    self._register_new()  # which it may be
                     self._send(peer)
                 self._register_new()
                 if is_busy:
@@ -287,13 +285,13 @@ class Connections:
             peer = self._new.popleft()
             self._selector.register(peer.socket, selectors.EVENT_READ, partial(self._move, peer))
 
-    def _move(self, peer: _Peer, events: int) -> None:
+    def _move(self, peer: _RankConnection, events: int) -> None:
         if events & selectors.EVENT_READ:
             self._receive(peer)
         if events & selectors.EVENT_WRITE:
             self._send(peer)
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: _RankConnection) -> None:
         try:
             data = peer.socket.recv(_CHUNK)
         except (BlockingIOError, InterruptedError):
@@ -307,7 +305,7 @@ class Connections:
         if not data:
             self._lose(peer)
 
-    def _send(self, peer: _Peer) -> None:
+    def _send(self, peer: _RankConnection) -> None:
         if self._peers.get(peer.rank) is not peer:
             return
         is_waiting = True
@@ -330,8 +328,7 @@ class Connections:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_waiting else 0)
             self._selector.modify(peer.socket, events, partial(self._move, peer))
 
-    def _lose(self, peer: _Peer) -> None:
-        """Forget a connection that ended."""
+    def _lose(self, peer: _RankConnection) -> None:
         self._close(peer.socket)
         if self._peers.get(peer.rank) is peer:
             del self._peers[peer.rank]
@@ -366,9 +363,7 @@ class Connections:
             caller, _ = listener.accept()
             caller.setblocking(False)
             self._callers[caller] = now
-            said = bytearray()
-            listen: Callable[[int], None] = partial(self._greet, caller, said)
-            self._selector.register(caller, selectors.EVENT_READ, listen)
+            self._selector.register(caller, selectors.EVENT_READ, partial(self._greet, caller, bytearray()))
 
     def _greet(self, caller: socket.socket, said: bytearray, events: int) -> None:
         """Take in a caller that says the right thing."""
@@ -382,10 +377,7 @@ class Connections:
         if heard and len(said) < HELLO.size:
             return
         del self._callers[caller]
-        rank = -1
-        if heard:
-            magic, token, number = HELLO.unpack(said)
-            rank = number if magic == MAGIC and hmac.compare_digest(token, self._token) else -1
+        rank = said_by(said, self._token) if heard else -1
         if not 0 <= rank < self._size:
             self._close(caller)
             return

@@ -1,28 +1,32 @@
-"""The steps that all ranks of a save or load take together, what they must agree on, and failures that reach every
-rank.
+"""The steps that all ranks of a save or load take together, and one process that takes them alone.
 
 A phase runs ``local`` on every rank and ``merge`` on the coordinator. Whatever fails, on whichever rank, is raised on
 every rank as a CheckpointError: one of this library's own as it is, anything else wrapped, with the original as its
 cause. Interrupts pass through.
 
-Invariant: any exception can be told. One that cannot be pickled, or not be unpickled where it arrives, arrives as the
-name of its type, its message and its traceback; nothing here raises because of what somebody else's exception does.
+Then: what ranks must agree on, failures on their way to other ranks, and which ranks are lost. Any exception can be
+told. One that cannot be pickled, or not be unpickled where it arrives, arrives as the name of its type, its message and
+its traceback; nothing here raises because of what somebody else's exception does.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from holdfast import errors
+from holdfast._torch_codec.pickles import decode_message, encode_message
+from holdfast._values.deadline import Clock, Patience, Pulse, Sign
 from holdfast.errors import CheckpointError, RankDisagreementError, RankLostError
 
 Part = TypeVar("Part")
@@ -33,14 +37,10 @@ class Ranks(Protocol):
     """All ranks of one save or load, as one of them sees them; entered once, around all phases."""
 
     @property
-    def rank(self) -> int:
-        """The number of this one."""
-        ...
+    def rank(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
+    def size(self) -> int: ...
 
     @property
     def is_coordinator(self) -> bool:
@@ -48,7 +48,7 @@ class Ranks(Protocol):
         ...
 
     @property
-    def names(self) -> tuple[int, ...]:
+    def job_ranks(self) -> tuple[int, ...]:
         """The number of each in the whole job, as errors name them."""
         ...
 
@@ -68,15 +68,17 @@ class Ranks(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
+    def reduce_scatter(
+        self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
+    ) -> Whole:
         """This rank's element of what ``merge`` makes of all parts."""
         ...
 
-    def share(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
+    def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
         """What ``merge`` makes of all parts, the same on every rank."""
         ...
 
-    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
+    def locally(self, phase: str, local: Callable[[], Part]) -> Part:
         """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
         ...
 
@@ -101,7 +103,7 @@ class SoloRanks:
 
     def __init__(self, *, rank: int = 0, is_coordinator: bool = True) -> None:
         self.rank = rank
-        self.names = (rank,)
+        self.job_ranks = (rank,)
         self.is_coordinator = is_coordinator
         self.kept: dict[object, Any] = {}
 
@@ -113,41 +115,29 @@ class SoloRanks:
     ) -> None:
         return None
 
-    def scatter(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]) -> Whole:
-        """The one element of what ``merge`` makes of the one part."""
-        with _naming(phase):
-            (whole,) = merge([local()])
-            return whole
+    def reduce_scatter(
+        self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
+    ) -> Whole:
+        return self.all_reduce(phase, local, merge)[0]
 
-    def share(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
-        """What ``merge`` makes of the one part."""
-        with _naming(phase):
+    def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
+        try:
             return merge([local()])
+        except CheckpointError:
+            raise
+        except Exception as error:
+            message = str(error).partition("\n")[0]
+            raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: error}) from error
 
-    def alone(self, phase: str, local: Callable[[], Part]) -> Part:
-        """What ``local`` returns."""
-        with _naming(phase):
-            return local()
+    def locally(self, phase: str, local: Callable[[], Part]) -> Part:
+        part: Part = self.all_reduce(phase, local, itemgetter(0))
+        return part
 
-    def again(self) -> None:
-        """Nothing to do: what failed is over."""
+    def again(self) -> None: ...
 
-    def check(self) -> None:
-        """Nothing to do: there is nobody else who could have failed."""
+    def check(self) -> None: ...
 
-    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
-        """Nothing to do: nobody waits."""
-
-
-@contextmanager
-def _naming(phase: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        message = str(error).partition("\n")[0]
-        raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: error}) from error
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None: ...
 
 
 _LONGEST = 200  # characters of what one camp said
@@ -155,34 +145,26 @@ _MOST_CAMPS = 4
 
 
 def agreed(name: str, said: Mapping[int, str]) -> None:
-    """Nothing when all ranks said the same of ``name``; else RankDisagreementError, whose failures are the minority."""
+    """Raise RankDisagreementError unless all ranks said the same of ``name``."""
+    if len(set(said.values())) > 1:
+        raise disagreement(name, said)
+
+
+def disagreement(name: str, said: Mapping[int, str]) -> RankDisagreementError:
+    """The error of ranks that said different things of ``name``; its failures are the minority."""
     camps = Counter(said.values()).most_common()
-    if len(camps) <= 1:
-        return
     by_camp = {what: [rank for rank in sorted(said) if said[rank] == what] for what, _ in camps}
     shown = [f"{_ranks(ranks)} {_shortened(what)}" for what, ranks in list(by_camp.items())[:_MOST_CAMPS]]
     more = f" and {len(camps) - _MOST_CAMPS} other answers" if len(camps) > _MOST_CAMPS else ""
-    majority = camps[0][0]
     error = RankDisagreementError(
         f"the ranks disagree on the {name}: {', '.join(shown)}{more}; call with the same on every rank", said=said
     )
     error.failures = {
         rank: RankDisagreementError(f"rank {rank} said {_shortened(what)}")
         for rank, what in sorted(said.items())
-        if what != majority
+        if what != camps[0][0]
     }
-    raise error
-
-
-def different_calls(keys: Mapping[int, str]) -> RankDisagreementError:
-    """The error of ranks that are at different calls; a key is a function and a path."""
-    is_path = len({key.partition(" ")[0] for key in keys.values()}) == 1
-    said = {rank: keys[rank].partition(" ")[2] if is_path else keys[rank] for rank in sorted(keys)}
-    try:
-        agreed("checkpoint path" if is_path else "call", said)
-    except RankDisagreementError as error:
-        return error
-    raise ValueError(f"the same call: {keys}")
+    return error
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -202,9 +184,6 @@ def _shortened(what: str) -> str:
     return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
 
 
-Encode = Callable[[object], bytes]
-Decode = Callable[[bytes], Any]
-
 _LONGEST_TRACEBACK = 64 << 10  # characters; the end is what tells
 _NAMES_ITS_RANKS = (RankLostError, RankDisagreementError)
 
@@ -221,48 +200,42 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     encoded: bytes | None
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Failure])
 
 
 def pack(failures: Mapping[int, Failure]) -> bytes:
-    """The failures as the payload of a message."""
-    return _encoder.encode([failures[rank] for rank in sorted(failures)])
+    """Failures as the payload of a message; ``unpack`` has them by rank again."""
+    return msgspec.msgpack.encode([failures[rank] for rank in sorted(failures)])
 
 
 def unpack(payload: bytes) -> dict[int, Failure]:
-    """The failures in the payload of a message, by rank."""
+    """The failures that were packed, by rank."""
     return {failure.rank: failure for failure in _decoder.decode(payload)}
 
 
-def describe(error: BaseException, *, rank: int, phase: str, encode: Encode) -> Failure:
+def describe(error: BaseException, *, rank: int, phase: str) -> Failure:
     """What ``rank`` tells the others of ``error``."""
     try:
-        encoded = encode(error)
+        encoded = encode_message(error)
     except Exception:  # whatever the exception's own pickling does
         encoded = None
     return Failure(
         rank=rank,
         phase=phase,
         type_name=type(error).__name__,
-        family=_family_of(error),
-        message=_text_of(error),
-        traceback_text=_traceback_of(error),
+        family=next((cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__), None),
+        message=_printed(lambda: str(error), "an error that cannot be printed"),
+        traceback_text=_printed(lambda: "".join(traceback.format_exception(error)), "")[-_LONGEST_TRACEBACK:],
         encoded=encoded,
     )
 
 
-def combine(
-    failures: Mapping[int, Failure], *, decode: Decode, own: Mapping[int, BaseException] | None = None
-) -> CheckpointError:
+def combine(failures: Mapping[int, Failure], own: Mapping[int, BaseException]) -> CheckpointError:
     """The error that every rank raises: of the class of the lowest failed rank's error, naming that rank.
 
-    ``own`` has the original of this rank's own failure; it becomes the cause.
+    ``own`` has the original of this rank's own failure, if it has failed; it becomes the cause.
     """
-    own = own or {}
-    originals = {
-        rank: own[rank] if rank in own else _rebuild(failure, decode) for rank, failure in sorted(failures.items())
-    }
+    originals = {rank: own[rank] if rank in own else _rebuild(failure) for rank, failure in sorted(failures.items())}
     root = failures[min(failures)]
     error = _raisable(root, originals[root.rank])
     if not (isinstance(error, RankDisagreementError) and error.failures):
@@ -288,10 +261,10 @@ def _raisable(root: Failure, original: BaseException) -> CheckpointError:
     return _family(root.family)(message)
 
 
-def _rebuild(failure: Failure, decode: Decode) -> BaseException:
+def _rebuild(failure: Failure) -> BaseException:
     if failure.encoded is not None:
         try:
-            error = decode(failure.encoded)
+            error = decode_message(failure.encoded)
         except Exception:  # a class that this rank does not have, or whose constructor needs more
             error = None
         if isinstance(error, BaseException):
@@ -306,20 +279,120 @@ def _family(name: str) -> type[CheckpointError]:
     return found if isinstance(found, type) and issubclass(found, CheckpointError) else CheckpointError
 
 
-def _family_of(error: BaseException) -> str | None:
-    ours = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
-    return next(ours, None)
-
-
-def _text_of(error: BaseException) -> str:
+def _printed(text: Callable[[], str], otherwise: str) -> str:
     try:
-        return str(error)
-    except Exception:  # a __str__ that fails
-        return "an error that cannot be printed"
-
-
-def _traceback_of(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_LONGEST_TRACEBACK:]
+        return text()
     except Exception:  # a __str__ or __repr__ that fails
-        return ""
+        return otherwise
+
+
+@dataclass(slots=True)
+class OwnSigns:
+    """What this rank tells the others of itself with each beat; any thread may change it, a reader takes what is there.
+
+    ``moved`` counts pieces of messages that were sent; ``count`` and ``file`` ask how far the work is, and where.
+    """
+
+    phase: str = "starting"
+    moved: int = 0
+    count: Callable[[], int] = int
+    file: Callable[[], str] = str
+    beats: int = 0
+
+    def encoded(self, *, working: bool) -> bytes:
+        self.beats += 1
+        done, file = self.count(), self.file()
+        sign = Sign(beat=self.beats, phase=self.phase, progress=done, moved=self.moved, file=file, working=working)
+        return msgspec.msgpack.encode(sign)
+
+
+_PAUSE_S = 1.0  # between two looks at the clock: this process was stopped, or another thread held the interpreter
+
+
+class Watch:
+    """What one rank knows of the others in one operation, by their signs of life: which are gone, stuck, or never came.
+
+    Ranks are numbered as in the group; errors name them by ``job_ranks``. Silence is no death: whoever holds the
+    interpreter's lock for long is silent too. It counts as work without progress. Nothing is decided here for others.
+    """
+
+    def __init__(self, *, job_ranks: Sequence[int], patience: Patience, clock: Clock = time.monotonic) -> None:
+        self._job_ranks = job_ranks
+        self._patience = patience
+        self._clock = clock
+        self._pulses: dict[int, Pulse] = {}
+        self._looked_at = clock()
+        self.left: set[int] = set()
+        """The ranks that are through with the operation."""
+
+    def look(self) -> float:
+        """For how many seconds we ourselves were stopped; that is no delay of the others. To be called often."""
+        now = self._clock()
+        pause_s, self._looked_at = now - self._looked_at, now
+        if pause_s < _PAUSE_S:
+            return 0.0
+        for pulse in self._pulses.values():
+            pulse.excuse(pause_s)
+        return pause_s
+
+    def given_up(self, rank: int, pause_s: float, phase: str) -> dict[int, RankLostError]:
+        """``rank``, which is ourselves, if the others have given us up while we were stopped."""
+        if pause_s < _PAUSE_S or pause_s < self._patience.progress_s - 2 * self._patience.beat_s:
+            return {}
+        said = f"was stopped for {pause_s:.0f} s in {phase!r}, so the others have given it up; try again"
+        return {rank: self._lost(rank, phase, said)}
+
+    def see(self, rank: int, sign: Sign) -> None:
+        if rank in self._pulses:
+            self._pulses[rank].see(sign)
+        else:
+            self._pulses[rank] = Pulse(sign, self._clock)
+
+    def present(self, rank: int) -> bool:
+        """Whether ``rank`` has come and not left."""
+        return rank in self._pulses and rank not in self.left
+
+    def gone(self, ranks: Collection[int], phase: str) -> dict[int, RankLostError]:
+        """Those of ``ranks``, whose connections have ended, that were not through; we are in ``phase``."""
+        lost: dict[int, RankLostError] = {}
+        for rank in set(ranks) - self.left:
+            pulse = self._pulses.get(rank)
+            reached, place = (pulse.sign.phase, _place(pulse.sign)) if pulse is not None else (phase, repr(phase))
+            said = f"is gone: its process or its host died, or the network broke, in {place}"
+            lost[rank] = self._lost(rank, reached, said)
+        return lost
+
+    def overdue(
+        self, awaited: Collection[int], *, phase: str, since: float, excuse_waiting: bool
+    ) -> dict[int, RankLostError]:
+        """The ranks that we have awaited in ``phase`` since then and that will not come.
+
+        ``excuse_waiting`` is for those who watch the coordinator: while it says that it waits for a rank it is not to
+        blame.
+        """
+        lost: dict[int, RankLostError] = {}
+        waited_s, limit_s = self._clock() - since, self._patience.progress_s
+        for rank in awaited:
+            pulse = self._pulses.get(rank)
+            if rank in self.left:
+                lost[rank] = self._lost(rank, phase, f"left before {phase!r}; make the same calls on every rank")
+            elif waited_s < limit_s:  # work that took longer than that while nobody waited for it was fine
+                continue
+            elif pulse is None:
+                said = f"did not come to {phase!r} within {limit_s:g} s; look at that rank"
+                lost[rank] = self._lost(rank, phase, said)
+            elif (pulse.silent_s if excuse_waiting and not pulse.sign.working else pulse.stalled_s) >= limit_s:
+                said = f"made no progress for {limit_s:g} s in {_place(pulse.sign)}; "
+                said += "look at what it hangs on, or allow more with deadline_s"
+                lost[rank] = self._lost(rank, pulse.sign.phase, said)
+        return lost
+
+    def _lost(self, rank: int, phase: str, said: str) -> RankLostError:
+        job_rank = self._job_ranks[rank]
+        return RankLostError(f"rank {job_rank} {said}", rank=job_rank, phase=phase)
+
+
+def _place(sign: Sign) -> str:
+    known = [f"{sign.progress:,} bytes done"] if sign.progress else []
+    known += [f"at {sign.file!r}"] if sign.file else []
+    return f"{sign.phase!r} ({', '.join(known)})" if known else repr(sign.phase)

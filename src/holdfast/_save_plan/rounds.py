@@ -131,7 +131,7 @@ def plan_save(
     ``job_rank`` is the number of this rank in meshes, ``host`` that of its host.
     """
     if ranks.size == 1:
-        return ranks.alone(_PHASE, partial(_planned_alone, planner, writer, set_up))
+        return ranks.locally(_PHASE, partial(_planned_alone, planner, writer, set_up))
     part = RankPlanning(
         planner, writer, ranks.kept.setdefault(_PlanMemory, _PlanMemory()), job_rank=job_rank, host=host
     )
@@ -140,9 +140,9 @@ def plan_save(
         set_up()
         return part.said_first(ranks.size)
 
-    answer = ranks.scatter(_PHASE, first, part.merged)
+    answer = ranks.reduce_scatter(_PHASE, first, part.merged)
     while isinstance(answer, Asked):
-        answer = ranks.scatter(_PHASE, partial(part.reply, answer), part.merged)
+        answer = ranks.reduce_scatter(_PHASE, partial(part.reply, answer), part.merged)
     return part.planned(answer)
 
 

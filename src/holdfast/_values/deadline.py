@@ -78,7 +78,7 @@ class Deadline:
 
     __slots__ = ("_clock", "_end")
 
-    def __init__(self, limit_s: float, clock: Clock) -> None:
+    def __init__(self, limit_s: float, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + limit_s
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from holdfast._ranks.ranks import agreed, different_calls
+from holdfast._ranks.ranks import agreed
 from holdfast.errors import RankDisagreementError
 
 
@@ -34,10 +34,3 @@ def test_all_different_stays_readable() -> None:
         agreed("path", {rank: str(rank) * 1000 for rank in range(10)})
     assert len(str(caught.value)) < 1200
     assert len(caught.value.failures) == 9
-
-
-def test_ranks_at_different_calls_are_told_what_differs() -> None:
-    error = different_calls({2: "save 'b'", 0: "save 'a'", 1: "save 'a'"})
-    assert str(error).startswith("the ranks disagree on the checkpoint path: ranks 0-1 say 'a', rank 2 says 'b'; ")
-    error = different_calls({0: "save 'a'", 1: "load 'a'"})
-    assert str(error).startswith("the ranks disagree on the call: rank 0 says save 'a', rank 1 says load 'a'; ")

@@ -20,7 +20,7 @@ from holdfast._ranks.channel import Channel
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import HELLO, MAGIC, Kind, Message
 from holdfast._ranks.ranks import Ranks
-from holdfast._torch_codec.pickles import decode_message, encode_message
+from holdfast._torch_codec.pickles import encode_message
 from holdfast._values.deadline import Patience
 from holdfast.errors import (
     CheckpointError,
@@ -40,23 +40,23 @@ class Job:
 
     def __init__(self, world: int, coordinator: int = 0) -> None:
         self.coordinator = coordinator
-        listener, self.address = rendezvous.serve(coordinator)
+        listener, self.address = rendezvous.serve(is_first=True)
         self.channels = [
-            Channel(rank=rank, names=range(world), coordinator=coordinator, listener=listener, token=self.address.token)
+            Channel(
+                rank=rank, job_ranks=range(world), coordinator=coordinator, listener=listener, token=self.address.token
+            )
             if rank == coordinator
             else Channel(
                 rank=rank,
-                names=range(world),
+                job_ranks=range(world),
                 coordinator=coordinator,
-                dial=rendezvous.caller(lambda limit_s: self.address, rank=rank, name=coordinator),
+                dial=rendezvous.caller(lambda limit_s: self.address, rank=rank, coordinator=coordinator),
             )
             for rank in range(world)
         ]
 
     def ranks(self, rank: int, patience: Patience = LONG, key: str = "save 'a'") -> ChannelRanks:
-        return ChannelRanks(
-            self.channels[rank], key=key, encode=encode_message, decode=decode_message, patience=patience
-        )
+        return ChannelRanks(self.channels[rank], key=key, patience=patience)
 
     def run(self, work: Callable[[ChannelRanks], Any], **options: Any) -> list[Any]:
         """What ``work`` returned or raised on each rank, within one operation."""
@@ -90,8 +90,8 @@ def test_scatter_and_share_see_all_parts_in_order(world: int, coordinator: int) 
 
     def work(ranks: ChannelRanks) -> Any:
         spoken: Ranks = ranks
-        own = spoken.scatter("planning", lambda: ranks.rank, lambda parts: [(part, parts) for part in parts])
-        return own, spoken.share("writing", lambda: own[0] * 2, lambda parts: parts), spoken.is_coordinator
+        own = spoken.reduce_scatter("planning", lambda: ranks.rank, lambda parts: [(part, parts) for part in parts])
+        return own, spoken.all_reduce("writing", lambda: own[0] * 2, lambda parts: parts), spoken.is_coordinator
 
     everyone = list(range(world))
     found = job.run(work)
@@ -105,7 +105,7 @@ def test_scatter_and_share_see_all_parts_in_order(world: int, coordinator: int) 
 def test_a_failure_anywhere_is_raised_everywhere(failing: int, coordinator: int) -> None:
     job = Job(3, coordinator)
     original = StorageError("full", errno=28)
-    found = job.run(lambda ranks: ranks.share("writing", lambda: fail_on(failing, original, ranks), sum))
+    found = job.run(lambda ranks: ranks.all_reduce("writing", lambda: fail_on(failing, original, ranks), sum))
     for rank, error in enumerate(found):
         assert type(error) is StorageError
         assert str(error) == f"rank {failing}: full"
@@ -113,7 +113,7 @@ def test_a_failure_anywhere_is_raised_everywhere(failing: int, coordinator: int)
         assert list(error.failures) == [failing]
         assert (error.__cause__ is original) == (rank == failing)
         assert "StorageError: full" in error.tracebacks[failing]
-    assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [3, 3, 3]
+    assert job.run(lambda ranks: ranks.all_reduce("writing", lambda: ranks.rank, sum)) == [3, 3, 3]
 
 
 def test_failures_that_happen_together_are_told_together() -> None:
@@ -125,7 +125,7 @@ def test_failures_that_happen_together_are_told_together() -> None:
         if ranks.rank in (1, 3):
             raise (NotFoundError if ranks.rank == 1 else ValueError)(f"of {ranks.rank}")
 
-    found = job.run(lambda ranks: ranks.share("reading", lambda: local(ranks), lambda parts: None))
+    found = job.run(lambda ranks: ranks.all_reduce("reading", lambda: local(ranks), lambda parts: None))
     for error in found:
         assert type(error) is NotFoundError
         assert str(error) == "rank 1: of 1"
@@ -134,19 +134,19 @@ def test_failures_that_happen_together_are_told_together() -> None:
 
 @pytest.mark.parametrize("merged", [lambda parts: 1 / 0, lambda parts: threading.Lock()], ids=["raises", "unpicklable"])
 def test_a_merge_that_fails_or_makes_what_cannot_be_sent_fails_everywhere(merged: Callable[[Any], Any]) -> None:
-    found = Job(3).run(lambda ranks: ranks.share("publishing", lambda: None, merged))
+    found = Job(3).run(lambda ranks: ranks.all_reduce("publishing", lambda: None, merged))
     assert [type(error) for error in found] == [CheckpointError] * 3
     assert len({str(error) for error in found}) == 1
     assert str(found[0]).startswith("rank 0: publishing failed: ")
 
 
 def test_a_part_that_cannot_be_sent_fails_everywhere() -> None:
-    found = Job(2).run(lambda ranks: ranks.share("planning", threading.Lock, lambda parts: None))
+    found = Job(2).run(lambda ranks: ranks.all_reduce("planning", threading.Lock, lambda parts: None))
     assert {str(error).partition(": TypeError")[0] for error in found} == {"rank 1: planning failed"}
 
 
 def test_a_merge_for_too_few_ranks_is_a_bug_with_a_name() -> None:
-    found = Job(2).run(lambda ranks: ranks.scatter("planning", lambda: 1, lambda parts: [1]))
+    found = Job(2).run(lambda ranks: ranks.reduce_scatter("planning", lambda: 1, lambda parts: [1]))
     assert [type(error) for error in found] == [InternalError] * 2
 
 
@@ -154,8 +154,8 @@ def test_an_interrupt_stays_one_where_it_happens_and_is_told_to_the_others() -> 
     for rank in (0, 1):
 
         def work(ranks: ChannelRanks, rank: int = rank) -> int:
-            ranks.share("planning", lambda: None, lambda parts: None)
-            return ranks.share("writing", lambda: fail_on(rank, SystemExit(3), ranks), sum)
+            ranks.all_reduce("planning", lambda: None, lambda parts: None)
+            return ranks.all_reduce("writing", lambda: fail_on(rank, SystemExit(3), ranks), sum)
 
         found = Job(2).run(work)
         assert type(found[rank]) is SystemExit
@@ -166,9 +166,9 @@ def test_an_error_between_the_phases_is_told_too() -> None:
     for rank in (0, 1):
 
         def work(ranks: ChannelRanks, rank: int = rank) -> None:
-            ranks.share("planning", lambda: None, lambda parts: None)
+            ranks.all_reduce("planning", lambda: None, lambda parts: None)
             fail_on(rank, ValueError("in between"), ranks)
-            ranks.share("writing", lambda: None, lambda parts: None)
+            ranks.all_reduce("writing", lambda: None, lambda parts: None)
 
         found = Job(2).run(work)
         assert type(found[rank]) is ValueError
@@ -191,7 +191,9 @@ def test_work_hears_of_failures_elsewhere_by_check() -> None:
 
     for coordinator in (0, 1, 2):
         busy.clear()
-        found = Job(3, coordinator).run(lambda ranks: ranks.share("writing", lambda: local(ranks), lambda parts: None))
+        found = Job(3, coordinator).run(
+            lambda ranks: ranks.all_reduce("writing", lambda: local(ranks), lambda parts: None)
+        )
         assert [str(error) for error in found] == ["rank 1: full"] * 3
 
 
@@ -200,8 +202,8 @@ def test_what_fails_on_one_alone_is_raised_on_every_rank(failing: int) -> None:
     job = Job(3)
 
     def work(ranks: ChannelRanks) -> int:
-        mine = ranks.alone("staging", lambda: fail_on(failing, ValueError("odd"), ranks))
-        return ranks.share("writing", lambda: mine, sum)
+        mine = ranks.locally("staging", lambda: fail_on(failing, ValueError("odd"), ranks))
+        return ranks.all_reduce("writing", lambda: mine, sum)
 
     for error in job.run(work):
         assert type(error) is CheckpointError
@@ -221,7 +223,7 @@ def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) ->
 
     def work(ranks: ChannelRanks) -> None:
         try:
-            ranks.share("writing", lambda: local(ranks), lambda parts: None)
+            ranks.all_reduce("writing", lambda: local(ranks), lambda parts: None)
         finally:
             if ranks.rank != stuck:
                 given_up.wait(300)
@@ -232,7 +234,7 @@ def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) ->
         assert (error.rank, error.phase) == (stuck, "writing")
         said = f"rank {stuck} made no progress for 4 s in 'writing' (4,096 bytes done, at 'data-1'); "
         assert str(error).startswith(said)
-    assert job.run(lambda ranks: ranks.share("writing", lambda: 1, sum)) == [3, 3, 3]
+    assert job.run(lambda ranks: ranks.all_reduce("writing", lambda: 1, sum)) == [3, 3, 3]
 
 
 def test_a_slow_rank_that_makes_progress_is_left_alone() -> None:
@@ -243,37 +245,37 @@ def test_a_slow_rank_that_makes_progress_is_left_alone() -> None:
             ranks.check()
         return 1
 
-    assert Job(2).run(lambda ranks: ranks.share("writing", lambda: local(ranks), sum), patience=QUICK) == [2, 2]
+    assert Job(2).run(lambda ranks: ranks.all_reduce("writing", lambda: local(ranks), sum), patience=QUICK) == [2, 2]
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
     job = Job(3)
     job.channels.pop()
-    found = job.run(lambda ranks: ranks.share("planning", lambda: 1, sum), patience=QUICK)
+    found = job.run(lambda ranks: ranks.all_reduce("planning", lambda: 1, sum), patience=QUICK)
     assert [str(error) for error in found] == ["rank 2 did not come to 'planning' within 4 s; look at that rank"] * 2
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:
     ranks = Job(2).ranks(1, patience=QUICK)
     with pytest.raises(RankLostError, match="rank 0 did not come to 'planning' within 4 s"), ranks:
-        ranks.share("planning", lambda: 1, sum)
+        ranks.all_reduce("planning", lambda: 1, sum)
 
 
 def test_a_failure_is_raised_soon_even_if_the_coordinator_never_comes_and_told_when_it_does() -> None:
     job = Job(2)
     ranks = job.ranks(1)
     with pytest.raises(CheckpointError, match="rank 1: planning failed: ZeroDivisionError"), ranks:
-        ranks.share("planning", lambda: 1 // 0, sum)
+        ranks.all_reduce("planning", lambda: 1 // 0, sum)
     late = job.ranks(0)
     with pytest.raises(CheckpointError, match="rank 1: planning failed: ZeroDivisionError"), late:
-        late.share("planning", lambda: 1, sum)
+        late.all_reduce("planning", lambda: 1, sum)
 
 
 def test_a_rank_that_leaves_early_is_named_at_once() -> None:
     def work(ranks: ChannelRanks) -> None:
-        ranks.share("planning", lambda: None, lambda parts: None)
+        ranks.all_reduce("planning", lambda: None, lambda parts: None)
         if ranks.rank == 0:
-            ranks.share("writing", lambda: None, lambda parts: None)
+            ranks.all_reduce("writing", lambda: None, lambda parts: None)
 
     found = Job(2).run(work)
     assert found[1] is None
@@ -286,12 +288,12 @@ def test_a_coordinator_that_left_after_its_answer_is_not_lost() -> None:
         told = {"guest": 1, "call": ranks.call, "serial": 0}
         for kind, step in ((Kind.WHOLE, 1), (Kind.LEFT, 0)):
             ranks._channel.deliver(Message(**told, kind=kind, step=step, payload=encode_message("all")))
-        assert ranks.share("writing", lambda: None, lambda parts: None) == "all"
+        assert ranks.all_reduce("writing", lambda: None, lambda parts: None) == "all"
         ranks.check()
 
 
 def test_ranks_in_different_phases_are_told_apart() -> None:
-    found = Job(3).run(lambda ranks: ranks.share("saving" if ranks.rank else "loading", lambda: 1, sum))
+    found = Job(3).run(lambda ranks: ranks.all_reduce("saving" if ranks.rank else "loading", lambda: 1, sum))
     for error in found:
         assert type(error) is RankDisagreementError
         assert str(error).startswith(
@@ -304,10 +306,10 @@ def test_a_connection_that_ends_is_a_rank_that_is_gone(lost: int) -> None:
     job = Job(3)
 
     def work(ranks: ChannelRanks) -> None:
-        ranks.share("planning", lambda: None, lambda parts: None)
+        ranks.all_reduce("planning", lambda: None, lambda parts: None)
         if ranks.rank == lost:
             job.kill(lost)
-        ranks.share("writing", lambda: None, lambda parts: None)
+        ranks.all_reduce("writing", lambda: None, lambda parts: None)
 
     found = job.run(work)
     for rank in {0, 1, 2} - {lost}:
@@ -316,18 +318,18 @@ def test_a_connection_that_ends_is_a_rank_that_is_gone(lost: int) -> None:
         assert list(found[rank].failures) == [lost]
     if lost == 0:
         again = job.ranks(1)
-        with pytest.raises(RankLostError, match="rank 0 cannot be reached"), again:
-            again.share("planning", lambda: None, lambda parts: None)
+        with pytest.raises(RankLostError, match="rank 0 cannot be reached in 'meeting the coordinator' "), again:
+            again.all_reduce("planning", lambda: None, lambda parts: None)
 
 
 def test_a_connection_that_broke_is_made_again() -> None:
     job = Job(2)
-    assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
+    assert job.run(lambda ranks: ranks.all_reduce("writing", lambda: ranks.rank, sum)) == [1, 1]
     (peer,) = job.channels[0]._connections._peers.values()
     peer.socket.shutdown(socket.SHUT_RDWR)
     while job.channels[0]._connections.has(1) or job.channels[1]._connections.has(0):
         threading.Event().wait(0.01)
-    assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
+    assert job.run(lambda ranks: ranks.all_reduce("writing", lambda: ranks.rank, sum)) == [1, 1]
 
 
 def test_strangers_are_left_standing() -> None:
@@ -338,7 +340,7 @@ def test_strangers_are_left_standing() -> None:
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b""
     with socket.create_connection(("127.0.0.1", job.address.port)):  # says nothing at all
-        assert job.run(lambda ranks: ranks.share("writing", lambda: ranks.rank, sum)) == [1, 1]
+        assert job.run(lambda ranks: ranks.all_reduce("writing", lambda: ranks.rank, sum)) == [1, 1]
 
 
 def test_ranks_go_on_after_a_failure_that_all_have_raised() -> None:
@@ -348,11 +350,13 @@ def test_ranks_go_on_after_a_failure_that_all_have_raised() -> None:
         heard = []
         for number in range(4):
             try:
-                ranks.share("reading", lambda number=number: fail_on(number % 3, StorageError(str(number)), ranks), sum)
+                ranks.all_reduce(
+                    "reading", lambda number=number: fail_on(number % 3, StorageError(str(number)), ranks), sum
+                )
             except StorageError as error:
                 heard.append(str(error))
                 ranks.again()
-        return [*heard, ranks.share("reading", lambda: ranks.rank, str)]
+        return [*heard, ranks.all_reduce("reading", lambda: ranks.rank, str)]
 
     heard = ["rank 0: 0", "rank 1: 1", "rank 2: 2", "rank 0: 3", "[0, 1, 2]"]
     assert job.run(work) == [heard] * 3
@@ -362,12 +366,14 @@ def test_a_failed_operation_leaks_nothing_into_the_next() -> None:
     job = Job(3)
     for number in range(20):
         found = job.run(
-            lambda ranks, number=number: ranks.share(
+            lambda ranks, number=number: ranks.all_reduce(
                 "writing", lambda: fail_on(number % 3, ValueError(str(number)), ranks), sum
             )
         )
         assert {str(error) for error in found} == {f"rank {number % 3}: writing failed: ValueError: {number}"}
-        assert job.run(lambda ranks, number=number: ranks.share("writing", lambda: number, sum)) == [3 * number] * 3
+        assert (
+            job.run(lambda ranks, number=number: ranks.all_reduce("writing", lambda: number, sum)) == [3 * number] * 3
+        )
     for channel in job.channels:
         assert not channel._operations
         assert not channel._sessions
@@ -386,27 +392,27 @@ def test_two_operations_may_be_open_at_once() -> None:
 
     def nested() -> tuple[int, int]:
         with saving(0) as outer:
-            a = outer.share("saving", lambda: 1, sum)
+            a = outer.all_reduce("saving", lambda: 1, sum)
             with loading(0) as inner:
-                b = inner.share("loading", lambda: 10, sum)
-            return a + outer.share("saving on", lambda: 2, sum), b
+                b = inner.all_reduce("loading", lambda: 10, sum)
+            return a + outer.all_reduce("saving on", lambda: 2, sum), b
 
     with ThreadPoolExecutor(2) as threads:
         # The second operation is entered inside the first on one rank, the other way round on the other.
         one = threads.submit(nested)
         with loading(1) as second, saving(1) as first:
-            a = first.share("saving", lambda: 1, sum)
-            b = second.share("loading", lambda: 10, sum)
-            a += first.share("saving on", lambda: 2, sum)
+            a = first.all_reduce("saving", lambda: 1, sum)
+            b = second.all_reduce("loading", lambda: 10, sum)
+            a += first.all_reduce("saving on", lambda: 2, sum)
         assert one.result() == (a, b) == (6, 20)
 
 
 def test_ranks_are_used_inside_with_and_once() -> None:
     ranks = Job(1).ranks(0)
     with pytest.raises(InternalError, match="only inside"):
-        ranks.share("planning", lambda: 1, sum)
+        ranks.all_reduce("planning", lambda: 1, sum)
     with ranks:
-        assert ranks.share("planning", lambda: 1, sum) == 1
+        assert ranks.all_reduce("planning", lambda: 1, sum) == 1
     with pytest.raises(InternalError, match="entered once"):
         ranks.__enter__()
 
@@ -419,4 +425,4 @@ def test_work_that_took_longer_than_the_deadline_is_no_hang_once_it_is_done() ->
         return 1
 
     rarely = Patience(beat_s=3.0, progress_s=6.0)
-    assert Job(2).run(lambda ranks: ranks.share("writing", lambda: local(ranks), sum), patience=rarely) == [2, 2]
+    assert Job(2).run(lambda ranks: ranks.all_reduce("writing", lambda: local(ranks), sum), patience=rarely) == [2, 2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast._ranks.ranks import Failure, combine, describe, pack, unpack
-from holdfast._torch_codec.pickles import decode_message, encode_message
+from holdfast._torch_codec.pickles import encode_message
 from holdfast.errors import (
     CheckpointError,
     CorruptError,
@@ -53,13 +53,13 @@ def caught(error: BaseException) -> BaseException:
 
 
 def told(error: BaseException, rank: int = 3) -> Failure:
-    failure = describe(caught(error), rank=rank, phase="writing", encode=encode_message)
+    failure = describe(caught(error), rank=rank, phase="writing")
     (arrived,) = unpack(pack({rank: failure})).values()
     return arrived
 
 
 def combined(*failures: Failure, own: dict[int, BaseException] | None = None) -> CheckpointError:
-    return combine({failure.rank: failure for failure in failures}, decode=decode_message, own=own)
+    return combine({failure.rank: failure for failure in failures}, own or {})
 
 
 def test_an_error_of_ours_keeps_class_and_attributes() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast._ranks.channel import INTERRUPTED, Ended, Join, Lobby, losers
 from holdfast._ranks.connections import Kind, Message
-from holdfast._ranks.lobby import INTERRUPTED, Ended, Join, Lobby, losers
 from holdfast._values.deadline import Deadline
 
 
@@ -128,13 +128,14 @@ def test_whom_nobody_comes_to_is_not_spared_for_ever() -> None:
     lobby = lobby_of(join(0), join(1))
     waiting = lobby.waiting(1)
     assert waiting is not None
-    assert not lobby.has_spared
+    assert not lobby.spared()
     waiting.spare(b"verdict", Deadline(5.0, lambda: now[0]))
-    assert lobby.has_spared
-    assert list(lobby.spared_in_vain()) == []
+    ((spared, until),) = lobby.spared()
+    assert (spared.call, until.passed) == (0, False)
     now[0] = 5.0
-    assert [each.call for each in lobby.spared_in_vain()] == [0]
-    assert not lobby.has_spared
+    assert until.passed
+    lobby.drop(spared)
+    assert not lobby.spared()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ def test_both_kinds_of_phase_merge_the_one_part() -> None:
     ranks: Ranks = SoloRanks()
     with ranks as entered:
         assert entered is ranks
-        assert ranks.scatter("planning", lambda: 2, lambda parts: [sum(parts) + 1]) == 3
-        assert ranks.share("writing", lambda: 2, lambda parts: parts) == [2]
-        assert ranks.alone("staging", lambda: 2) == 2
+        assert ranks.reduce_scatter("planning", lambda: 2, lambda parts: [sum(parts) + 1]) == 3
+        assert ranks.all_reduce("writing", lambda: 2, lambda parts: parts) == [2]
+        assert ranks.locally("staging", lambda: 2) == 2
         ranks.again()
         ranks.follow(lambda: 7, str)
         ranks.check()
@@ -28,12 +28,12 @@ def raising(error: BaseException) -> None:
 def test_errors_are_named_by_phase_and_interrupts_pass() -> None:
     ranks = SoloRanks()
     with pytest.raises(CheckpointError, match=r"^writing failed: ValueError: odd$") as caught:
-        ranks.share("writing", lambda: raising(ValueError("odd\nmore")), lambda parts: None)
+        ranks.all_reduce("writing", lambda: raising(ValueError("odd\nmore")), lambda parts: None)
     assert isinstance(caught.value.__cause__, ValueError)
     assert list(caught.value.failures) == [0]
     with pytest.raises(CheckpointError, match=r"^staging failed: ValueError: odd$"):
-        ranks.alone("staging", lambda: raising(ValueError("odd")))
+        ranks.locally("staging", lambda: raising(ValueError("odd")))
     with pytest.raises(StorageError, match=r"^full$"):
-        ranks.scatter("writing", lambda: raising(StorageError("full")), lambda parts: parts)
+        ranks.reduce_scatter("writing", lambda: raising(StorageError("full")), lambda parts: parts)
     with pytest.raises(KeyboardInterrupt):
-        ranks.share("writing", lambda: raising(KeyboardInterrupt()), lambda parts: None)
+        ranks.all_reduce("writing", lambda: raising(KeyboardInterrupt()), lambda parts: None)

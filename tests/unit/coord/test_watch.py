@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._ranks.lobby import Watch
+from holdfast._ranks.ranks import Watch
 from holdfast._values.deadline import Patience, Sign
 
 
@@ -23,7 +23,7 @@ def clock() -> HandClock:
 
 @pytest.fixture
 def watch(clock: HandClock) -> Watch:
-    return Watch(names=[4, 5, 6, 7], patience=Patience(), clock=clock)
+    return Watch(job_ranks=[4, 5, 6, 7], patience=Patience(), clock=clock)
 
 
 def pass_time(watch: Watch, clock: HandClock, seconds: float) -> None:
@@ -56,7 +56,7 @@ def test_silence_is_no_death_but_work_without_progress(watch: Watch, clock: Hand
 def test_whose_connection_ended_is_gone_unless_it_was_through(watch: Watch) -> None:
     watch.see(2, Sign(beat=1, phase="writing", progress=4096))
     watch.see(1, Sign(beat=1, phase="writing"))
-    watch.leave(1)
+    watch.left.add(1)
     assert not watch.present(1)
     assert watch.present(2)
     assert watch.left == {1}
@@ -70,7 +70,7 @@ def test_whose_connection_ended_is_gone_unless_it_was_through(watch: Watch) -> N
 
 def test_a_rank_that_left_too_early_is_lost_at_once(watch: Watch, clock: HandClock) -> None:
     watch.see(2, Sign(beat=1, phase="writing"))
-    watch.leave(2)
+    watch.left.add(2)
     assert overdue(watch, clock.now) == {2: "rank 6 left before 'writing'; make the same calls on every rank"}
 
 

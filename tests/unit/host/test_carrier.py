@@ -15,8 +15,8 @@ import pytest
 from holdfast._plan.shared_reads import Blocks, CommonReads
 from holdfast._ranks import carrier as module
 from holdfast._ranks.carrier import Carrier, Freight
-from holdfast._ranks.exchange import Exchange, layout_for
-from holdfast._ranks.meeting import Greeting, Link, Reception, Visit, seats
+from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
+from holdfast._ranks.rendezvous import Greeting, Reception, seats
 from holdfast.errors import CorruptError, InternalError, RankLostError
 
 SLOT = 2 << 20
@@ -55,15 +55,13 @@ def carriers_on(
             sockets[first][second], sockets[second][first] = socket.socketpair()
     for each in (one for by_host in sockets for one in by_host.values()):
         each.setblocking(False)
-    names = tuple(10 + host for host in range(count))
+    leaders = tuple(10 + host for host in range(count))
     return [
         Carrier(
-            Exchange(link, names=(names[host],), check=check, deadline_s=deadline_s, carries=True),
+            Exchange(link, job_ranks=(leaders[host],), check=check, deadline_s=deadline_s, carries=True),
             sockets[host],
-            names=names,
+            job_ranks=leaders,
             host=host,
-            check=check,
-            deadline_s=deadline_s,
         )
         for host, link in enumerate(made)
     ], sockets
@@ -101,7 +99,7 @@ def content_of(read: int) -> bytes:
 
 def work(link: Link, carrier: Carrier, job: CommonReads, host: int) -> list[int]:
     """What the one rank of a host does; the reads that came from other hosts as they should be."""
-    exchange = Exchange(link, names=(10 + host,), check=carrier.check, deadline_s=30.0)
+    exchange = Exchange(link, job_ranks=(10 + host,), check=carrier.check, deadline_s=30.0)
     reads = reads_on(job, host)
     exchange.begin(reads)
     carrier.start(reads, freight_of(job))
@@ -120,7 +118,7 @@ def work(link: Link, carrier: Carrier, job: CommonReads, host: int) -> list[int]
             if reads.takers[read, exchange.place]:
                 exchange.tell_taken(read, slot)
         elif exchange.is_done:
-            carrier.finish(exchange.rest)
+            carrier.wait(exchange.mail.rest)
             return sorted(right)
         else:
             exchange.wait()
@@ -174,7 +172,7 @@ def test_a_frame_that_was_not_agreed_on_is_refused(said: bytes) -> None:
         carriers[0].start(reads_on(job, 0), freight_of(job))
         sockets[1][0].send(said)
         with pytest.raises(InternalError, match="rank 11 has sent something else"):
-            carriers[0].finish(nothing)
+            carriers[0].wait(nothing)
         for each in carriers:
             each.close()
 
@@ -196,13 +194,13 @@ def test_what_arrives_is_checked_before_anyone_sees_it() -> None:
     job = job_of([1], 4)
     with links(4) as made:
         carriers, sockets = carriers_on(made)
-        exchange = Exchange(made[0], names=(10,), check=nothing, deadline_s=30.0)
+        exchange = Exchange(made[0], job_ranks=(10,), check=nothing, deadline_s=30.0)
         exchange.begin(reads_on(job, 0))
         carriers[0].start(reads_on(job, 0), freight_of(job, check))
         sockets[1][0].setblocking(True)
         sockets[1][0].sendall(frame(module._READ, 0, NBYTES) + content_of(0))
         with pytest.raises(CorruptError, match=f"read 0 of {NBYTES} bytes from rank 11"):
-            carriers[0].finish(nothing)
+            carriers[0].wait(nothing)
         exchange.collect()
         assert exchange.next_filled() is None
         for each in carriers:
@@ -218,7 +216,7 @@ def test_a_lost_connection_is_named_when_nobody_else_does(monkeypatch: pytest.Mo
         carriers[0].start(reads_on(job, 0), freight_of(job))
         sockets[3][0].close()
         with pytest.raises(RankLostError, match="rank 13 closed its connection before it was done") as caught:
-            carriers[0].finish(nothing)
+            carriers[0].wait(nothing)
         assert caught.value.rank == 13
         for each in carriers:
             each.close()
@@ -236,7 +234,7 @@ def test_whoever_is_waited_for_too_long_is_named(monkeypatch: pytest.MonkeyPatch
             carriers, _ = carriers_on(made, deadline_s=0.1)
             carriers[0].start(reads_on(job, 0), freight_of(job))
             with pytest.raises(RankLostError, match=message):
-                carriers[0].finish(nothing)
+                carriers[0].wait(nothing)
             for each in carriers:
                 each.close()
     with links(4) as made:
@@ -256,7 +254,7 @@ def test_what_another_rank_failed_with_ends_carrying() -> None:
         carriers, _ = carriers_on(made, check=check)
         carriers[0].start(reads_on(job, 0), freight_of(job))
         with pytest.raises(CorruptError, match="rank 12"):
-            carriers[0].finish(nothing)
+            carriers[0].wait(nothing)
         with pytest.raises(CorruptError, match="rank 12"):
             carriers[1].gather_wishes(b"1")
         for each in carriers:
@@ -282,7 +280,7 @@ def test_hosts_are_told_of_each_other_when_there_are_enough() -> None:
 
 
 def test_very_many_hosts_are_split_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast._ranks.meeting.MOST_HOSTS", 8)
+    monkeypatch.setattr("holdfast._ranks.rendezvous.MOST_HOSTS", 8)
     found = seats(greetings([str(host) for host in range(9)]), between_hosts=True)
     assert [seat and (seat.hosts, seat.host) for seat in found] == [
         *(((0, 1, 2, 3), host) for host in range(4)),

@@ -13,8 +13,8 @@ import pytest
 
 from holdfast._plan.shared_reads import Blocks, CommonReads
 from holdfast._ranks import exchange as module
-from holdfast._ranks.exchange import Exchange, layout_for, most_readers
-from holdfast._ranks.meeting import Link, Visit, seats
+from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
+from holdfast._ranks.rendezvous import seats
 from holdfast.errors import CorruptError, InternalError, RankLostError
 
 SLOT = 8192
@@ -25,7 +25,7 @@ def linked(size: int, *, wishes: int = 64, slots: int = 2) -> Iterator[list[Link
     visits = [Visit(lambda: ("here",)) for _ in range(size)]
     places = [seat for seat in seats([visit.greet() for visit in visits]) if seat is not None]
     layout = layout_for((0, 0), wishes, size, SLOT)
-    layout = type(layout)(sections=layout.sections, slots=most_readers(size) * slots, slot_bytes=SLOT)
+    layout = type(layout)(sections=layout.sections, slots=min(size, 16) * slots, slot_bytes=SLOT)
     first = visits[0].invite(places[0], layout, lambda memory: None)
     others = [visit.join(seat) for visit, seat in zip(visits[1:], places[1:], strict=True)]
     links = [link for link in (first, *others) if link is not None]
@@ -38,8 +38,8 @@ def linked(size: int, *, wishes: int = 64, slots: int = 2) -> Iterator[list[Link
 
 
 def exchange_of(link: Link, *, check: Callable[[], None] = lambda: None, deadline_s: float = 30.0) -> Exchange:
-    names = tuple(10 + member for member in link.seat.members)
-    return Exchange(link, names=names, check=check, deadline_s=deadline_s)
+    job_ranks = tuple(10 + member for member in link.seat.members)
+    return Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s)
 
 
 def reads_of(reader: list[int], takers: list[list[int]], size: int) -> CommonReads:
@@ -164,7 +164,7 @@ def test_a_rank_that_is_waited_for_too_long_is_named(monkeypatch: pytest.MonkeyP
         with pytest.raises(RankLostError, match=r"rank 11 made no progress for 0\.05 s") as caught:
             exchange.gather_wishes(np.ones(3, dtype=bool))
         assert caught.value.rank == 11
-        assert exchange.waits >= 1
+        assert exchange.mail.waits >= 1
         at_file = r"' \(at 'data-1'\);"
         for reader, takers, is_told, lost, place in (
             (2, [0, 2], False, 12, at_file),
@@ -172,7 +172,7 @@ def test_a_rank_that_is_waited_for_too_long_is_named(monkeypatch: pytest.MonkeyP
             (0, [0, 1], False, 10, at_file),  # its own disk
         ):
             waiting = exchange_of(links[0], deadline_s=0.05)
-            waiting.begin(reads_of([reader], [takers], 3), names=["data-1"])
+            waiting.begin(reads_of([reader], [takers], 3), files=["data-1"])
             waiting.next_to_fill()
             if is_told:
                 waiting.tell_filled(0, 0)
@@ -184,15 +184,14 @@ def test_a_message_starts_the_deadline_anew(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_SLICE_S", 0.05)
     with linked(3) as links:
         now = [0.0]
-        names = (0, 1, 2)
-        exchange = Exchange(links[0], names=names, check=lambda: None, deadline_s=5.0, clock=lambda: now[0])
+        exchange = Exchange(links[0], job_ranks=(0, 1, 2), check=lambda: None, deadline_s=5.0, clock=lambda: now[0])
         others = [exchange_of(link) for link in links[1:]]
         bits = np.ones(3, dtype=bool)
 
         def answer() -> None:
             for other in others:
                 now[0] += 4.0
-                other._post(0, module._Kind.WISHES)
+                other.mail.post(0, module._WISHED)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -205,7 +204,7 @@ def test_a_message_starts_the_deadline_anew(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_the_slots_stay_within_bounds(size: int, slot_bytes: int) -> None:
     layout = layout_for((100, 1000), 10, size, slot_bytes)
-    assert layout.slots >= 2 * most_readers(size)
-    assert layout.slots % most_readers(size) == 0
+    assert layout.slots >= 2 * min(size, 16)
+    assert layout.slots % min(size, 16) == 0
     assert layout.slots * layout.slot_bytes <= 128 << 20
     assert 2 << 20 <= layout.slot_bytes <= slot_bytes

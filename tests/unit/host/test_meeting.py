@@ -10,10 +10,11 @@ import pytest
 
 from holdfast._io import sharing
 from holdfast._io.sharing import SharedMemory
-from holdfast._ranks import meeting
-from holdfast._ranks.meeting import Greeting, Layout, Link, Seat, Visit, seats
+from holdfast._ranks import exchange, rendezvous
+from holdfast._ranks.exchange import Link, SharedLayout, Visit
+from holdfast._ranks.rendezvous import Greeting, Seat, seats
 
-LAYOUT = Layout(sections=(3, 5000, 2), slots=4, slot_bytes=8192)
+LAYOUT = SharedLayout(sections=(3, 5000, 2), slots=4, slot_bytes=8192)
 
 
 def open_descriptors() -> int:
@@ -45,7 +46,7 @@ def test_who_is_alone_or_cannot_be_reached_has_no_seat() -> None:
 
 
 def test_large_hosts_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(rendezvous, "MOST_MEMBERS", 3)
     found = seats([greeting("a", str(rank)) for rank in range(7)])
     assert [None if seat is None else seat.members for seat in found] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3 + [None]
 
@@ -56,7 +57,7 @@ def test_sections_and_slots_do_not_overlap() -> None:
     assert places[3] == (2 << 20, (2 << 20) + 8192)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
     assert LAYOUT.size >= places[-1][1]
-    assert Layout(sections=(0, 0, 0), slots=0, slot_bytes=8192).size > 0, "no memory can be of no size"
+    assert SharedLayout(sections=(0, 0, 0), slots=0, slot_bytes=8192).size > 0, "no memory can be of no size"
 
 
 def visit_all(count: int) -> tuple[list[Visit], list[Seat]]:
@@ -84,9 +85,9 @@ def test_what_the_leader_shares_reaches_everyone() -> None:
         links.append(link)
     for sender, link in enumerate(links):
         for place in range(3):
-            link.outboxes[place].post(bytes([sender]) * meeting.MESSAGE_BYTES)
+            link.outboxes[place].post(bytes([sender]) * 16)
     for link in links:
-        assert [message[0] for message in link.inbox.collect()] == [0, 1, 2]
+        assert [message[0] for message in link.inboxes[0].collect()] == [0, 1, 2]
     for link in links:
         link.close()
     for visit in visits:
@@ -118,7 +119,7 @@ def test_one_that_cannot_be_reached_means_no_link_for_all() -> None:
 
 
 def test_what_was_not_left_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_HANDOVER_S", 0.02)
+    monkeypatch.setattr(exchange, "_HANDOVER_S", 0.02)
     visits, places = visit_all(2)
     assert visits[1].join(places[1]) is None
     for visit in visits:
@@ -140,7 +141,7 @@ def test_without_a_place_to_leave_things_a_rank_stays_alone(monkeypatch: pytest.
     def refuse() -> None:
         raise OSError("no such sockets here")
 
-    monkeypatch.setattr(meeting, "Doorstep", refuse)
+    monkeypatch.setattr(exchange, "Doorstep", refuse)
     visit = Visit(lambda: ("here",))
     assert visit.greet() == Greeting(host=("here",), address=None)
     visit.close()
