@@ -320,6 +320,9 @@ def _in_group(group: Group) -> Iterator[None]:
         timeout = datetime.timedelta(seconds=group.timeout_s)
         store = PrefixStore(f"group-{group.number}", _store_at(group.store_port))
         dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world, timeout=timeout)
+        # A rank that is done at once and leaves would break the connections that others are still making.
+        store.set(f"joined-{group.rank}", "")
+        store.wait([f"joined-{rank}" for rank in range(group.world)], timeout)
     try:
         yield
     finally:
