@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from holdfast._state.modes import collector_paused
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from holdfast._native.report import WriteReport, WrittenFile
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.shares import rows_digest
+from holdfast._process import collector_paused
 from holdfast._save_plan.coordinator import Again, Asked, Final, Offer, Outcome, coordinated, decoded
 from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, Members, described
 from holdfast._save_plan.local import properties_of
