@@ -17,7 +17,7 @@ from holdfast._async_saver import (
     release,
 )
 from holdfast._checkpoint import Checkpoint, StoredTensor, open
-from holdfast._loader import LoadReport, load
+from holdfast._loader import LoadOptions, LoadReport, load, read
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import SaveOptions, save
@@ -95,6 +95,7 @@ __all__ = [
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
+    "LoadOptions",
     "LoadPlan",
     "LoadPlanner",
     "LoadReport",
@@ -135,6 +136,7 @@ __all__ = [
     "load_state_dict",
     "open",
     "prewarm",
+    "read",
     "release",
     "save",
     "save_state_dict",

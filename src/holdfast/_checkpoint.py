@@ -99,8 +99,8 @@ class Checkpoint(Mapping[str, Any]):
         self._reader = reader
         self._bytes_read: int | None = None
         self.metadata: Metadata = reader.read_metadata()
-        if not isinstance(reader, NativeReader):
-            check_tiling(self.metadata)  # native storage has done it on its index
+        if not reader.is_always_whole:
+            check_tiling(self.metadata)
         reader.set_up_storage_reader(self.metadata, True)
 
     @property

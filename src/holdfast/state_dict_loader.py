@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from holdfast._loader import load, load_with, load_without_target, reader_at
+from holdfast._loader import LoadOptions, load, load_with, read_with, reader_finder
 from holdfast._ranks.rendezvous import participants
-from holdfast.default_planner import WholeLoadPlanner
+from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.planner import LoadPlanner
 from holdfast.storage import StorageReader
 
@@ -47,7 +47,7 @@ def _load_state_dict(
     """Load without a reset: what torch calls its engine, for those who import it."""
     ranks = participants(process_group, no_dist=no_dist, call="load_state_dict", coordinator_rank=coordinator_rank)
     with ranks:
-        load_with(state_dict, lambda: storage_reader, WholeLoadPlanner() if planner is None else planner, ranks)
+        load_with(state_dict, lambda: storage_reader, DefaultLoadPlanner() if planner is None else planner, ranks)
 
 
 def _load_state_dict_from_keys(
@@ -57,8 +57,6 @@ def _load_state_dict_from_keys(
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[Any, Any]:
-    """What is stored at and below ``keys``, or everything, whole on every rank; see ``load(path, keys=...)``."""
+    """What is stored at and below ``keys``, or everything, whole on every rank; see ``read``."""
     with participants(process_group, no_dist=False, call="load_keys", place=checkpoint_id) as ranks:
-        if storage_reader is not None and checkpoint_id is not None:
-            storage_reader.reset(checkpoint_id)
-        return load_without_target(lambda: storage_reader or reader_at(checkpoint_id), keys, ranks)
+        return read_with(reader_finder(checkpoint_id, storage_reader, LoadOptions()), keys, ranks)

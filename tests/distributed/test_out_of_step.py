@@ -40,8 +40,8 @@ def save_behind(path: str, **options: Any) -> None:
     holdfast.async_save(state(1), path, **options).result()
 
 
-def load(path: str, **options: Any) -> None:
-    holdfast.load(state(0), path, **options)
+def load(path: str, *, planner: Any = None, **options: Any) -> None:
+    holdfast.load(state(0), path, planner=planner, options=holdfast.LoadOptions(**options))
 
 
 CALLS: dict[str, Callable[..., None]] = {"save": save, "async_save": save_behind, "load": load}

@@ -217,7 +217,7 @@ def load_in_other_ways(path: str) -> dict[str, int]:
     for name in ("off", "alone", "pair"):
         target = {"large": torch.zeros_like(truth)}
         if name == "off":
-            report = holdfast.load(target, path, share="off")
+            report = holdfast.load(target, path, options=holdfast.LoadOptions(share="off"))
         elif name == "alone":
             report = holdfast.load(target, path, no_dist=True)
         elif rank == 1:
@@ -227,7 +227,7 @@ def load_in_other_ways(path: str) -> dict[str, int]:
         assert torch.equal(target["large"], truth)
         read[name] = report.bytes_read
     with pytest.raises(ValueError, match="share is 'host', 'job' or 'off'"):
-        holdfast.load({}, path, share="all")  # type: ignore[call-overload]
+        holdfast.load({}, path, options=holdfast.LoadOptions(share="all"))  # type: ignore[call-overload]
     return read
 
 
@@ -378,9 +378,9 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None, fl
     try:
         if dist.get_rank() == 1:
             with reading_stops(actions[how]):
-                holdfast.load(target, path, deadline_s=3.0)
+                holdfast.load(target, path, options=holdfast.LoadOptions(deadline_s=3.0))
         else:
-            holdfast.load(target, path, deadline_s=3.0 if how == "stuck" else 60.0)
+            holdfast.load(target, path, options=holdfast.LoadOptions(deadline_s=3.0 if how == "stuck" else 60.0))
     except CheckpointError as error:
         return type(error).__name__, str(error), getattr(error, "rank", None), time.monotonic() - started
     return None

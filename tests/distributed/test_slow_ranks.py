@@ -208,7 +208,7 @@ def hang_in_a_call(path: str, operation: str) -> str:
             elif operation == "async_save":
                 holdfast.async_save(state, path, deadline_s=SHORT_S).result()
             else:
-                holdfast.load(state, path, deadline_s=SHORT_S)
+                holdfast.load(state, path, options=holdfast.LoadOptions(deadline_s=SHORT_S))
         except RankLostError as error:
             return str(error)
     return "no error"

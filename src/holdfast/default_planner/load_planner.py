@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast._state.nested import Path, flatten, path_key, set_element
+from holdfast._state.nested import Path, flatten, path_key, set_element, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import (
@@ -29,14 +29,28 @@ from holdfast._state.ties import Place, Tie, ties_of
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
-from holdfast.default_planner.empty_targets import fill_empty_containers, is_empty_container
+from holdfast.default_planner.targets import (
+    chosen_keys,
+    empty_state,
+    fill_empty_containers,
+    is_empty_container,
+    tied,
+)
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
+from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
 from holdfast.planner_helpers import ReadRows
 from holdfast.storage import ValueBuffer
 
 SameBytes = Callable[[str, str], bool | None]
+
+# Who overrides none of these has everything put where the target has it.
+_HOOKS = (
+    *("create_local_plan", "finish_plan", "resolve_row", "commit_row"),
+    *("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor"),
+)
+
+_NO_METADATA = "a load planner needs the metadata of the checkpoint; call set_up_planner with it"
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -81,6 +95,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.same_bytes: SameBytes | None = None
         self.ties: list[Tie] = []
         self.left_out: set[str] = set()
+        self._is_plain = False
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -158,8 +173,9 @@ class DefaultLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """What to read for each leaf of the target; MismatchError with every difference when ``strict``."""
         if self.metadata is None:
-            raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
+            raise InvalidStateError(_NO_METADATA)
         rows = ReadRows()
+        self._is_plain = not is_overridden(self, DefaultLoadPlanner, *_HOOKS)
         self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
         others: list[Place] = []
         entries = self.metadata.state_dict_metadata
@@ -242,8 +258,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def _fills_the_target(self) -> bool:
         """Whether what is loaded goes where the target has it: a subclass may have another place for it."""
-        names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-        return all(getattr(type(self), name) is getattr(DefaultLoadPlanner, name) for name in names)
+        return not is_overridden(self, DefaultLoadPlanner, "resolve_tensor", "lookup_tensor", "transform_tensor")
 
     def _has_same(self, same_bytes: SameBytes, key: str, other: str) -> bool | None:
         """Whether the same is stored for both; None where that is not known without reading."""
@@ -312,6 +327,12 @@ class DefaultLoadPlanner(LoadPlanner):
         differing = {difference.key for difference in self.differences}
         return [key for key, each in self._pieces.items() if not each.pieces and key not in differing]
 
+    def aside(self, key: str, tensor: torch.Tensor) -> DefaultLoadPlanner:
+        """A planner that has what is stored of ``key`` read into ``tensor``."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, cast=self.cast)
+        planner.state_dict = {key: tensor}
+        return planner
+
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are."""
         return global_plan
@@ -373,31 +394,51 @@ class DefaultLoadPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the tensor is the target's own."""
 
-
-@final
-class WholeLoadPlanner(DefaultLoadPlanner):
-    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
-
     def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
-        """The leaf itself, where all of it is wanted."""
+        """The leaf itself, where all of it is wanted; the item is made only where a subclass may look at it."""
         which, length = columns.boxes[row]
         key = columns.keys[which]
-        leaf = self.state_dict[key]
-        if key not in self._pieces and isinstance(leaf, torch.Tensor) and leaf.shape == length:
+        leaf = self.state_dict[key] if self._is_plain else None
+        if isinstance(leaf, torch.Tensor) and leaf.shape == length and key not in self._pieces:
             return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
 
     def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
-        """Nothing: the tensor is the target's own."""
+        if not self._is_plain:
+            super().commit_row(columns, row, tensor)
 
     def plain_memory(self) -> Mapping[str, Memory]:
-        """What was found when the target was compared with the checkpoint."""
-        return self._memory
+        """What was found when target and checkpoint were compared; nothing where a subclass may fill another place."""
+        return self._memory if self._is_plain else {}
 
 
-def tied(key: str, other: str) -> Difference:
-    """That ``key`` cannot be loaded, because ``other``, which is loaded, has its memory."""
-    return Difference(key=key, kind="tied", stored=f"other data than {other!r}", wanted=f"the memory of {other!r}")
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Fills an empty dict with ``keys`` of the checkpoint, nested as they were saved, on the CPU; None means all.
+
+    A key stands for itself and all below it: "model" and "model.layers.0" are good names. MismatchError for a name that
+    stands for nothing, unless ``allow_partial_load``. The options are those of DefaultLoadPlanner.
+    """
+
+    def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = keys
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Fill ``state_dict``, which must be empty, with what is to be read."""
+        if state_dict:
+            raise InvalidStateError("a target that is made from the checkpoint must be empty; give an empty dict")
+        if metadata is None:
+            raise InvalidStateError(_NO_METADATA)
+        chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
+        leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
+        super().set_up_planner({}, None, is_coordinator)
+        self.metadata = metadata
+        self.mappings = {key: paths.get(key, (key,)) for key in chosen}
+        self.state_dict = leaves
+        self.original_state_dict = state_dict
+        state_dict.update(unflatten(leaves, self.mappings) if self.flatten_state_dict else leaves)
 
 
 def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
