@@ -399,7 +399,7 @@ class DefaultLoadPlanner(LoadPlanner):
         which, length = columns.boxes[row]
         key = columns.keys[which]
         leaf = self.state_dict[key] if self._is_plain else None
-        if isinstance(leaf, torch.Tensor) and leaf.shape == length and key not in self._pieces:
+        if isinstance(leaf, torch.Tensor) and key not in self._pieces and leaf.shape == length:
             return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
 
