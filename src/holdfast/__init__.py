@@ -3,9 +3,8 @@
 A save is whole or invisible, every byte is checked, nothing is pickled, and the disk is the limit.
 """
 
-from __future__ import annotations
-
-import importlib
+import importlib as _importlib
+import typing as _typing
 
 from holdfast._async_saver import (
     AsyncCheckpointerType,
@@ -69,6 +68,13 @@ from holdfast.state_dict_saver import save_state_dict
 from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
+if _typing.TYPE_CHECKING:
+    from holdfast import api, cli, format_utils, interop, optimizer, state_dict, utils  # noqa: F401
+    from holdfast._native.sweep import SweepReport, sweep
+    from holdfast._verify import VerifyReport, verify
+    from holdfast.interop.conversions import Conversion, convert
+    from holdfast.optimizer import load_sharded_optimizer_state_dict
+
 __all__ = [
     "AlreadyPublishedError",
     "AsyncCheckpointerType",
@@ -83,6 +89,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointException",
     "ChunkStorageMetadata",
+    "Conversion",
     "CorruptError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
@@ -120,16 +127,19 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "StoredTensor",
+    "SweepReport",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",
     "UnsafeError",
     "UnsupportedVersionError",
+    "VerifyReport",
     "WriteItem",
     "WriteItemType",
     "WriteResult",
     "__version__",
     "async_save",
+    "convert",
     "guard",
     "load",
     "load_sharded_optimizer_state_dict",
@@ -140,11 +150,35 @@ __all__ = [
     "release",
     "save",
     "save_state_dict",
+    "sweep",
+    "verify",
 ]
+
+# Imported when somebody asks for them: together they take longer than all that saves and loads need.
+_LATER = {
+    "Conversion": "interop.conversions",
+    "SweepReport": "_native.sweep",
+    "VerifyReport": "_verify",
+    "convert": "interop.conversions",
+    "load_sharded_optimizer_state_dict": "optimizer",
+    "sweep": "_native.sweep",
+    "verify": "_verify",
+}
+_MODULES = (
+    *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "metadata", "optimizer"),
+    *("planner", "planner_helpers", "staging", "state_dict", "state_dict_loader", "state_dict_saver", "stateful"),
+    *("storage", "utils"),
+)
 
 
 def __getattr__(name: str) -> object:
-    """Torch's loader of sharded optimizer states; its module takes longer to import than all of this package."""
-    if name == "load_sharded_optimizer_state_dict":
-        return importlib.import_module("holdfast.optimizer").load_sharded_optimizer_state_dict
+    """Names and modules that are imported when they are asked for, as ``holdfast.state_dict``."""
+    if name in _LATER:
+        return getattr(_importlib.import_module(f"holdfast.{_LATER[name]}"), name)
+    if name in _MODULES:
+        return _importlib.import_module(f"holdfast.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_MODULES))

@@ -99,7 +99,9 @@ def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, c
         if was != wanted and not (cast and all(n in DTYPES and DTYPES[n].is_floating for n in (was, wanted))):
             faults.append(Difference(key=key, kind="dtype", stored=was, wanted=wanted))
     if faults:
-        raise MismatchError.of(faults, advice="Fix the target, or pass cast=True to convert between floating types.")
+        raise MismatchError.of(
+            faults, advice="Fix the target, or pass LoadOptions(cast=True) to convert between floating types."
+        )
 
 
 def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str, torch.dtype], *, cast: bool) -> None:

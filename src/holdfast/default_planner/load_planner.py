@@ -220,7 +220,7 @@ class DefaultLoadPlanner(LoadPlanner):
             can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
             raise MismatchError.of(
                 faults,
-                advice=f"Fix the target, or pass strict=False to load what fits{', or cast=True' if can_cast else ''}.",
+                advice=f"Fix the target, or pass strict=False to load what fits{', or LoadOptions(cast=True)' if can_cast else ''}.",
             )
         return LoadPlan(LazyList(columns))
 
