@@ -37,17 +37,23 @@ def is_torch_format(path: str | os.PathLike[str]) -> bool:
     return is_remote(path) or format_at(path) == "torch"
 
 
+def torch_reader(
+    path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
+) -> FileSystemReader:
+    """The reader of the checkpoint at ``path``, a directory or URL, which is in torch's own format.
+
+    ``verify`` lets its files be checked as far as that costs no time; see ``FileSystemReader``.
+    """
+    reader = FsspecReader if is_remote(path) else FileSystemReader
+    return reader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
+
+
 def reader_for(
     path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
 ) -> NativeReader | FileSystemReader:
-    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads.
-
-    ``verify`` lets torch's files be checked as far as that costs no time; see ``FileSystemReader``.
-    """
-    if is_torch_format(path):
-        reader = FsspecReader if is_remote(path) else FileSystemReader
-        return reader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
-    return NativeReader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
+    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads."""
+    reader = torch_reader if is_torch_format(path) else NativeReader
+    return reader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
 Index = int | slice | EllipsisType

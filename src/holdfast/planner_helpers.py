@@ -91,13 +91,20 @@ _NOWHERE_IDS = {id(offsets) for offsets in _NOWHERE}
 _FEW_ROWS = 8
 
 
+def dtype_difference(key: str, stored: torch.dtype, wanted: torch.dtype) -> Difference:
+    names = (str(dtype).removeprefix("torch.") for dtype in (stored, wanted))
+    return Difference(key=key, kind="dtype", stored=next(names), wanted=next(names))
+
+
+def can_cast(difference: Difference) -> bool:
+    """Whether both dtypes are floating types."""
+    return all(name in DTYPES and DTYPES[name].is_floating for name in (difference.stored, difference.wanted))
+
+
 def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, cast: bool) -> None:
     """MismatchError with every key of which the stored dtype cannot be loaded into the wanted one."""
-    faults = []
-    for key, both in dtypes.items():
-        was, wanted = (str(dtype).removeprefix("torch.") for dtype in both)
-        if was != wanted and not (cast and all(n in DTYPES and DTYPES[n].is_floating for n in (was, wanted))):
-            faults.append(Difference(key=key, kind="dtype", stored=was, wanted=wanted))
+    differences = [dtype_difference(key, was, wanted) for key, (was, wanted) in dtypes.items() if was != wanted]
+    faults = [difference for difference in differences if not (cast and can_cast(difference))]
     if faults:
         raise MismatchError.of(
             faults, advice="Fix the target, or pass LoadOptions(cast=True) to convert between floating types."

@@ -27,7 +27,6 @@ from holdfast._state.tensors import (
 )
 from holdfast._state.ties import Place, Tie, ties_of
 from holdfast._torch_codec.pickles import deserialize_object
-from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.targets import (
     chosen_keys,
@@ -39,17 +38,16 @@ from holdfast.default_planner.targets import (
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
-from holdfast.planner_helpers import ReadRows
+from holdfast.planner_helpers import ReadRows, can_cast, dtype_difference
 from holdfast.storage import ValueBuffer
 
 SameBytes = Callable[[str, str], bool | None]
 
 # Who overrides none of these has everything put where the target has it.
-_HOOKS = (
-    *("create_local_plan", "finish_plan", "resolve_row", "commit_row"),
-    *("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor"),
-)
+_PLACES = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+_HOOKS = (*_PLACES, "create_local_plan", "finish_plan", "resolve_row", "commit_row", "commit_tensor")
 
+_FIX = "Fix the target, or pass strict=False to load what fits"
 _NO_METADATA = "a load planner needs the metadata of the checkpoint; call set_up_planner with it"
 
 
@@ -92,7 +90,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
         self._wrappers: list[torch.Tensor] = []
-        self.same_bytes: SameBytes | None = None
+        self.same_bytes: SameBytes | None = None  # where ties are settled after the load
         self.ties: list[Tie] = []
         self.left_out: set[str] = set()
         self._is_plain = False
@@ -217,11 +215,8 @@ class DefaultLoadPlanner(LoadPlanner):
         columns = self._without_ties(rows.columns(), others)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
-            can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
-            raise MismatchError.of(
-                faults,
-                advice=f"Fix the target, or pass strict=False to load what fits{', or LoadOptions(cast=True)' if can_cast else ''}.",
-            )
+            may_help = not self.cast and any(each.kind == "dtype" for each in faults)
+            raise MismatchError.of(faults, advice=_FIX + (", or LoadOptions(cast=True)." if may_help else "."))
         return LoadPlan(LazyList(columns))
 
     def places(self, key: str) -> list[Place]:
@@ -239,8 +234,8 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         self.ties, self.left_out = [], set()
         same_bytes, self.same_bytes = self.same_bytes, None  # a planner may live longer than its storage
-        if same_bytes is None or not self._fills_the_target():
-            return columns
+        if same_bytes is None or is_overridden(self, DefaultLoadPlanner, *_PLACES):
+            return columns  # nobody settles ties, or a subclass has another place for what is loaded
         for tie in ties_of(self._memory, others, self.state_dict):
             *earlier, last = tie.keys
             known = [self._has_same(same_bytes, key, last) if tie.is_exact else None for key in earlier]
@@ -256,12 +251,7 @@ class DefaultLoadPlanner(LoadPlanner):
         is_left_out = np.array([key in self.left_out for key in columns.keys])
         return columns.take(np.flatnonzero(~is_left_out[columns.key]))
 
-    def _fills_the_target(self) -> bool:
-        """Whether what is loaded goes where the target has it: a subclass may have another place for it."""
-        return not is_overridden(self, DefaultLoadPlanner, "resolve_tensor", "lookup_tensor", "transform_tensor")
-
     def _has_same(self, same_bytes: SameBytes, key: str, other: str) -> bool | None:
-        """Whether the same is stored for both; None where that is not known without reading."""
         same = same_bytes(key, other)
         if same is False and (key in self._pieces or {key, other} & {each.key for each in self.casts}):
             return None  # parts of them may be the same, or become it
@@ -292,15 +282,11 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
             check_fillable(key, leaf)
             return self._tensor_difference(key, torch.from_numpy(leaf), stored)
-        if isinstance(leaf, np.ndarray) and self._may_be_array(key):
-            return None
+        if isinstance(leaf, np.ndarray) and self.metadata is not None and key not in self.metadata.paths:
+            return None  # a value may turn out to be an array, but not in native storage, which has paths
         if isinstance(leaf, (torch.Tensor, np.ndarray)) or isinstance(stored, TensorStorageMetadata):
             return Difference(key=key, kind="kind", stored=_kind_of(stored), wanted=_kind_of(leaf))
         return None
-
-    def _may_be_array(self, key: str) -> bool:
-        """Whether the value stored as ``key`` can turn out to be an array: not in native storage, which has paths."""
-        return self.metadata is not None and key not in self.metadata.paths
 
     def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
         if is_sharded(leaf):
@@ -316,8 +302,8 @@ class DefaultLoadPlanner(LoadPlanner):
         was = stored.properties.dtype
         if was == wanted:
             return _quantizer_difference(key, leaf, stored) if is_quantized else None
-        difference = Difference(key=key, kind="dtype", stored=_name(was), wanted=_name(wanted))
-        if not self.cast or not _can_cast(was, wanted):
+        difference = dtype_difference(key, was, wanted)
+        if not self.cast or not can_cast(difference):
             return difference
         self.casts.append(difference)
         return None
@@ -360,7 +346,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, np.ndarray) and not isinstance(loaded, np.ndarray):
             difference = Difference(key=key, kind="kind", stored=_kind_of(loaded), wanted=_kind_of(leaf))
             if self.strict:
-                raise MismatchError.of([difference], advice="Fix the target, or pass strict=False to load what fits.")
+                raise MismatchError.of([difference], advice=f"{_FIX}.")
             self.differences.append(difference)
             return
         self.state_dict[key] = loaded
@@ -459,11 +445,3 @@ def _kind_of(leaf: object) -> str:
     if isinstance(leaf, (torch.Tensor, np.ndarray, TensorStorageMetadata)):
         return "a tensor"
     return "a value" if isinstance(leaf, BytesStorageMetadata) else f"a {type(leaf).__name__}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _can_cast(was: torch.dtype, wanted: torch.dtype) -> bool:
-    return all(_name(dtype) in DTYPES and DTYPES[_name(dtype)].is_floating for dtype in (was, wanted))
