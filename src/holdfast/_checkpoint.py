@@ -73,7 +73,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -116,7 +115,6 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of data that have been read so far."""
         return self._reader.bytes_read if self._bytes_read is None else self._bytes_read
 
     def __getitem__(self, key: str) -> Any:

@@ -57,7 +57,6 @@ class Catalog:
 
     @cached_property
     def tensor_ids(self) -> dict[str, int]:
-        """The number of each tensor's entry in the manifest."""
         return {entry.key: number for number, entry in enumerate(self.manifest.tensors)}
 
     @cached_property
@@ -112,11 +111,9 @@ class Catalog:
         return np.array_equal(mine, its)
 
     def quantizer(self, entry: TensorEntry) -> dict[str, Any]:
-        """What the integers of a quantised tensor stand for."""
         return {} if entry.quantizer is None else msgspec.to_builtins(entry.quantizer)
 
     def file_path(self, file: int) -> str:
-        """The path of data file number ``file``."""
         return os.path.join(self.directory, self.manifest.files[file].name)
 
     def data_files(self) -> LocalFiles:
@@ -136,7 +133,6 @@ class Catalog:
             check_size(path, status.st_size, file.bytes)
 
     def paths(self) -> dict[str, Path]:
-        """Where in the state each key belongs."""
         paths = {entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.tensors}
         paths.update({entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.values})
         return paths

@@ -208,7 +208,6 @@ class _Opening:
         return Exchange(link, names=names, check=check, deadline_s=deadline_s, job=job)
 
     def leave(self) -> None:
-        """Share nothing after all."""
         self._close_reception()
         if self._link is not None:
             self._link.close()

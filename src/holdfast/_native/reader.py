@@ -82,7 +82,6 @@ class NativeReader(StorageReader):
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
-        """The file of the checkpoint that is being read."""
         return posix.file_at_work(self.path)
 
     @property
@@ -148,11 +147,9 @@ class NativeReader(StorageReader):
         _ = self.catalog
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """``plan``, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """``plans``, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -192,7 +189,6 @@ class NativeReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -324,13 +320,9 @@ class _Delivery:
             if tensor.is_quantized:
                 self._quantized[number] = tensor
                 tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
-            targets.append(Target(tensor, dtype, shape, None if is_whole else self._box(item, len(shape))))
+            box = None if is_whole else Box(tuple(columns.storage_lo[item, : len(shape)].tolist()), boxes[item][1])
+            targets.append(Target(tensor, dtype, shape, box))
         return targets
-
-    def _box(self, item: int, dimensions: int) -> Box:
-        """What ``item`` wants of its chunk."""
-        columns = self._columns
-        return Box(tuple(columns.storage_lo[item, :dimensions].tolist()), columns.boxes[item][1])
 
     def _check_tensor(self, item: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         which, lengths = self._columns.boxes[item]
@@ -342,7 +334,6 @@ class _Delivery:
         raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def close_target(self, number: int, target: Target) -> None:
-        """Give the planner what has arrived."""
         tensor, item = target.tensor, self._items[number]
         if self._catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
             read_item = self._columns.item(item)
@@ -365,8 +356,7 @@ class _Delivery:
         return io.BytesIO(data)
 
 
-def _go_on() -> None:
-    """What is called between reads when nobody watches."""
+def _go_on() -> None: ...
 
 
 def _value_buffer(value: object) -> ValueBuffer:
