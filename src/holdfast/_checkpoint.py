@@ -22,7 +22,7 @@ from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
-from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows, check_tiling
 
@@ -151,7 +151,7 @@ class Checkpoint(Mapping[str, Any]):
         rows.add_tensor(key, stored, box)
         self._fetch({key: tensor}, rows)
 
-    def _fetch(self, target: dict[str, Any], rows: ReadRows) -> dict[str, Any]:
+    def _fetch(self, target: STATE_DICT_TYPE, rows: ReadRows) -> STATE_DICT_TYPE:
         """``target``, filled with what ``rows`` want."""
         if self._bytes_read is not None:
             raise ValueError("the checkpoint is closed; open it again to read from it")

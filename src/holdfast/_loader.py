@@ -35,6 +35,7 @@ __all__ = ["LoadOptions", "LoadReport", "load", "read"]
 
 Part = TypeVar("Part")
 State = dict[Any, Any]
+Target = MutableMapping[Any, Any]
 FindReader = Callable[[], StorageReader]
 """Gives the storage for what is there when it is called; again after that was replaced by another checkpoint."""
 
@@ -86,7 +87,7 @@ class LoadReport:
 
 @overload
 def load(
-    state_dict: MutableMapping[Any, Any],
+    state_dict: Target,
     checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,
     *,
     storage_reader: StorageReader | None = None,
@@ -100,7 +101,7 @@ def load(
 def load(state_dict: str | os.PathLike[str], *, options: LoadOptions = _DEFAULTS) -> State: ...
 @collector_paused
 def load(
-    state_dict: MutableMapping[Any, Any] | str | os.PathLike[str],
+    state_dict: Target | str | os.PathLike[str],
     checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,
     *,
     storage_reader: StorageReader | None = None,
@@ -185,7 +186,7 @@ def reader_finder(
 
 
 def load_with(
-    state: MutableMapping[Any, Any],
+    state: Target,
     find_reader: FindReader,
     planner: LoadPlanner,
     ranks: Ranks,
@@ -214,7 +215,7 @@ def read_with(
 ) -> State:
     """All that the checkpoint has, or what is at and below ``keys``, on each of the ranks, which were entered."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
-    chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
+    chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)  # which may be read again
 
     def make_target(reader: StorageReader, metadata: Metadata) -> State:
         reader.check_files()  # room for what is not there may be more than there is
@@ -283,12 +284,11 @@ def _found(find_reader: FindReader, ranks: Ranks) -> StorageReader:
     try:
         return as_reader(find_reader())
     except CheckpointError as error:
-        refused = error
+        return ranks.alone("looking for the checkpoint", partial(_refuse, error))
 
-        def refuse() -> StorageReader:
-            raise refused
 
-        return ranks.alone("looking for the checkpoint", refuse)
+def _refuse(error: CheckpointError) -> StorageReader:
+    raise error
 
 
 def _was_replaced(reader: StorageReader | None, find_reader: FindReader) -> bool:
@@ -317,8 +317,8 @@ def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bo
     opened: list[tuple[Metadata, bool]] = []
 
     def read_metadata() -> tuple[bool, str | None]:
-        opened.append(_metadata(reader, ranks.rank))
-        ((metadata, is_apart),) = opened
+        metadata, is_apart = _metadata(reader, ranks.rank)
+        opened.append((metadata, is_apart))
         meta = None if is_apart else metadata.storage_meta
         return is_apart, None if meta is None else meta.save_id
 
@@ -443,7 +443,7 @@ def _report(loaded: _Loaded, planner: LoadPlanner, seconds: float) -> LoadReport
     )
 
 
-def _hand_back(state: MutableMapping[Any, Any], loaded: _Loaded, planner: LoadPlanner) -> None:
+def _hand_back(state: Target, loaded: _Loaded, planner: LoadPlanner) -> None:
     """Give the state what was loaded; modules' state_dicts in it say with which versions that was saved."""
     target, versions = loaded.target, loaded.metadata.versions
     if isinstance(planner, DefaultLoadPlanner):

@@ -203,7 +203,7 @@ def create_read_items_for_chunk_list(
     ]
 
 
-def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
+def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: object) -> list[ReadItem]:
     """What to read for ``obj`` under ``fqn``; MismatchError where one is a tensor and the other is not."""
     if isinstance(md, BytesStorageMetadata):
         rows = ReadRows()
@@ -278,7 +278,7 @@ def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
     )
 
 
-def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:
+def _create_write_item_for_bytesio(fqn: str, bytes: object) -> WriteItem:
     return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
 
 

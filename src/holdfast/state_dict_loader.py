@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from holdfast._loader import LoadOptions, load, load_with, read_with, reader_finder
+from holdfast._loader import LoadOptions, State, Target, load, load_with, read_with, reader_finder
 from holdfast._ranks.rendezvous import participants
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.planner import LoadPlanner
@@ -20,7 +20,7 @@ __all__ = ["load", "load_state_dict"]
 
 
 def load_state_dict(
-    state_dict: MutableMapping[Any, Any],
+    state_dict: Target,
     storage_reader: StorageReader,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -37,7 +37,7 @@ def load_state_dict(
 
 
 def _load_state_dict(
-    state_dict: MutableMapping[Any, Any],
+    state_dict: Target,
     storage_reader: StorageReader,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -56,7 +56,7 @@ def _load_state_dict_from_keys(
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
-) -> dict[Any, Any]:
+) -> State:
     """What is stored at and below ``keys``, or everything, whole on every rank; see ``read``."""
     with participants(process_group, no_dist=False, call="load_keys", place=checkpoint_id) as ranks:
         return read_with(reader_finder(checkpoint_id, storage_reader, LoadOptions()), keys, ranks)

@@ -275,14 +275,14 @@ VERSIONS_NAME = "holdfast.versions"
 _INSTEAD, _ADDED = "instead", "added"
 
 
-def check_user_metadata(user_metadata: Mapping[str, Any]) -> None:
+def check_user_metadata(user_metadata: Mapping[str, object]) -> None:
     """InvalidStateError when the user's metadata uses a reserved name."""
     for name in (RESERVED_NAME, VERSIONS_NAME):
         if name in user_metadata:
             raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
 
 
-def with_planner_data(user_metadata: Mapping[str, Any], metadata: Metadata, versions: Versions) -> dict[str, Any]:
+def with_planner_data(user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions) -> dict[str, object]:
     """What the manifest keeps: the user's metadata, versions of modules, and the planner's data where it is more."""
     data, paths = metadata.planner_data, stored_paths(metadata)
     kept = {**user_metadata, VERSIONS_NAME: versions} if versions else dict(user_metadata)

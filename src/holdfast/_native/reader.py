@@ -6,7 +6,6 @@ import io
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +117,7 @@ class NativeReader(StorageReader):
         """Whether another save has been published at the path since its manifest was read."""
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
         self.close()
         return speak_torch(self.catalog.metadata())
@@ -142,7 +141,7 @@ class NativeReader(StorageReader):
         values = self.catalog.values
         return {key: decode_value(values[key], key=key) for key in keys if key in values}
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Make sure that manifest and index are there."""
         _ = self.catalog
 
@@ -191,7 +190,7 @@ class NativeReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return "://" not in os.fspath(checkpoint_id)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         left = dict.fromkeys(("_files", "_catalog", "_exchange"))
         return {**self.__dict__, **left, "_check": _go_on}
 

@@ -85,7 +85,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.versioned: dict[str, Mapping[Any, Any]] = {}
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
-        self.stored_values: Callable[[list[str]], Mapping[str, Any]] | None = None
+        self.stored_values: Callable[[list[str]], Mapping[str, object]] | None = None
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
@@ -105,7 +105,7 @@ class DefaultLoadPlanner(LoadPlanner):
             state_dict, self.mappings = flatten(state_dict, self.versioned)
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
-        self.state_dict = {
+        self.state_dict: STATE_DICT_TYPE = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
@@ -138,7 +138,7 @@ class DefaultLoadPlanner(LoadPlanner):
                 del leaves[key]
             leaves[whole], self.mappings[whole] = None, path
 
-    def _materialised(self, key: str, leaf: Any) -> Any:
+    def _materialised(self, key: str, leaf: object) -> object:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
             raise InvalidStateError(
                 f"{key!r} is the context of a {type(leaf.tensor).__name__} on the meta device; materialise it first",
@@ -162,7 +162,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._set_in_target(key, filled)
         return filled
 
-    def _set_in_target(self, key: str, value: Any) -> None:
+    def _set_in_target(self, key: str, value: object) -> None:
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], value)
         else:
@@ -179,7 +179,7 @@ class DefaultLoadPlanner(LoadPlanner):
         entries = self.metadata.state_dict_metadata
         left_out = self._other_contexts(entries)
         # What is compared only once it is read comes first, before anything is touched.
-        compared: dict[str, Any] = {
+        compared: STATE_DICT_TYPE = {
             key: leaf
             for key, leaf in self.state_dict.items()
             if isinstance(leaf, (ComposedTensor, np.ndarray)) and isinstance(entries.get(key), BytesStorageMetadata)
@@ -271,7 +271,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.differences += others
         return tuple(difference.key.removesuffix(CONTEXT_KEY) for difference in others)
 
-    def _difference(self, key: str, leaf: Any, stored: object) -> Difference | None:
+    def _difference(self, key: str, leaf: object, stored: object) -> Difference | None:
         """How target and checkpoint disagree on ``key``; None when it can be loaded."""
         if isinstance(leaf, torch.Tensor) and isinstance(stored, TensorStorageMetadata):
             return self._tensor_difference(key, leaf, stored)
@@ -405,7 +405,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     stands for nothing, unless ``allow_partial_load``. The options are those of DefaultLoadPlanner.
     """
 
-    def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: bool) -> None:
         super().__init__(*args, **kwargs)
         self.keys = keys
 
