@@ -3,6 +3,8 @@
 A save is whole or invisible, every byte is checked, nothing is pickled, and the disk is the limit.
 """
 
+from __future__ import annotations
+
 import importlib as _importlib
 import typing as _typing
 
@@ -169,6 +171,9 @@ _MODULES = (
     *("planner", "planner_helpers", "staging", "state_dict", "state_dict_loader", "state_dict_saver", "stateful"),
     *("storage", "utils"),
 )
+
+
+del annotations  # the import leaves its name here
 
 
 def __getattr__(name: str) -> object:
