@@ -5,7 +5,8 @@ A save is whole or invisible, every byte is checked, nothing is pickled, and the
 
 from __future__ import annotations
 
-import importlib
+import importlib as _importlib
+import typing as _typing
 
 from holdfast._async_saver import (
     AsyncCheckpointerType,
@@ -17,7 +18,7 @@ from holdfast._async_saver import (
     release,
 )
 from holdfast._checkpoint import Checkpoint, StoredTensor, open
-from holdfast._loader import LoadReport, load
+from holdfast._loader import LoadOptions, LoadReport, load, read
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import SaveOptions, save
@@ -69,6 +70,13 @@ from holdfast.state_dict_saver import save_state_dict
 from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
+if _typing.TYPE_CHECKING:
+    from holdfast import api, cli, format_utils, interop, optimizer, state_dict, utils  # noqa: F401
+    from holdfast._native.sweep import SweepReport, sweep
+    from holdfast._verify import VerifyReport, verify
+    from holdfast.interop.conversions import Conversion, convert
+    from holdfast.optimizer import load_sharded_optimizer_state_dict
+
 __all__ = [
     "AlreadyPublishedError",
     "AsyncCheckpointerType",
@@ -83,6 +91,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointException",
     "ChunkStorageMetadata",
+    "Conversion",
     "CorruptError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
@@ -95,6 +104,7 @@ __all__ = [
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
+    "LoadOptions",
     "LoadPlan",
     "LoadPlanner",
     "LoadReport",
@@ -119,30 +129,61 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "StoredTensor",
+    "SweepReport",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",
     "UnsafeError",
     "UnsupportedVersionError",
+    "VerifyReport",
     "WriteItem",
     "WriteItemType",
     "WriteResult",
     "__version__",
     "async_save",
+    "convert",
     "guard",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "open",
     "prewarm",
+    "read",
     "release",
     "save",
     "save_state_dict",
+    "sweep",
+    "verify",
 ]
+
+# Imported when somebody asks for them: together they take longer than all that saves and loads need.
+_LATER = {
+    "Conversion": "interop.conversions",
+    "SweepReport": "_native.sweep",
+    "VerifyReport": "_verify",
+    "convert": "interop.conversions",
+    "load_sharded_optimizer_state_dict": "optimizer",
+    "sweep": "_native.sweep",
+    "verify": "_verify",
+}
+_MODULES = (
+    *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "metadata", "optimizer"),
+    *("planner", "planner_helpers", "staging", "state_dict", "state_dict_loader", "state_dict_saver", "stateful"),
+    *("storage", "utils"),
+)
+
+
+del annotations  # the import leaves its name here
 
 
 def __getattr__(name: str) -> object:
-    """Torch's loader of sharded optimizer states; its module takes longer to import than all of this package."""
-    if name == "load_sharded_optimizer_state_dict":
-        return importlib.import_module("holdfast.optimizer").load_sharded_optimizer_state_dict
+    """Names and modules that are imported when they are asked for, as ``holdfast.state_dict``."""
+    if name in _LATER:
+        return getattr(_importlib.import_module(f"holdfast.{_LATER[name]}"), name)
+    if name in _MODULES:
+        return _importlib.import_module(f"holdfast.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_MODULES))

@@ -22,7 +22,7 @@ from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
-from holdfast.metadata import Metadata, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows, check_tiling
 
@@ -37,17 +37,23 @@ def is_torch_format(path: str | os.PathLike[str]) -> bool:
     return is_remote(path) or format_at(path) == "torch"
 
 
+def torch_reader(
+    path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
+) -> FileSystemReader:
+    """The reader of the checkpoint at ``path``, a directory or URL, which is in torch's own format.
+
+    ``verify`` lets its files be checked as far as that costs no time; see ``FileSystemReader``.
+    """
+    reader = FsspecReader if is_remote(path) else FileSystemReader
+    return reader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
+
+
 def reader_for(
     path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
 ) -> NativeReader | FileSystemReader:
-    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads.
-
-    ``verify`` lets torch's files be checked as far as that costs no time; see ``FileSystemReader``.
-    """
-    if is_torch_format(path):
-        reader = FsspecReader if is_remote(path) else FileSystemReader
-        return reader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
-    return NativeReader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
+    """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads."""
+    reader = torch_reader if is_torch_format(path) else NativeReader
+    return reader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
 Index = int | slice | EllipsisType
@@ -67,7 +73,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -99,8 +104,8 @@ class Checkpoint(Mapping[str, Any]):
         self._reader = reader
         self._bytes_read: int | None = None
         self.metadata: Metadata = reader.read_metadata()
-        if not isinstance(reader, NativeReader):
-            check_tiling(self.metadata)  # native storage has done it on its index
+        if not reader.is_always_whole:
+            check_tiling(self.metadata)
         reader.set_up_storage_reader(self.metadata, True)
 
     @property
@@ -110,7 +115,6 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of data that have been read so far."""
         return self._reader.bytes_read if self._bytes_read is None else self._bytes_read
 
     def __getitem__(self, key: str) -> Any:
@@ -147,7 +151,7 @@ class Checkpoint(Mapping[str, Any]):
         rows.add_tensor(key, stored, box)
         self._fetch({key: tensor}, rows)
 
-    def _fetch(self, target: dict[str, Any], rows: ReadRows) -> dict[str, Any]:
+    def _fetch(self, target: STATE_DICT_TYPE, rows: ReadRows) -> STATE_DICT_TYPE:
         """``target``, filled with what ``rows`` want."""
         if self._bytes_read is not None:
             raise ValueError("the checkpoint is closed; open it again to read from it")

@@ -1,22 +1,18 @@
-"""load: a checkpoint into a state, in place; or, without a state, everything that is in it."""
+"""load: a checkpoint into a state, in place. read: all that is in a checkpoint, without a state."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
 from holdfast._checkpoint import reader_for
-from holdfast._native.opening import open_together
-from holdfast._native.reader import NativeReader
-from holdfast._native.values import decode_value
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks, agreed
 from holdfast._ranks.rendezvous import DEADLINE_S, participants
@@ -25,24 +21,48 @@ from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, metadata_of_rank, set_up_reader
-from holdfast._torch_format.reader import FileSystemReader
-from holdfast._values.lazy import LazyList
-from holdfast.default_planner import DefaultLoadPlanner, WholeLoadPlanner, chosen_keys, require_gradients
-from holdfast.default_planner.empty_targets import empty_state
-from holdfast.default_planner.tied_targets import settle_ties
+from holdfast.default_planner import DefaultLoadPlanner
+from holdfast.default_planner.targets import chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, LoadPlanner, read_columns
-from holdfast.planner_helpers import ReadRows, check_tiling
+from holdfast.planner import LoadPlan, LoadPlanner, is_overridden, read_columns
+from holdfast.planner_helpers import check_tiling
 from holdfast.storage import StorageReader
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LoadReport", "load"]
+__all__ = ["LoadOptions", "LoadReport", "load", "read"]
 
-Sharing = Literal["host", "job", "off"]
-"""Whether what several ranks want is read once, and by whom."""
+Part = TypeVar("Part")
+State = dict[Any, Any]
+Target = MutableMapping[Any, Any]
+FindReader = Callable[[], StorageReader]
+"""Gives the storage for what is there when it is called; again after that was replaced by another checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load, beyond what torch's parameters say.
+
+    Attributes:
+        cast: let a tensor of one floating type be loaded into one of another.
+        verify: check every byte that is read against its digest.
+        allow_pickle: unpickle values that were saved with allow_pickle; it runs code from the checkpoint.
+        deadline_s: seconds without progress after which a rank that others wait for is given up.
+        share: "host" reads what several ranks of one host want once and passes it on in their memory; "job" also reads
+            what four or more hosts want once, and sends it from host to host; with "off" every rank reads all it wants
+            itself.
+    """
+
+    cast: bool = False
+    verify: bool = True
+    allow_pickle: bool = False
+    deadline_s: float = DEADLINE_S
+    share: Literal["host", "job", "off"] = "host"
+
+
+_DEFAULTS = LoadOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +88,7 @@ class LoadReport:
 
 @overload
 def load(
-    state_dict: MutableMapping[Any, Any],
+    state_dict: Target,
     checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,
     *,
     storage_reader: StorageReader | None = None,
@@ -76,41 +96,26 @@ def load(
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     strict: bool = True,
-    cast: bool = False,
-    verify: bool = True,
-    allow_pickle: bool = False,
-    deadline_s: float = DEADLINE_S,
-    share: Sharing = "host",
+    options: LoadOptions = _DEFAULTS,
 ) -> LoadReport: ...
 @overload
-def load(
-    state_dict: str | os.PathLike[str],
-    *,
-    keys: Iterable[str] | None = None,
-    verify: bool = True,
-    allow_pickle: bool = False,
-) -> dict[Any, Any]: ...
+def load(state_dict: str | os.PathLike[str], *, options: LoadOptions = _DEFAULTS) -> State: ...
 @collector_paused
 def load(
-    state_dict: MutableMapping[Any, Any] | str | os.PathLike[str],
+    state_dict: Target | str | os.PathLike[str],
     checkpoint_id: str | os.PathLike[str] | StorageReader | None = None,
     *,
     storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
-    keys: Iterable[str] | None = None,
     strict: bool = True,
-    cast: bool = False,
-    verify: bool = True,
-    allow_pickle: bool = False,
-    deadline_s: float = DEADLINE_S,
-    share: Sharing = "host",
-) -> LoadReport | dict[Any, Any]:
-    """Load ``checkpoint_id`` into ``state_dict``, in place; ``load(path)`` alone returns everything, on the CPU.
+    options: LoadOptions = _DEFAULTS,
+) -> LoadReport | State:
+    """Load ``checkpoint_id`` into ``state_dict``, in place; ``load(path)`` alone is ``read(path)``.
 
     In a job of several ranks all of them call it, each with its own target; how many ranks wrote the checkpoint, and on
-    which mesh, does not matter. ``load(path)`` is the business of one process.
+    which mesh, does not matter.
 
     Args:
         state_dict: the target, of the same shape as what was saved. Tensors, on any device, are filled; other values
@@ -122,136 +127,126 @@ def load(
         planner: what to read instead of everything in the target; ours or torch's.
         process_group: the ranks that take part, instead of all.
         no_dist: this process loads alone, whatever others do.
-        keys: for ``load(path)``: just these keys, and all that is below them ("model" stands for "model.weight" too).
         strict: any difference in keys, kinds, shapes or dtypes is one MismatchError, raised before anything is
             touched; False loads what fits. Keys that only the checkpoint has are never an error.
-        cast: let a tensor of one floating type be loaded into one of another.
-        verify: check every byte that is read against its digest.
-        allow_pickle: unpickle values that were saved with allow_pickle; it runs code from the checkpoint.
-        deadline_s: seconds without progress after which a rank that others wait for is given up.
-        share: "host" reads what several ranks of one host want once and passes it on in their memory; "job" also reads
-            what four or more hosts want once, and sends it from host to host; with "off" every rank reads all it wants
-            itself.
-
-    Returns:
-        A LoadReport; or, for ``load(path)``, the state, nested as it was saved.
+        options: the rest, in one value.
 
     Raises:
         NotFoundError: no checkpoint is published there.
         MismatchError: see ``strict``.
         CorruptError: something is not what was written; the contents of the target are then undefined.
+        RankLostError: a rank died, or made no progress for ``options.deadline_s`` seconds.
     """
     if isinstance(state_dict, (str, bytes, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
-        find = partial(reader_at, state_dict, verify=verify, allow_pickle=allow_pickle)
-        return load_without_target(find, keys, SoloRanks(), allow_pickle=allow_pickle)
-    ranks = participants(process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=deadline_s)
+        return read(state_dict, options=options)
+    ranks = participants(
+        process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=options.deadline_s
+    )
     with ranks:
         checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
-        if keys is not None:
-            raise ValueError("a target says itself which keys it wants; keys are for load(path)")
         if not isinstance(state_dict, MutableMapping):
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
-        if storage_reader is None:
-            find = partial(reader_at, checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
-        elif not verify:
-            raise ValueError("verify is an option of the storage; give it to it")
-        elif checkpoint_id is not None:
-            storage_reader.reset(checkpoint_id)
-        if share not in ("host", "job", "off"):
-            raise ValueError(f"share is 'host', 'job' or 'off', not {share!r}")
+        if options.share not in ("host", "job", "off"):
+            raise ValueError(f"share is 'host', 'job' or 'off', not {options.share!r}")
+        find_reader = reader_finder(checkpoint_id, storage_reader, options)
         if planner is None:
-            planner = WholeLoadPlanner(strict=strict, cast=cast, allow_pickle=allow_pickle)
+            planner = DefaultLoadPlanner(strict=strict, cast=options.cast, allow_pickle=options.allow_pickle)
         elif not strict:
             raise ValueError("strict is an option of the planner; give it to it")
-        given = storage_reader
-        find_reader = find if given is None else lambda: given
-        return load_with(state_dict, find_reader, planner, ranks, allow_pickle=allow_pickle, share=share)
+        return load_with(state_dict, find_reader, planner, ranks, options)
 
 
-def reader_at(
-    checkpoint_id: str | os.PathLike[str] | None, *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
-) -> StorageReader:
-    """The storage that is meant by an id alone."""
+@collector_paused
+def read(path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, options: LoadOptions = _DEFAULTS) -> State:
+    """All that is in the checkpoint at ``path``, nested as it was saved, on the CPU; the business of one process.
+
+    With ``keys`` just these and all that is below them: "model" stands for "model.weight" too. MismatchError for a key
+    that stands for nothing. Else it raises what ``load`` raises.
+    """
+    find_reader = reader_finder(path, None, options)
+    return read_with(find_reader, keys, SoloRanks(), allow_pickle=options.allow_pickle)
+
+
+def reader_finder(
+    checkpoint_id: str | os.PathLike[str] | None, storage_reader: StorageReader | None, options: LoadOptions
+) -> FindReader:
+    """What finds the storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or that of it."""
+    if storage_reader is not None:
+        if not options.verify:
+            raise ValueError("verify is an option of the storage; give it to it")
+        if checkpoint_id is not None:
+            storage_reader.reset(checkpoint_id)
+        return lambda: storage_reader
     if checkpoint_id is None:
         raise ValueError("load needs a checkpoint_id or a storage_reader")
-    return reader_for(checkpoint_id, verify=verify, cast=cast, allow_pickle=allow_pickle)
+    return partial(
+        reader_for, checkpoint_id, verify=options.verify, cast=options.cast, allow_pickle=options.allow_pickle
+    )
 
 
 def load_with(
-    state: MutableMapping[Any, Any],
-    find_reader: Callable[[], StorageReader],
+    state: Target,
+    find_reader: FindReader,
     planner: LoadPlanner,
     ranks: Ranks,
-    *,
-    allow_pickle: bool = False,
-    share: Sharing = "host",
+    options: LoadOptions = _DEFAULTS,
 ) -> LoadReport:
-    """Load into ``state``, in place, with a storage and a planner, ours or torch's, among ranks that were entered.
-
-    ``find_reader`` gives the storage for what is there when it is called, again after it was replaced.
-    """
+    """Load into ``state``, in place, with a storage and a planner, ours or torch's, among ranks that were entered."""
     started = time.monotonic()
-    planner = as_load_planner(planner, allow_pickle=allow_pickle)
+    planner = as_load_planner(planner, allow_pickle=options.allow_pickle)
     owners = Owners()
     if isinstance(planner, DefaultLoadPlanner):
         planner.owners = owners
 
-    def make_target(reader: StorageReader, metadata: Metadata) -> dict[Any, Any]:
-        if not state and isinstance(reader, NativeReader):
+    def make_target(reader: StorageReader, metadata: Metadata) -> State:
+        if not state:
             reader.check_files()  # room for all, and what is not there may be more than there is
         return expose(state, owners)
 
-    loading = _load(make_target, find_reader, planner, ranks, share=share)
-    reports: list[LoadReport] = []
-
-    def finish() -> None:
-        report = _report(loading, planner, time.monotonic() - started)
-        loading.tell_versions(report)
-        hand_back(state, loading.target)
-        reports.append(report)
-
-    ranks.all_reduce("handing back the state", finish, lambda done: None)
-    return reports[0]
+    loaded = _load(make_target, find_reader, planner, ranks, share=options.share)
+    report = _report(loaded, planner, time.monotonic() - started)
+    _on_all(ranks, "handing back the state", lambda: _hand_back(state, loaded, planner))
+    return report
 
 
-def load_without_target(
-    find_reader: Callable[[], StorageReader],
-    keys: Iterable[str] | None,
-    ranks: Ranks,
-    *,
-    allow_pickle: bool = False,
-) -> dict[Any, Any]:
-    """All that the checkpoint has, or what is at and below ``keys``, nested as it was saved, on the CPU."""
-    planner = WholeLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
-    chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
-    leaves = _load(partial(_leaves, chosen), find_reader, planner, ranks).target
-    metadata = planner.metadata
-    assert metadata is not None
+def read_with(
+    find_reader: FindReader, keys: Iterable[str] | None, ranks: Ranks, *, allow_pickle: bool = False
+) -> State:
+    """All that the checkpoint has, or what is at and below ``keys``, on each of the ranks, which were entered."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
+    chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)  # which may be read again
+
+    def make_target(reader: StorageReader, metadata: Metadata) -> State:
+        reader.check_files()  # room for what is not there may be more than there is
+        return empty_state(metadata, chosen_keys(metadata, chosen))
+
+    loaded = _load(make_target, find_reader, planner, ranks)
+    leaves, metadata = loaded.target, loaded.metadata
     require_gradients(metadata, leaves)
     return add_versions(unflatten(leaves, restorable_paths(metadata)), metadata.versions)
 
 
-def _leaves(keys: set[str] | None, reader: StorageReader, metadata: Metadata) -> dict[Any, Any]:
-    """A flat target for ``keys`` and what is below them; MismatchError for one that stands for nothing."""
-    if isinstance(reader, NativeReader):
-        reader.check_files()  # room for what is not there may be more than there is
-    return empty_state(metadata, None if keys is None else chosen_keys(metadata, keys))
+# --- the steps of a load, which all ranks take together; what goes wrong in one is raised on every rank --------------
+
+_MakeTarget = Callable[[StorageReader, Metadata], State]
 
 
-_MakeTarget = Callable[[StorageReader, Metadata], dict[Any, Any]]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Loaded:
+    """What was loaded: the target, filled, the metadata of the checkpoint, and what this rank has read."""
+
+    target: State
+    metadata: Metadata
+    plan: LoadPlan
+    bytes_read: int
 
 
 def _load(
-    make_target: _MakeTarget,
-    find_reader: Callable[[], StorageReader],
-    planner: LoadPlanner,
-    ranks: Ranks,
-    *,
-    share: Sharing = "host",
-) -> _Loading:
-    """The load, once all of the target is read.
+    make_target: _MakeTarget, find_reader: FindReader, planner: LoadPlanner, ranks: Ranks, *, share: str = "host"
+) -> _Loaded:
+    """Read all of the target.
 
     When the checkpoint is replaced by another one while it is read, all ranks start again together.
     """
@@ -259,14 +254,12 @@ def _load(
     try:
         while True:
             try:
-                with ExitStack() as stack:
-                    reader = _found(find_reader, ranks)
-                    loading = _Loading(reader, planner, ranks)
-                    loading.open(stack, share=share)
-                    loading.make_plan(make_target)
-                    loading.read()
-                    loading.bytes_read = reader.bytes_read
-                    return loading
+                reader = _found(find_reader, ranks)
+                metadata, is_apart = _open(reader, ranks, share)
+                target = ranks.locally("planning the load", partial(make_target, reader, metadata))
+                plan = _plan(reader, planner, ranks, target, metadata, is_apart=is_apart)
+                plan = _on_all(ranks, "reading the checkpoint", partial(_read, reader, planner, plan))
+                return _Loaded(target=target, metadata=metadata, plan=plan, bytes_read=reader.bytes_read)
             except (CorruptError, NotFoundError) as error:
                 ranks.again()
                 was_replaced = partial(_was_replaced, reader, find_reader)
@@ -280,141 +273,63 @@ def _load(
         _close(reader)
 
 
-def _found(find_reader: Callable[[], StorageReader], ranks: Ranks) -> StorageReader:
+def _on_all(ranks: Ranks, phase: str, local: Callable[[], Part]) -> Part:
+    """What ``local`` returns, once it has returned on every rank."""
+    kept: list[Part] = []
+    ranks.all_reduce(phase, lambda: kept.append(local()), lambda done: None)
+    return kept[0]
+
+
+def _found(find_reader: FindReader, ranks: Ranks) -> StorageReader:
     """The storage for what is there; where there is nothing, that is raised on every rank."""
     try:
         return as_reader(find_reader())
     except CheckpointError as error:
-        refused = error
+        return ranks.locally("looking for the checkpoint", partial(_refuse, error))
 
-        def refuse() -> StorageReader:
-            raise refused
 
-        return ranks.locally("looking for the checkpoint", refuse)
+def _refuse(error: CheckpointError) -> StorageReader:
+    raise error
+
+
+def _was_replaced(reader: StorageReader | None, find_reader: FindReader) -> bool:
+    """Whether another checkpoint is there than the one that ``reader`` read."""
+    return reader is not None and (type(as_reader(find_reader())) is not type(reader) or reader.was_replaced())
 
 
 def _close(reader: StorageReader | None) -> None:
-    if isinstance(reader, NativeReader):
+    if reader is not None:
+        reader.watch(lambda: None)
         reader.close()
 
 
-def _was_replaced(reader: StorageReader | None, find_reader: Callable[[], StorageReader]) -> bool:
-    """Whether another checkpoint is there than the one that ``reader`` read."""
-    if isinstance(reader, (NativeReader, FileSystemReader)):
-        return type(as_reader(find_reader())) is not type(reader) or reader.was_replaced()
-    return False
+def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bool]:
+    """What the checkpoint says of itself; True beside it where ranks saved apart, and it is what this one said.
 
+    Where storage and ranks can share what they read, it is read once for all ranks of a host.
+    """
+    reader.own_rank = ranks.rank
+    reader.watch(ranks.check)
+    ranks.follow(lambda: reader.progress, lambda: reader.file_at_work)
+    if share != "off" and ranks.size > 1:
+        metadata = reader.read_metadata_once(ranks, between_hosts=share == "job")
+        if metadata is not None:
+            return metadata, False
+    opened: list[tuple[Metadata, bool]] = []
 
-class _Loading:
-    """One try at a load, in the steps that all ranks take together; what goes wrong in one is raised on every rank."""
+    def read_metadata() -> tuple[bool, str | None]:
+        metadata, is_apart = _metadata(reader, ranks.rank)
+        opened.append((metadata, is_apart))
+        meta = None if is_apart else metadata.storage_meta
+        return is_apart, None if meta is None else meta.save_id
 
-    def __init__(self, reader: StorageReader, planner: LoadPlanner, ranks: Ranks) -> None:
-        self._reader = reader
-        self._planner = planner
-        self._ranks = ranks
-        self._metadata: Metadata | None = None
-        self._is_apart = False
-        self.target: dict[Any, Any] = {}
-        self.bytes_read = 0
-        self.plan = LoadPlan([])
-
-    @property
-    def metadata(self) -> Metadata:
-        """What the checkpoint says of itself, once it is open."""
-        assert self._metadata is not None
-        return self._metadata
-
-    def open(self, stack: ExitStack, *, share: Sharing) -> None:
-        """Read the metadata, once for all ranks of a host where they can share what they read; ``stack`` closes it."""
-        reader, ranks = self._reader, self._ranks
-        reader.watch(ranks.check)
-        stack.callback(reader.watch, lambda: None)
-        ranks.follow(lambda: reader.bytes_read, lambda: reader.file_at_work)
-        if share == "off" or ranks.size == 1 or type(reader) is not NativeReader:
-            ranks.all_reduce("reading the metadata", self._read_metadata, _one_attempt)
-            return
-        self._metadata, exchange = open_together(reader, ranks, between_hosts=share == "job")
-        if exchange is not None:
-            stack.callback(exchange.close)
-            stack.callback(reader.use_exchange, None)
-            reader.use_exchange(exchange)
-            # While a rank waits for what another one reads, it is not the one that is stuck.
-            ranks.follow(lambda: reader.bytes_read + exchange.progress, lambda: reader.file_at_work)
-
-    def make_plan(self, make_target: _MakeTarget) -> None:
-        """Decide what this rank reads; plans travel only where somebody may want to see them all."""
-        plan_locally = partial(self._plan_locally, make_target)
-        # These two leave all plans as they are, and so does a rank that has only metadata of its own.
-        is_plain = type(self._reader) is NativeReader and type(self._planner) is WholeLoadPlanner
-        is_alone = is_plain or self._is_apart
-
-        def plan_alone() -> None:
-            (self.plan,) = self._plan_globally([plan_locally()])
-            if self._is_apart:
-                _check_filled(self._planner, self.plan)
-
-        # One step for both, or ranks that do not plan alike would never meet.
-        plan = self._ranks.reduce_scatter("planning the load", plan_alone if is_alone else plan_locally, self._merged)
-        if plan is not None:
-            self.plan = plan
-
-    def read(self) -> None:
-        """Read all that this rank wants."""
-        self._ranks.all_reduce("reading the checkpoint", self._read, lambda done: None)
-
-    def tell_versions(self, report: LoadReport) -> None:
-        """Let modules' state_dicts in the target say with which versions that was saved which is in them now."""
-        planner, versions = self._planner, self.metadata.versions
-        if isinstance(planner, DefaultLoadPlanner):
-            tell_versions(planner.versioned, versions, {difference.key for difference in report.differences})
-            if planner.made:
-                self.target = add_versions(self.target, versions)
-
-    def _read_metadata(self) -> tuple[bool, str | None]:
-        self._metadata, self._is_apart = _metadata(self._reader, self._ranks.rank)
-        meta = None if self._is_apart else self._metadata.storage_meta
-        return self._is_apart, None if meta is None else meta.save_id
-
-    def _plan_locally(self, make_target: _MakeTarget) -> LoadPlan:
-        reader, planner, ranks = self._reader, self._planner, self._ranks
-        self.target = make_target(reader, self.metadata)
-        leads, together = ranks.is_coordinator, not self._is_apart
-        if isinstance(planner, DefaultLoadPlanner):
-            planner.same_bytes = reader.same_bytes
-        planner.set_up_planner(self.target, self.metadata, leads)
-        set_up_reader(reader, self.metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=together)
-        if isinstance(planner, DefaultLoadPlanner):
-            planner.stored_values = partial(_stored_values, reader, self.metadata, planner.allow_pickle)
-        return reader.prepare_local_plan(planner.create_local_plan())
-
-    def _merged(self, plans: list[LoadPlan | None]) -> list[LoadPlan | None]:
-        """What all plans together become; None of a rank says that it has planned for itself."""
-        there = [plan for plan in plans if plan is not None]
-        if there and len(there) < len(plans):
-            ways = ("the default one" if plan is None else "another one" for plan in plans)
-            agreed("planner", dict(zip(self._ranks.job_ranks, ways, strict=True)))
-        return list(self._plan_globally(there)) if there else plans
-
-    def _plan_globally(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
-
-    def _read(self) -> None:
-        self.plan = self._planner.finish_plan(self.plan)
-        as_before = grad_mode()
-        with as_before, as_before, torch.no_grad():
-            self._reader.read_data(self.plan, self._planner).wait()
-            if isinstance(self._planner, DefaultLoadPlanner) and self._planner.ties:
-                if isinstance(self._reader, NativeReader):
-                    self._reader.use_exchange(None)  # the other ranks may have nothing to settle
-                settle_ties(self._planner, self._reader, self.plan)
+    ranks.all_reduce("reading the metadata", read_metadata, _one_save)
+    return opened[0]
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """What the checkpoint says of itself; True beside it where ranks saved apart and this is what ``rank`` says."""
-    if isinstance(reader, NativeReader):
-        return reader.read_metadata(), False  # whose index has been checked to tile every tensor
-    if isinstance(reader, FileSystemReader):
-        reader.own_rank = rank
+    if reader.is_always_whole:
+        return reader.read_metadata(), False
     try:
         metadata = reader.read_metadata()
     except Exception:
@@ -426,25 +341,60 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     return metadata, False
 
 
-def _stored_values(reader: StorageReader, metadata: Metadata, allow_pickle: bool, keys: list[str]) -> Mapping[str, Any]:
-    """What the checkpoint has for ``keys``, as far as one rank can tell alone before anything is loaded."""
-    if isinstance(reader, NativeReader):
-        values = reader.catalog.values
-        return {key: decode_value(values[key], key=key) for key in keys if key in values}
-    if not isinstance(reader, FileSystemReader):
-        return {}
-    planner, rows = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle), ReadRows()
-    planner.set_up_planner(dict.fromkeys(keys), metadata)
-    for key in keys:
-        rows.add_value(key)
-    reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
-    return planner.state_dict
+def _one_save(saves: list[tuple[bool, str | None]]) -> None:
+    """CorruptError unless all ranks have read the metadata of the same save: one of them was replaced meanwhile."""
+    if len(set(saves)) > 1:
+        raise CorruptError("the checkpoint was replaced by another one while it was opened")
 
 
-def _check_filled(planner: LoadPlanner, plan: LoadPlan) -> None:
+def _plan(
+    reader: StorageReader,
+    planner: LoadPlanner,
+    ranks: Ranks,
+    target: State,
+    metadata: Metadata,
+    *,
+    is_apart: bool,
+) -> LoadPlan:
+    """What this rank reads; plans travel only where somebody may want to see them all."""
+    leads = ranks.is_coordinator
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    # These two leave all plans as they are, and so does a rank that has only metadata of its own.
+    is_plain = ours is not None and not is_overridden(ours, DefaultLoadPlanner, "create_global_plan")
+    is_alone = is_apart or (is_plain and reader.keeps_plans)
+
+    def plan_locally() -> LoadPlan:
+        if ours is not None:
+            ours.same_bytes = reader.same_bytes
+        planner.set_up_planner(target, metadata, leads)
+        set_up_reader(reader, metadata, is_coordinator=leads, rank=ranks.rank, use_collectives=not is_apart)
+        if ours is not None:
+            ours.stored_values = partial(reader.stored_values, allow_pickle=ours.allow_pickle)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        if is_alone:
+            (plan,) = plan_globally([plan])
+        if is_apart and ours is not None:
+            _check_filled(ours, plan)
+        return plan
+
+    def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    def merged(plans: list[LoadPlan | None]) -> list[LoadPlan | None]:
+        there = [plan for plan in plans if plan is not None]
+        if there and len(there) < len(plans):
+            ways = ("the default one" if plan is None else "another one" for plan in plans)
+            agreed("planner", dict(zip(ranks.job_ranks, ways, strict=True)))
+        return list(plan_globally(there)) if there else plans
+
+    local = ranks.locally("planning the load", plan_locally)
+    # One step for both, or ranks that do not plan alike would never meet.
+    plan = ranks.reduce_scatter("planning the load", lambda: None if is_alone else local, merged)
+    return local if plan is None else plan
+
+
+def _check_filled(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
     """MismatchError where a rank's own metadata, which describes parts of tensors, has not all of a target."""
-    if not isinstance(planner, DefaultLoadPlanner):
-        return
     columns = read_columns(plan.items)
     filled: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for row, (which, length) in enumerate(columns.boxes):
@@ -467,26 +417,38 @@ def _check_filled(planner: LoadPlanner, plan: LoadPlan) -> None:
         )
 
 
-def _one_attempt(attempts: list[tuple[bool, str | None]]) -> None:
-    """CorruptError unless all ranks have read the metadata of the same save: one of them was replaced meanwhile."""
-    if len(set(attempts)) > 1:
-        raise CorruptError("the checkpoint was replaced by another one while it was opened")
+def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> LoadPlan:
+    plan = planner.finish_plan(plan)
+    as_before = grad_mode()
+    with as_before, as_before, torch.no_grad():
+        reader.read_data(plan, planner).wait()
+        if isinstance(planner, DefaultLoadPlanner) and planner.ties:
+            settle_ties(planner, reader, plan)
+    return plan
 
 
-def _report(loading: _Loading, planner: LoadPlanner, seconds: float) -> LoadReport:
-    columns = read_columns(loading.plan.items)
-    empty: list[str] = []
-    asked = set(columns.storage_keys)
-    if isinstance(planner, DefaultLoadPlanner):
-        # A rank that holds no element of a tensor has nothing to read, and has it all.
-        empty = planner.keys_without_elements()
-        asked.update(planner.state_dict)
+def _report(loaded: _Loaded, planner: LoadPlanner, seconds: float) -> LoadReport:
+    columns, stored = read_columns(loaded.plan.items), loaded.metadata.state_dict_metadata
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    asked = {*columns.storage_keys, *(() if ours is None else ours.state_dict)}
+    # A rank that holds no element of a tensor has nothing to read, and has it all.
+    empty = () if ours is None else ours.keys_without_elements()
     return LoadReport(
         loaded=tuple(dict.fromkeys((*columns.keys, *empty))),
-        unexpected=tuple(key for key in loading.metadata.state_dict_metadata if key not in asked),
-        differences=tuple(planner.differences) if isinstance(planner, DefaultLoadPlanner) else (),
-        casts=tuple(planner.casts) if isinstance(planner, DefaultLoadPlanner) else (),
-        bytes_read=loading.bytes_read,
+        unexpected=tuple(key for key in stored if key not in asked),
+        differences=() if ours is None else tuple(ours.differences),
+        casts=() if ours is None else tuple(ours.casts),
+        bytes_read=loaded.bytes_read,
         seconds=seconds,
-        made=tuple(planner.made) if isinstance(planner, DefaultLoadPlanner) else (),
+        made=() if ours is None else tuple(ours.made),
     )
+
+
+def _hand_back(state: Target, loaded: _Loaded, planner: LoadPlanner) -> None:
+    """Give the state what was loaded; modules' state_dicts in it say with which versions that was saved."""
+    target, versions = loaded.target, loaded.metadata.versions
+    if isinstance(planner, DefaultLoadPlanner):
+        tell_versions(planner.versioned, versions, {difference.key for difference in planner.differences})
+        if planner.made:
+            target = add_versions(target, versions)
+    hand_back(state, target)

@@ -430,3 +430,8 @@ class LoadPlanner(abc.ABC):
         Storage may copy there, and then neither asks ``resolve_row`` nor tells ``commit_row``.
         """
         return {}
+
+
+def is_overridden(thing: object, base: type, *names: str) -> bool:
+    """Whether a subclass of ``base``, or somebody else, has put something in the place of one of these methods."""
+    return any(getattr(getattr(thing, name), "__func__", None) is not vars(base)[name] for name in names)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +15,7 @@ from holdfast._save_plan.local import LocalLeaves
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
-from holdfast._values.dtypes import DTYPES, MAX_DIMENSIONS
+from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["create_read_items_for_chunk_list"]
 
-_Sizes = tuple[int, ...]
 Piece = TypeVar("Piece", ChunkStorageMetadata, WriteItem)
 
 
@@ -74,32 +72,24 @@ def check_tiling(metadata: Metadata) -> None:
         raise CorruptError(f"the chunks of {key!r} do not make up the tensor: {detail}", key=key)
 
 
-class _Offsets(NamedTuple):
-    """Where a box starts: its chunk in the tensor, its piece of the target in the tensor, itself in piece and chunk."""
-
-    chunk: _Sizes
-    target: _Sizes
-    dest: _Sizes
-    storage: _Sizes
+def dtype_difference(key: str, stored: torch.dtype, wanted: torch.dtype) -> Difference:
+    names = (str(dtype).removeprefix("torch.") for dtype in (stored, wanted))
+    return Difference(key=key, kind="dtype", stored=next(names), wanted=next(names))
 
 
-_NOWHERE = [_Offsets(zeros, zeros, zeros, zeros) for zeros in ((0,) * count for count in range(MAX_DIMENSIONS + 1))]
-_NOWHERE_IDS = {id(offsets) for offsets in _NOWHERE}
-
-
-# More rows of one tensor than this are kept as columns, since objects for them would cost more than finding them.
-_FEW_ROWS = 8
+def can_cast(difference: Difference) -> bool:
+    """Whether both dtypes are floating types."""
+    return all(name in DTYPES and DTYPES[name].is_floating for name in (difference.stored, difference.wanted))
 
 
 def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, cast: bool) -> None:
     """MismatchError with every key of which the stored dtype cannot be loaded into the wanted one."""
-    faults = []
-    for key, both in dtypes.items():
-        was, wanted = (str(dtype).removeprefix("torch.") for dtype in both)
-        if was != wanted and not (cast and all(n in DTYPES and DTYPES[n].is_floating for n in (was, wanted))):
-            faults.append(Difference(key=key, kind="dtype", stored=was, wanted=wanted))
+    differences = [dtype_difference(key, was, wanted) for key, (was, wanted) in dtypes.items() if was != wanted]
+    faults = [difference for difference in differences if not (cast and can_cast(difference))]
     if faults:
-        raise MismatchError.of(faults, advice="Fix the target, or pass cast=True to convert between floating types.")
+        raise MismatchError.of(
+            faults, advice="Fix the target, or pass LoadOptions(cast=True) to convert between floating types."
+        )
 
 
 def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str, torch.dtype], *, cast: bool) -> None:
@@ -113,130 +103,83 @@ def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str
     raise_for_dtypes(wanted, cast=cast)
 
 
+class _Part(NamedTuple):
+    """What was found of the box at ``low``, of key ``number``, in chunks at ``chunk_lo``."""
+
+    number: int
+    found: Overlap
+    chunk_lo: np.ndarray
+    low: np.ndarray
+
+
 class ReadRows:
-    """Read items under construction; ``columns`` gives them all."""
+    """Read items under construction; ``columns`` gives them all, in the order of the calls."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
         self._dimensions: list[int] = []
-        self._rows: list[tuple[int, int, _Offsets, _Sizes]] = []
-        self._tables: list[ReadColumns] = []
-        self._in_tables = 0
+        self._count = 0
+        # Values, and tensors of one chunk that are wanted whole, as most are: key number and lengths.
+        self._wholes: list[tuple[int, tuple[int, ...]]] = []
+        # All else, by the number of dimensions.
+        self._parts: dict[int, list[_Part]] = {}
+
+    def __len__(self) -> int:
+        return self._count
 
     def add_value(self, key: str) -> None:
-        """Want the value of ``key``."""
-        self._rows.append((len(self._keys), 0, _NOWHERE[0], ()))
+        self._add(key, -1, ())
+
+    def _add(self, key: str, dimensions: int, lengths: tuple[int, ...]) -> None:
+        self._wholes.append((len(self._keys), lengths))
         self._keys.append(key)
-        self._dimensions.append(-1)
+        self._dimensions.append(dimensions)
+        self._count += 1
 
     def add_tensor(self, key: str, stored: TensorStorageMetadata, box: Box | None = None) -> None:
         """Want ``box`` of the tensor ``key`` (all of it by default), for a target piece that is just that box."""
-        size = tuple(stored.size)
-        number, dimensions = len(self._keys), len(size)
-        self._keys.append(key)
-        self._dimensions.append(dimensions)
-        chunks = stored.chunks
+        size, chunks = tuple(stored.size), stored.chunks
         if box is None and len(chunks) == 1 and 0 not in size:
-            # One chunk that is all of the tensor, since chunks tile it.
-            self._rows.append((number, 0, _NOWHERE[dimensions], size))
+            self._add(key, len(size), size)  # the chunk is all of the tensor, since chunks tile it
             return
-        columns = chunk_columns(chunks, dimensions)
+        columns = chunk_columns(chunks, len(size))
         box = whole(size) if box is None else box
         low = np.array(box.offsets, dtype=np.int64)
         found = overlap(columns.lo, columns.length, low, np.array(box.lengths, dtype=np.int64))
-        chunk_lo = columns.lo[found.rows]
-        if len(found.rows) > _FEW_ROWS:
-            self._add_table(number, found, chunk_lo, low)
-            return
-        for hint, at, dest, stored_at, length in zip(
-            found.rows.tolist(),
-            chunk_lo.tolist(),
-            (found.lo - low).tolist(),
-            (found.lo - chunk_lo).tolist(),
-            found.length.tolist(),
-            strict=True,
-        ):
-            offsets = _Offsets(tuple(at), box.offsets, tuple(dest), tuple(stored_at))
-            self._rows.append((number, hint, offsets, tuple(length)))
-
-    def _add_table(self, number: int, found: Overlap, chunk_lo: np.ndarray, low: np.ndarray) -> None:
-        """Want what was found of key ``number``, for a piece that starts at ``low``."""
-        self._flush()
-        self._in_tables += len(found.rows)
-        self._tables.append(
-            ReadColumns(
-                keys=[],
-                storage_keys=[],
-                dimensions=[],
-                key=np.full(len(found.rows), number, dtype=np.int64),
-                hint=found.rows,
-                chunk_lo=chunk_lo,
-                target_lo=np.broadcast_to(low, chunk_lo.shape),
-                dest_lo=found.lo - low,
-                storage_lo=found.lo - chunk_lo,
-                length=found.length,
-            )
-        )
-
-    def _flush(self) -> None:
-        """Make columns of the rows that have none yet."""
-        if self._rows:
-            self._in_tables += len(self._rows)
-            self._tables.append(self._columns_of_rows())
-            self._rows = []
-
-    def __len__(self) -> int:
-        return self._in_tables + len(self._rows)
+        self._parts.setdefault(len(size), []).append(_Part(len(self._keys), found, columns.lo[found.rows], low))
+        self._keys.append(key)
+        self._dimensions.append(len(size))
+        self._count += len(found.rows)
 
     def columns(self) -> ReadColumns:
-        """All that was wanted so far."""
-        if not self._tables:
-            return self._columns_of_rows()
-        self._flush()
-        width = max(table.length.shape[1] for table in self._tables)
-
-        def boxes(name: str, fill: int) -> np.ndarray:
-            parts = [getattr(table, name) for table in self._tables]
-            joined = np.full((self._in_tables, width), fill, dtype=np.int64)
-            start = 0
-            for part in parts:
-                joined[start : start + len(part), : part.shape[1]] = part
-                start += len(part)
-            return joined
-
+        lengths = padded([lengths for _, lengths in self._wholes], fill=1)
+        shape = self._count, max(lengths.shape[1], *self._parts, 0)
+        key, hint = np.zeros(self._count, np.int64), np.zeros(self._count, np.int64)
+        chunk_lo, target_lo, lo = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        length = np.ones(shape, np.int64)
+        stop = len(self._wholes)
+        key[:stop], length[:stop, : lengths.shape[1]] = [number for number, _ in self._wholes], lengths
+        for dimensions, parts in self._parts.items():
+            counts = [len(part.found.rows) for part in parts]
+            start, stop = stop, stop + sum(counts)
+            key[start:stop] = np.repeat([part.number for part in parts], counts)
+            hint[start:stop] = np.concatenate([part.found.rows for part in parts])
+            chunk_lo[start:stop, :dimensions] = np.concatenate([part.chunk_lo for part in parts])
+            target_lo[start:stop, :dimensions] = np.repeat([part.low for part in parts], counts, axis=0)
+            lo[start:stop, :dimensions] = np.concatenate([part.found.lo for part in parts])
+            length[start:stop, :dimensions] = np.concatenate([part.found.length for part in parts])
+        order = np.argsort(key, kind="stable")
         return ReadColumns(
             keys=self._keys,
             storage_keys=self._keys,
             dimensions=self._dimensions,
-            key=np.concatenate([table.key for table in self._tables]),
-            hint=np.concatenate([table.hint for table in self._tables]),
-            chunk_lo=boxes("chunk_lo", 0),
-            target_lo=boxes("target_lo", 0),
-            dest_lo=boxes("dest_lo", 0),
-            storage_lo=boxes("storage_lo", 0),
-            length=boxes("length", 1),
-        )
-
-    def _columns_of_rows(self) -> ReadColumns:
-        numbers, hints, offsets, lengths = zip(*self._rows, strict=True) if self._rows else [()] * 4
-        length = padded(lengths, fill=1)
-        # Where every target is a whole tensor of one chunk, as most are, all offsets are zeros.
-        nowhere = np.zeros_like(length) if set(map(id, offsets)) <= _NOWHERE_IDS else None
-
-        def column(pick: Callable[[_Offsets], _Sizes]) -> np.ndarray:
-            return padded(list(map(pick, offsets)), fill=0) if nowhere is None else nowhere
-
-        return ReadColumns(
-            keys=self._keys,
-            storage_keys=self._keys,
-            dimensions=self._dimensions,
-            key=np.array(numbers, dtype=np.int64),
-            hint=np.array(hints, dtype=np.int64),
-            chunk_lo=column(attrgetter("chunk")),
-            target_lo=column(attrgetter("target")),
-            dest_lo=column(attrgetter("dest")),
-            storage_lo=column(attrgetter("storage")),
-            length=length,
+            key=key[order],
+            hint=hint[order],
+            chunk_lo=chunk_lo[order],
+            target_lo=target_lo[order],
+            dest_lo=(lo - target_lo)[order],
+            storage_lo=(lo - chunk_lo)[order],
+            length=length[order],
         )
 
 
@@ -260,7 +203,7 @@ def create_read_items_for_chunk_list(
     ]
 
 
-def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
+def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: object) -> list[ReadItem]:
     """What to read for ``obj`` under ``fqn``; MismatchError where one is a tensor and the other is not."""
     if isinstance(md, BytesStorageMetadata):
         rows = ReadRows()
@@ -283,7 +226,6 @@ def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
 
 
 def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
-    """All of ``tensor`` as one chunk."""
     return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
 
 
@@ -316,7 +258,6 @@ def _create_read_item_for_tensor(
 def _create_read_item_for_byteio(
     dest_index: MetadataIndex, dest_offset: int, storage_index: MetadataIndex, storage_offset: int, length: int
 ) -> ReadItem:
-    """The item that reads a value."""
     offsets = torch.Size([dest_offset]), torch.Size([storage_offset])
     return ReadItem(LoadItemType.BYTE_IO, dest_index, offsets[0], storage_index, offsets[1], torch.Size([length]))
 
@@ -328,7 +269,6 @@ def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:
 
 
 def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
-    """The item that writes all of a plain tensor."""
     return WriteItem(
         MetadataIndex(fqn, [0] * tensor.dim()),
         WriteItemType.TENSOR,
@@ -338,8 +278,7 @@ def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
     )
 
 
-def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:
-    """The item that writes a value."""
+def _create_write_item_for_bytesio(fqn: str, bytes: object) -> WriteItem:
     return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from holdfast._loader import load, load_with, load_without_target, reader_at
+from holdfast._loader import LoadOptions, State, Target, load, load_with, read_with, reader_finder
 from holdfast._ranks.rendezvous import participants
-from holdfast.default_planner import WholeLoadPlanner
+from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.planner import LoadPlanner
 from holdfast.storage import StorageReader
 
@@ -20,7 +20,7 @@ __all__ = ["load", "load_state_dict"]
 
 
 def load_state_dict(
-    state_dict: MutableMapping[Any, Any],
+    state_dict: Target,
     storage_reader: StorageReader,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -37,7 +37,7 @@ def load_state_dict(
 
 
 def _load_state_dict(
-    state_dict: MutableMapping[Any, Any],
+    state_dict: Target,
     storage_reader: StorageReader,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -47,7 +47,7 @@ def _load_state_dict(
     """Load without a reset: what torch calls its engine, for those who import it."""
     ranks = participants(process_group, no_dist=no_dist, call="load_state_dict", coordinator_rank=coordinator_rank)
     with ranks:
-        load_with(state_dict, lambda: storage_reader, WholeLoadPlanner() if planner is None else planner, ranks)
+        load_with(state_dict, lambda: storage_reader, DefaultLoadPlanner() if planner is None else planner, ranks)
 
 
 def _load_state_dict_from_keys(
@@ -56,9 +56,7 @@ def _load_state_dict_from_keys(
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
-) -> dict[Any, Any]:
-    """What is stored at and below ``keys``, or everything, whole on every rank; see ``load(path, keys=...)``."""
+) -> State:
+    """What is stored at and below ``keys``, or everything, whole on every rank; see ``read``."""
     with participants(process_group, no_dist=False, call="load_keys", place=checkpoint_id) as ranks:
-        if storage_reader is not None and checkpoint_id is not None:
-            storage_reader.reset(checkpoint_id)
-        return load_without_target(lambda: storage_reader or reader_at(checkpoint_id), keys, ranks)
+        return read_with(reader_finder(checkpoint_id, storage_reader, LoadOptions()), keys, ranks)

@@ -3,7 +3,7 @@
 A writer sees, on every rank: reset (when an id is given), set_up_storage_writer, prepare_local_plan, [coordinator:
 prepare_global_plan], write_data, [coordinator: finish]; then ``close``, or ``abandon`` when the save failed.
 A reader sees: reset, read_metadata, set_up_storage_reader, prepare_local_plan, [coordinator: prepare_global_plan],
-read_data.
+read_data, close.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import abc
 import functools
 import io
 import os
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch.futures import Future
 
@@ -22,6 +22,9 @@ from holdfast._values.deadline import Progress
 from holdfast._values.lazy import Columns
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns
+
+if TYPE_CHECKING:
+    from holdfast._ranks.ranks import Ranks
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult"]
 
@@ -101,13 +104,30 @@ class StorageWriter(abc.ABC):
 
 
 class StorageReader(abc.ABC):
-    """Reads the items of a plan from a medium."""
+    """Reads the items of a plan from a medium.
+
+    What is not abstract tells more of a storage than torch's protocol asks for; the defaults fit any storage.
+    """
 
     bytes_read: int = 0
     """Bytes taken from the medium since the last reset, where the storage counts them."""
 
     file_at_work: str = ""
     """The file that is being read, where the storage knows."""
+
+    own_rank: int | None = None
+    """The rank that loads, for storage that keeps something for each rank; the loader sets it."""
+
+    is_always_whole: bool = False
+    """Whether the chunks in its metadata are known to make up every tensor, and no rank has metadata of its own."""
+
+    keeps_plans: bool = False
+    """Whether ``prepare_local_plan`` and ``prepare_global_plan`` leave all plans as they are."""
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while the storage gets on, which is shown to the other ranks."""
+        return self.bytes_read
 
     def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
         """Take what to call between the pieces of long work: it raises when another rank has failed."""
@@ -119,6 +139,10 @@ class StorageReader(abc.ABC):
     @abc.abstractmethod
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint says of itself."""
+
+    def read_metadata_once(self, ranks: Ranks, *, between_hosts: bool) -> Metadata | None:
+        """The metadata, where the ranks of a host, or of all hosts, read in common until ``close``; None elsewhere."""
+        return None
 
     @abc.abstractmethod
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -136,9 +160,23 @@ class StorageReader(abc.ABC):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan`` into what ``planner`` gives for it."""
 
+    def check_files(self) -> None:  # noqa: B027 - most storages cannot tell
+        """CorruptError unless all files are there in their sizes: for who wants them all, before memory is taken."""
+
+    def stored_values(self, keys: Collection[str], *, allow_pickle: bool) -> Mapping[str, object]:
+        """The values of ``keys``, as far as a rank can tell alone before anything is loaded."""
+        return {}
+
     def same_bytes(self, key: str, other: str) -> bool | None:
         """Whether two stored tensors are the same, byte for byte; None where it would have to read them to know."""
         return None
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint is there than the one whose metadata was read."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 - most storages hold nothing between two calls
+        """Let go of all that is held for a load, which is over; another one may follow."""
 
     @classmethod
     @abc.abstractmethod

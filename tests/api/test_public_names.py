@@ -29,6 +29,7 @@ EXPECTED = [
     "CheckpointError",
     "CheckpointException",
     "ChunkStorageMetadata",
+    "Conversion",
     "CorruptError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
@@ -41,6 +42,7 @@ EXPECTED = [
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
+    "LoadOptions",
     "LoadPlan",
     "LoadPlanner",
     "LoadReport",
@@ -65,25 +67,31 @@ EXPECTED = [
     "StorageReader",
     "StorageWriter",
     "StoredTensor",
+    "SweepReport",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorWriteData",
     "UnsafeError",
     "UnsupportedVersionError",
+    "VerifyReport",
     "WriteItem",
     "WriteItemType",
     "WriteResult",
     "__version__",
     "async_save",
+    "convert",
     "guard",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "open",
     "prewarm",
+    "read",
     "release",
     "save",
     "save_state_dict",
+    "sweep",
+    "verify",
 ]
 
 
@@ -101,14 +109,57 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
         assert inspect.getdoc(value), f"{name} has no docstring"
 
 
+MODULES = [
+    "api",
+    "cli",
+    "default_planner",
+    "errors",
+    "filesystem",
+    "format_utils",
+    "interop",
+    "metadata",
+    "optimizer",
+    "planner",
+    "planner_helpers",
+    "staging",
+    "state_dict",
+    "state_dict_loader",
+    "state_dict_saver",
+    "stateful",
+    "storage",
+    "utils",
+]
+
+
 def test_nothing_else_is_public_but_modules() -> None:
-    others = [name for name in vars(holdfast) if not name.startswith("_") and name not in holdfast.__all__]
-    assert all(inspect.ismodule(getattr(holdfast, name)) for name in others if name != "annotations"), others
+    assert dir(holdfast) == sorted([*EXPECTED, *MODULES])
+    assert [name for name in vars(holdfast) if not name.startswith("_") and name not in dir(holdfast)] == []
+    for name in ("importlib", "annotations", "typing", "nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(holdfast, name)
+
+
+def test_modules_are_there_after_one_import() -> None:
+    code = f"import holdfast as dcp; print([getattr(dcp, name).__name__ for name in {MODULES}])"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([f"holdfast.{name}" for name in MODULES])
+    assert holdfast.state_dict.get_model_state_dict.__name__ == "get_model_state_dict"
 
 
 @pytest.mark.parametrize(
     "module",
-    ["_checkpoint", "default_planner", "errors", "_loader", "metadata", "planner", "_saver", "stateful", "storage"],
+    [
+        "_checkpoint",
+        "_verify",
+        "default_planner",
+        "errors",
+        "_loader",
+        "metadata",
+        "planner",
+        "_saver",
+        "stateful",
+        "storage",
+    ],
 )
 def test_the_names_of_each_module_are_sorted_and_there(module: str) -> None:
     imported = importlib.import_module(f"holdfast.{module}")

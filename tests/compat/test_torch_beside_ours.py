@@ -32,10 +32,12 @@ def test_a_cast_is_silent_in_torch_and_asked_for_here(tmp_path: Path) -> None:
     target = {"a": torch.zeros(1, dtype=torch.int8)}
     for cast in (False, True):  # which is for floating types only
         with pytest.raises(holdfast.MismatchError, match="dtype"):
-            holdfast.load(target, tmp_path / "ours", cast=cast)
+            holdfast.load(target, tmp_path / "ours", options=holdfast.LoadOptions(cast=cast))
     assert target["a"].tolist() == [0]
     half = {"a": torch.zeros(1, dtype=torch.float16)}
-    assert [each.kind for each in holdfast.load(half, tmp_path / "ours", cast=True).casts] == ["dtype"]
+    assert [
+        each.kind for each in holdfast.load(half, tmp_path / "ours", options=holdfast.LoadOptions(cast=True)).casts
+    ] == ["dtype"]
 
 
 class HalfATensor(dcp.DefaultSavePlanner):
@@ -122,7 +124,7 @@ class Array:
         return target
 
     def by_us(self, target: Any, **options: Any) -> Any:
-        holdfast.load(target, self.path, allow_pickle=True, **options)
+        holdfast.load(target, self.path, **options, options=holdfast.LoadOptions(allow_pickle=True))
         return target
 
 

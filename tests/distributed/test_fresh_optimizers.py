@@ -317,12 +317,14 @@ def load_late(path: str) -> tuple[int, int]:
         model = nn.Linear(1 << 10, 1 << 10)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         optimizer, late = torch.optim.SGD(model.parameters(), momentum=0.9), Late()
-        report = holdfast.load({"optimizer": optimizer, "late": late}, path, verify=False, share="off")
+        report = holdfast.load(
+            {"optimizer": optimizer, "late": late}, path, options=holdfast.LoadOptions(verify=False, share="off")
+        )
         assert late.state["mean"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
         assert late.state["seen"] == [3]
         # As for save, a rank may come with nothing; then it is given everything.
         target: dict[str, Any] = {"late": Late()} if dist.get_rank() == 0 else {}
-        everything = holdfast.load(target, path, verify=False, share="off")
+        everything = holdfast.load(target, path, options=holdfast.LoadOptions(verify=False, share="off"))
         assert len(target) == (1 if dist.get_rank() == 0 else 2)
         return report.bytes_read, everything.bytes_read
 

@@ -128,7 +128,7 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
         hosts_of(size, **host_options),
         mock.patch.object(carrier._HostConnection, "transmit", count),
     ):
-        report = holdfast.load(target, path, **{"share": "job", **load_options})
+        report = holdfast.load(target, path, options=holdfast.LoadOptions(**{"share": "job", **load_options}))
     assert target["step"] == 3
     for key in SHAPES:
         assert torch.equal(target["state"][key].to_local(), expected[key].to_local()), key
@@ -204,7 +204,7 @@ def load_with_strangers(path: str) -> tuple[int, list[str]]:
     target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
     fates = []
     with nothing_is_left(), hosts_of(1), mock.patch.object(rendezvous.Reception, "call", call_late):
-        report = holdfast.load(target, path, share="job")
+        report = holdfast.load(target, path, options=holdfast.LoadOptions(share="job"))
         for visitor in visitors:
             with visitor, contextlib.suppress(ConnectionResetError):
                 assert visitor.recv(1) == b"", "nobody answers a stranger"
@@ -239,7 +239,7 @@ def load_where_connecting_breaks(path: str, places: list[str]) -> list[int]:
             mock.patch("holdfast._native.opening._CONNECT_S", 1.0),
             mock.patch.object(*where_to_patch[where], refuse) if is_here else contextlib.nullcontext(),
         ):
-            read.append(holdfast.load(target, path, share="job").bytes_read)
+            read.append(holdfast.load(target, path, options=holdfast.LoadOptions(share="job")).bytes_read)
         assert refuse.called == is_here, where
         assert torch.equal(target["large"], truth_of("large", SHAPES["large"])), where
     return read
@@ -290,8 +290,9 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
             stack.enter_context(mock.patch.object(carrier._HostConnection, "send", send_damaged))
         # So that each host has something to read.
         stack.enter_context(mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192))
+        options = holdfast.LoadOptions(share="job", deadline_s=math.inf)
         with pytest.raises(holdfast.CorruptError) as caught:
-            holdfast.load({"large": torch.zeros_like(truth)}, path, share="job", deadline_s=math.inf)
+            holdfast.load({"large": torch.zeros_like(truth)}, path, options=options)
         result = told(caught.value)
         del caught
     return result
@@ -335,8 +336,8 @@ def lose_a_rank(path: str, how: str, size: int, lost: int) -> dict[str, Any] | N
             mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192),
             mock.patch.object(InputFile, "_read_once", stop if dist.get_rank() == lost else read),
         ):
-            deadline_s = 5.0 if how == "stuck" else math.inf
-            holdfast.load({"large": torch.zeros_like(truth)}, path, share="job", deadline_s=deadline_s)
+            options = holdfast.LoadOptions(share="job", deadline_s=5.0 if how == "stuck" else math.inf)
+            holdfast.load({"large": torch.zeros_like(truth)}, path, options=options)
     except CheckpointError as error:
         result = told(error)
     assert [thread.name for thread in threading.enumerate() if "carrier" in thread.name] == []
@@ -375,7 +376,7 @@ def load_and_measure(path: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = os.sysconf("SC_PAGESIZE") * int(Path("/proc/self/statm").read_text().split()[1])
     with hosts_of(1, least=2):
-        holdfast.load(target, path, share="job")
+        holdfast.load(target, path, options=holdfast.LoadOptions(share="job"))
     (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     assert all(bool((tensor == 1).all()) for tensor in target.values())
     return int(peak.split()[1]) * 1024 - before

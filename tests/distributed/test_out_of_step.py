@@ -41,8 +41,8 @@ def save_behind(path: str, *, deadline_s: float = 120.0, **arguments: Any) -> No
     holdfast.async_save(state(1), path, options=options, **arguments).result()
 
 
-def load(path: str, **options: Any) -> None:
-    holdfast.load(state(0), path, **options)
+def load(path: str, *, planner: Any = None, strict: bool = True, **options: Any) -> None:
+    holdfast.load(state(0), path, planner=planner, strict=strict, options=holdfast.LoadOptions(**options))
 
 
 CALLS: dict[str, Callable[..., None]] = {"save": save, "async_save": save_behind, "load": load}
@@ -62,10 +62,10 @@ def works_again(folder: str, name: str) -> bool:
     path = f"{folder}/{name}"
     holdfast.save(state(2), path, options=holdfast.SaveOptions(deadline_s=math.inf))
     found = state(0)
-    holdfast.load(found, path, deadline_s=math.inf)
+    holdfast.load(found, path, options=holdfast.LoadOptions(deadline_s=math.inf))
     holdfast.async_save(state(3), path, options=holdfast.SaveOptions(deadline_s=math.inf)).result()
     again = state(0)
-    holdfast.load(again, path, deadline_s=math.inf)
+    holdfast.load(again, path, options=holdfast.LoadOptions(deadline_s=math.inf))
     mine = f"of rank {dist.get_rank()}"
     values = (found["version"], again["version"], found[mine].tolist(), again[mine].tolist())
     return values == (2, 3, [2.0] * 3, [3.0] * 3)
@@ -158,7 +158,7 @@ def arguments_of_one(folder: str, rank: int) -> Any:
     is_it = dist.get_rank() == rank
     calls: list[Callable[[], object]] = [
         lambda: save(path, user_metadata={} if not is_it else None, storage_writer=_odd(is_it)),
-        lambda: load(path, share="nobody" if is_it else "host"),
+        lambda: load(path, planner=holdfast.DefaultLoadPlanner() if is_it else None, strict=not is_it),
         lambda: save_behind(path, async_checkpointer_type="nobody" if is_it else "thread"),
         lambda: save(path, planner=_FailingSave() if is_it else None),
         lambda: load(path, planner=_FailingLoad() if is_it else None),

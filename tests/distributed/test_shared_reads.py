@@ -217,7 +217,7 @@ def load_in_other_ways(path: str) -> dict[str, int]:
     for name in ("off", "alone", "pair"):
         target = {"large": torch.zeros_like(truth)}
         if name == "off":
-            report = holdfast.load(target, path, share="off")
+            report = holdfast.load(target, path, options=holdfast.LoadOptions(share="off"))
         elif name == "alone":
             report = holdfast.load(target, path, no_dist=True)
         elif rank == 1:
@@ -227,7 +227,7 @@ def load_in_other_ways(path: str) -> dict[str, int]:
         assert torch.equal(target["large"], truth)
         read[name] = report.bytes_read
     with pytest.raises(ValueError, match="share is 'host', 'job' or 'off'"):
-        holdfast.load({}, path, share="all")  # type: ignore[call-overload]
+        holdfast.load({}, path, options=holdfast.LoadOptions(share="all"))  # type: ignore[call-overload]
     return read
 
 
@@ -295,7 +295,9 @@ def fail_in_the_middle(path: str) -> list[tuple[str, list[int]]]:
         for where in ("finish_plan", "resolve_tensor"):
             target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
             try:
-                holdfast.load(target, path, planner=RaisingPlanner(rank, where), deadline_s=math.inf)
+                holdfast.load(
+                    target, path, planner=RaisingPlanner(rank, where), options=holdfast.LoadOptions(deadline_s=math.inf)
+                )
             except CheckpointError as error:
                 told.append((str(error), sorted(error.failures)))
             # And the next load works, with nothing left of the one before.
@@ -374,7 +376,7 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None] | 
     }
     try:
         with reading_stops(actions[how] if dist.get_rank() == 1 else lambda: None):
-            holdfast.load(target, path, deadline_s=5.0 if how == "stuck" else math.inf)
+            holdfast.load(target, path, options=holdfast.LoadOptions(deadline_s=5.0 if how == "stuck" else math.inf))
     except CheckpointError as error:
         return type(error).__name__, str(error), getattr(error, "rank", None)
     return None

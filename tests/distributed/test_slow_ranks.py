@@ -222,7 +222,7 @@ def hang_in_a_call(path: str, operation: str) -> str:
                 "async_save": lambda: holdfast.async_save(
                     state, path, options=holdfast.SaveOptions(deadline_s=DEADLINE_S)
                 ).result(),
-                "load": lambda: holdfast.load(state, path, deadline_s=DEADLINE_S),
+                "load": lambda: holdfast.load(state, path, options=holdfast.LoadOptions(deadline_s=DEADLINE_S)),
             }[operation]
         )
 

@@ -34,7 +34,7 @@ def loads_with_an_empty_shard(path: str) -> list[tuple[Any, ...]]:
     for writer in (holdfast.NativeWriter(f"{path}/native"), holdfast.FileSystemWriter(f"{path}/torch")):
         holdfast.save(state(3.0), storage_writer=writer, options=holdfast.SaveOptions(deadline_s=math.inf))
         target = state(0.0)
-        report = holdfast.load(target, writer.path, deadline_s=math.inf)
+        report = holdfast.load(target, writer.path, options=holdfast.LoadOptions(deadline_s=math.inf))
         empty = holdfast.load({"few": state(0.0)["few"]}, writer.path)
         told.append((report.loaded, report.unexpected, empty.unexpected, target["few"].to_local().tolist()))
         wrong = {"few": rows(torch.zeros(4, 4))}

@@ -142,7 +142,7 @@ def test_damage_that_nobody_reads_is_nobodys_error(tmp_path: Path) -> None:
         assert checkpoint["text"] == "x" * 200_000
         with pytest.raises(holdfast.CorruptError):
             checkpoint["first"][:1]
-    holdfast.load(path, verify=False)
+    holdfast.load(path, options=holdfast.LoadOptions(verify=False))
     assert is_found_by_verify(path, file.name)
 
 

@@ -95,7 +95,7 @@ def test_casts_happen_on_the_way(tmp_path: Path, dtype: torch.dtype) -> None:
     with pytest.raises(holdfast.MismatchError):
         holdfast.load(target, tmp_path / "checkpoint")
     assert not bits(target["a"]).any()
-    report = holdfast.load(target, tmp_path / "checkpoint", cast=True)
+    report = holdfast.load(target, tmp_path / "checkpoint", options=holdfast.LoadOptions(cast=True))
     assert {difference.key for difference in report.casts} == {"a", "b"}
     assert torch.equal(bits(target["a"]), bits(matrix.to(dtype)))
     assert torch.equal(bits(target["b"]), bits(matrix.T.to(dtype)))

@@ -119,7 +119,7 @@ def test_what_is_saved_is_loaded(state: dict[Any, Any]) -> None:
     with tempfile.TemporaryDirectory() as path:
         holdfast.save(state, path)
         assert described(holdfast.load(path)) == described(state)
-        assert described(holdfast.load(path, verify=False)) == described(state)
+        assert described(holdfast.load(path, options=holdfast.LoadOptions(verify=False))) == described(state)
 
 
 @given(states)

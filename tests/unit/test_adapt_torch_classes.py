@@ -214,7 +214,7 @@ def test_pickles_reach_torchs_planners_only_if_allowed(path: str) -> None:
     with pytest.raises(holdfast.UnsafeError):
         holdfast.load({"object": None}, path, planner=dcp.DefaultLoadPlanner())
     loaded = {"object": None}
-    holdfast.load(loaded, path, planner=dcp.DefaultLoadPlanner(), allow_pickle=True)
+    holdfast.load(loaded, path, planner=dcp.DefaultLoadPlanner(), options=holdfast.LoadOptions(allow_pickle=True))
     assert isinstance(loaded["object"], Custom)
 
 

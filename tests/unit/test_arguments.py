@@ -22,7 +22,7 @@ def test_a_deadline_is_positive(tmp_path: Path, deadline_s: float) -> None:
     calls: list[Callable[[], object]] = [
         lambda: holdfast.save(STATE, tmp_path / "a", options=holdfast.SaveOptions(deadline_s=deadline_s)),
         lambda: holdfast.async_save(STATE, tmp_path / "a", options=holdfast.SaveOptions(deadline_s=deadline_s)),
-        lambda: holdfast.load(dict(STATE), tmp_path / "a", deadline_s=deadline_s),
+        lambda: holdfast.load(dict(STATE), tmp_path / "a", options=holdfast.LoadOptions(deadline_s=deadline_s)),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"deadline_s is a positive number of seconds, or math\.inf"):
@@ -33,7 +33,7 @@ def test_a_deadline_is_positive(tmp_path: Path, deadline_s: float) -> None:
 def test_there_may_be_no_deadline(tmp_path: Path) -> None:
     holdfast.save(STATE, tmp_path / "a", options=holdfast.SaveOptions(deadline_s=math.inf))
     holdfast.async_save(STATE, tmp_path / "b", options=holdfast.SaveOptions(deadline_s=math.inf)).result()
-    holdfast.load(dict(STATE), tmp_path / "a", deadline_s=math.inf)
+    holdfast.load(dict(STATE), tmp_path / "a", options=holdfast.LoadOptions(deadline_s=math.inf))
 
 
 def test_a_path_is_text(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_targets_that_are_strided_or_cast(tmp_path: Path) -> None:
     other = {"w": torch.zeros(LARGE // 10, 10, dtype=torch.float64), "s": torch.zeros(4, 3)}
     with pytest.raises(MismatchError, match="cast=True"):
         holdfast.load(other, storage_reader=FileSystemReader(path))
-    holdfast.load(other, storage_reader=FileSystemReader(path, cast=True), cast=True)
+    holdfast.load(other, storage_reader=FileSystemReader(path, cast=True), options=holdfast.LoadOptions(cast=True))
     assert torch.equal(other["w"], state["w"].double())
 
 
@@ -264,7 +264,11 @@ def test_objects_need_trust_when_they_are_more_than_plain_values(
     target: dict[str, Any] = {"thing": None, "w": torch.zeros(2)}
     with pytest.raises(UnsafeError, match="thing"):
         holdfast.load(target, storage_reader=FileSystemReader(path))
-    holdfast.load(target, storage_reader=FileSystemReader(path, allow_pickle=True), allow_pickle=True)
+    holdfast.load(
+        target,
+        storage_reader=FileSystemReader(path, allow_pickle=True),
+        options=holdfast.LoadOptions(allow_pickle=True),
+    )
     assert target["thing"] == Thing()
 
 

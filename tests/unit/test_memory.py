@@ -65,7 +65,8 @@ found["load verified bytes"] = report.bytes_read
 half = square[: side // 2].to(torch.bfloat16)
 del square
 narrow = torch.zeros(side, side, dtype=torch.bfloat16)
-found["load with a cast"], _ = growth(lambda: holdfast.load({"a": narrow}, at("square"), cast=True))
+CAST = holdfast.LoadOptions(cast=True)
+found["load with a cast"], _ = growth(lambda: holdfast.load({"a": narrow}, at("square"), options=CAST))
 assert torch.equal(narrow[: side // 2], half)
 print(json.dumps(found))
 """

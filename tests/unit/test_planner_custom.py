@@ -92,7 +92,7 @@ def test_a_dtype_changed_while_saving_is_the_one_that_is_stored(path: str) -> No
         assert checkpoint["w"].dtype == torch.float16
         assert torch.equal(checkpoint["w"][5:9], weight[5:9].half())
     target = {"w": torch.zeros(100_000)}
-    holdfast.load(target, path, cast=True)
+    holdfast.load(target, path, options=holdfast.LoadOptions(cast=True))
     assert torch.equal(target["w"], weight.half().float())
 
 

@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as TorchPlanner
 
 import holdfast
-from holdfast.default_planner import _EmptyStateDictLoadPlanner, chosen_keys
+from holdfast.default_planner import _EmptyStateDictLoadPlanner
+from holdfast.default_planner.targets import chosen_keys
 
 
 def state() -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_halves_are_planned_stored_and_cast_back(path: str) -> None:
     target = {"model": {"w": torch.zeros(2, 3)}}
     with pytest.raises(holdfast.MismatchError):
         holdfast.load(target, path)
-    report = holdfast.load(target, path, cast=True)
+    report = holdfast.load(target, path, options=holdfast.LoadOptions(cast=True))
     assert torch.equal(target["model"]["w"], nested()["model"]["w"].half().float())
     assert [difference.key for difference in report.casts] == ["model.w"]
 

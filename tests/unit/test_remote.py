@@ -123,7 +123,7 @@ def test_objects_need_allow_pickle(url: str) -> None:
     dcp.save({"a": Foreign()}, checkpoint_id=url)
     with pytest.raises(UnsafeError, match="allow_pickle"):
         holdfast.load(url)
-    assert holdfast.load(url, allow_pickle=True) == {"a": Foreign()}
+    assert holdfast.load(url, options=holdfast.LoadOptions(allow_pickle=True)) == {"a": Foreign()}
 
 
 def test_strict_and_cast_are_those_of_files(url: str) -> None:
@@ -131,7 +131,7 @@ def test_strict_and_cast_are_those_of_files(url: str) -> None:
     half = {"a": torch.zeros(3, dtype=torch.float16)}
     with pytest.raises(MismatchError, match="dtype"):
         holdfast.load(half, url)
-    holdfast.load(half, url, cast=True)
+    holdfast.load(half, url, options=holdfast.LoadOptions(cast=True))
     assert half["a"].tolist() == [1, 1, 1]
 
 

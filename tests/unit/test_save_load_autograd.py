@@ -74,7 +74,7 @@ def test_the_version_moves_where_that_of_torch_moves(path: str, kind: str, nativ
     save({"weight": torch.arange(10.0)}, path, native=native)
     leaf, owner = targets()[kind]()
     before = owner._version
-    holdfast.load({"weight": leaf}, path, cast=True)
+    holdfast.load({"weight": leaf}, path, options=holdfast.LoadOptions(cast=True))
     assert owner._version > before
     if kind != "cast" and not native:
         before = owner._version

@@ -273,7 +273,7 @@ def test_arguments_that_contradict_each_other(path: str) -> None:
     with pytest.raises(ValueError, match="checkpoint_id or a storage_reader"):
         holdfast.load(state)
     with pytest.raises(ValueError, match="verify is an option of the storage"):
-        holdfast.load(state, storage_reader=holdfast.NativeReader(path), verify=False)
+        holdfast.load(state, storage_reader=holdfast.NativeReader(path), options=holdfast.LoadOptions(verify=False))
     with pytest.raises(ValueError, match="strict is an option of the planner"):
         holdfast.load(state, path, planner=holdfast.DefaultLoadPlanner(), strict=False)
     with pytest.raises(ValueError, match=r"load\(path\) takes no other place"):

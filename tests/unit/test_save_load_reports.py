@@ -129,7 +129,7 @@ def test_floats_are_cast_as_torch_casts_them(was: torch.dtype, wanted: torch.dty
     values = torch.tensor([0.0, -1.5, 3.14159, 240.0, 1e-3, float("inf"), float("nan")]).to(was)
     holdfast.save({"plain": values, "strided": torch.stack([values, values])[:, ::2]}, path)
     target = {"plain": torch.zeros(7, dtype=wanted), "strided": torch.zeros(4, 2, dtype=wanted).t()}
-    report = holdfast.load(target, path, cast=True)
+    report = holdfast.load(target, path, options=holdfast.LoadOptions(cast=True))
     expected = values.to(wanted)
     # Which nan a cast gives depends on how many elements are cast at once; that it is one does not.
     assert torch.equal(target["plain"].double().nan_to_num(nan=9e9), expected.double().nan_to_num(nan=9e9))
@@ -156,7 +156,7 @@ def test_other_types_are_never_cast(was: torch.dtype, wanted: torch.dtype, path:
     holdfast.save({"w": torch.ones(3, dtype=was), "x": torch.ones(2)}, path)
     target = {"x": torch.zeros(2), "w": torch.zeros(3, dtype=wanted)}
     with pytest.raises(holdfast.MismatchError, match="'w' has dtype") as caught:
-        holdfast.load(target, path, cast=True)
+        holdfast.load(target, path, options=holdfast.LoadOptions(cast=True))
     assert "cast=True" not in caught.value.message
     assert target["x"].tolist() == [0.0, 0.0]
 
@@ -171,7 +171,7 @@ def test_a_large_cast_goes_through_several_slabs(path: str) -> None:
     values = torch.linspace(-5, 5, 5_000_003, dtype=torch.float64)
     holdfast.save({"w": values}, path)
     target = torch.zeros(5_000_003, dtype=torch.float16)
-    holdfast.load({"w": target}, path, cast=True)
+    holdfast.load({"w": target}, path, options=holdfast.LoadOptions(cast=True))
     assert torch.equal(target, values.to(torch.float16))
 
 
@@ -214,5 +214,5 @@ def test_damage_raises_and_says_that_the_target_is_undefined(path: str) -> None:
         holdfast.load({"w": torch.zeros(4096)}, path)
     assert caught.value.key == "w"
     unverified = {"w": torch.zeros(4096)}
-    holdfast.load(unverified, path, verify=False)
+    holdfast.load(unverified, path, options=holdfast.LoadOptions(verify=False))
     assert unverified["w"][1000].item() == 1000.0

@@ -200,9 +200,9 @@ def test_pickles_need_permission_on_both_sides(path: str, assert_nothing_written
             load()
         assert unsafe.value.key == "custom"
     opened.close()
-    assert holdfast.load(path, allow_pickle=True)["custom"] == Custom(5)
+    assert holdfast.load(path, options=holdfast.LoadOptions(allow_pickle=True))["custom"] == Custom(5)
     target = {"custom": Custom(0), "plain": 0}
-    holdfast.load(target, path, allow_pickle=True)
+    holdfast.load(target, path, options=holdfast.LoadOptions(allow_pickle=True))
     assert target == {"custom": Custom(5), "plain": 1}
     with holdfast.open(path, allow_pickle=True) as checkpoint:
         assert checkpoint["custom"] == Custom(5)

@@ -113,10 +113,10 @@ def test_the_same_memory_in_other_words(path: str, form: str) -> None:
 def test_data_that_casts_to_the_same_is_the_same(path: str, form: str) -> None:
     save({"a": torch.ones(4), "b": torch.ones(4) + 1e-5, "c": torch.ones(4) * 3}, path, form)
     shared = torch.zeros(4, dtype=torch.bfloat16)
-    holdfast.load({"a": shared, "b": shared}, path, cast=True)
+    holdfast.load({"a": shared, "b": shared}, path, options=holdfast.LoadOptions(cast=True))
     assert torch.equal(shared, torch.ones(4, dtype=torch.bfloat16))
     with pytest.raises(holdfast.MismatchError, match="other data"):
-        holdfast.load({"a": shared, "c": shared}, path, cast=True)
+        holdfast.load({"a": shared, "c": shared}, path, options=holdfast.LoadOptions(cast=True))
 
 
 def test_not_a_number_is_equal_to_itself(path: str) -> None:

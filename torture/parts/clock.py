@@ -129,7 +129,7 @@ dist.init_process_group("gloo", init_method=f"file://{path}.meeting", rank=rank,
 weight = torch.arange(100_000.0)
 holdfast.save({"weight": weight, "step": 3}, path, options=holdfast.SaveOptions(deadline_s=30))
 target = {"weight": torch.zeros(100_000), "step": 0}
-holdfast.load(target, path, deadline_s=30)
+holdfast.load(target, path, options=holdfast.LoadOptions(deadline_s=30))
 assert target["step"] == 3 and torch.equal(target["weight"], weight)
 dist.destroy_process_group()
 print(int(time.time()))

@@ -151,7 +151,6 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             del self._open_targets, self._close_target
 
     def _finish_empty(self) -> None:
-        """Deliver the boxes that have no bytes."""
         empty = [number for number, count in enumerate(self._pending) if count == 0]
         if empty:
             self._open(empty)
@@ -380,7 +379,6 @@ class SegmentJob(Generic[TargetT]):
             raise
 
     def deliver(self, slab: Slab, base: int) -> None:
-        """Verify every segment and put it where it belongs."""
         if self._addresses is not None:
             self._move(slab, base, self._addresses)
             return
@@ -399,7 +397,6 @@ class SegmentJob(Generic[TargetT]):
         self._fetch.done(self._boxes)
 
     def _move(self, slab: Slab, base: int, addresses: np.ndarray) -> None:
-        """Verify every segment and move it to its address."""
         fetch, segments, span, view = self._fetch, self._fetch.segments, self._span, slab.view
         offsets = segments.offset[span]
         columns = (segments.box[span], segments.start[span], offsets - base, segments.nbytes[span], addresses)

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from holdfast._io import posix
 from holdfast._io.direct import LocalFiles, check_size, missing
 from holdfast._native.index import ChunkIndex, check_index, decode_index
-from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, decode_manifest
+from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
 from holdfast._native.paths import decode_path
 from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest, read_manifest_bytes
 from holdfast._native.values import decode_value
@@ -57,7 +57,6 @@ class Catalog:
 
     @cached_property
     def tensor_ids(self) -> dict[str, int]:
-        """The number of each tensor's entry in the manifest."""
         return {entry.key: number for number, entry in enumerate(self.manifest.tensors)}
 
     @cached_property
@@ -112,11 +111,9 @@ class Catalog:
         return np.array_equal(mine, its)
 
     def quantizer(self, entry: TensorEntry) -> dict[str, Any]:
-        """What the integers of a quantised tensor stand for."""
         return {} if entry.quantizer is None else msgspec.to_builtins(entry.quantizer)
 
     def file_path(self, file: int) -> str:
-        """The path of data file number ``file``."""
         return os.path.join(self.directory, self.manifest.files[file].name)
 
     def data_files(self) -> LocalFiles:
@@ -136,23 +133,29 @@ class Catalog:
             check_size(path, status.st_size, file.bytes)
 
     def paths(self) -> dict[str, Path]:
-        """Where in the state each key belongs."""
         paths = {entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.tensors}
         paths.update({entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.values})
         return paths
+
+    def entries(self) -> Iterator[TensorEntry | ValueEntry]:
+        """All entries in the order of the state."""
+        values = deque(self.manifest.values)
+        for number, entry in enumerate(self.manifest.tensors):
+            # As many values as have been taken, and tensors, come before the next one.
+            while values and values[0].position == number + len(self.manifest.values) - len(values):
+                yield values.popleft()
+            yield entry
+        yield from values
 
     def metadata(self) -> Metadata:
         """The checkpoint in the words of the protocol; chunks are views of the index."""
         entries: dict[str, STORAGE_TYPES] = {}
         bounds, all_lo, all_length = self.row_bounds.tolist(), self.index.lo, self.index.length
-        values = deque(self.manifest.values)
-        for number, entry in enumerate(self.manifest.tensors):
-            while values and values[0].position == len(entries):
-                entries[values.popleft().key] = BytesStorageMetadata()
-            if entry.kind in BYTE_KINDS:
+        for entry in self.entries():
+            if isinstance(entry, ValueEntry) or entry.kind in BYTE_KINDS:
                 entries[entry.key] = BytesStorageMetadata()
                 continue
-            storing = number if entry.alias_of is None else self.tensor_ids[entry.alias_of]
+            storing = self.tensor_ids[entry.key if entry.alias_of is None else entry.alias_of]
             chunks = ChunkColumns(all_lo, all_length, bounds[storing], bounds[storing + 1], len(entry.shape))
             entries[entry.key] = TensorStorageMetadata(
                 TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
@@ -162,7 +165,6 @@ class Catalog:
                 entry.kind,
                 None if entry.quantizer is None else self.quantizer(entry),
             )
-        entries.update({value.key: BytesStorageMetadata() for value in values})
         paths = self.paths()
         user_metadata, planner_data, versions = split_planner_data(
             decode_value(self.manifest.metadata, key="user_metadata"), paths
@@ -273,14 +275,14 @@ VERSIONS_NAME = "holdfast.versions"
 _INSTEAD, _ADDED = "instead", "added"
 
 
-def check_user_metadata(user_metadata: Mapping[str, Any]) -> None:
+def check_user_metadata(user_metadata: Mapping[str, object]) -> None:
     """InvalidStateError when the user's metadata uses a reserved name."""
     for name in (RESERVED_NAME, VERSIONS_NAME):
         if name in user_metadata:
             raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
 
 
-def with_planner_data(user_metadata: Mapping[str, Any], metadata: Metadata, versions: Versions) -> dict[str, Any]:
+def with_planner_data(user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions) -> dict[str, object]:
     """What the manifest keeps: the user's metadata, versions of modules, and the planner's data where it is more."""
     data, paths = metadata.planner_data, stored_paths(metadata)
     kept = {**user_metadata, VERSIONS_NAME: versions} if versions else dict(user_metadata)

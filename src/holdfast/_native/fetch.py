@@ -61,7 +61,6 @@ class Wanted:
     address: np.ndarray | None = None
 
     def box(self, number: int, dimensions: int) -> Box:
-        """Box ``number``, within its chunk."""
         return Box(tuple(self.lo[number, :dimensions].tolist()), tuple(self.length[number, :dimensions].tolist()))
 
 
@@ -92,7 +91,6 @@ class Fetch(SegmentFetch[Target]):
         self._wanted = wanted
 
     def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
-        """Data file ``number``, and whether it is in the page cache."""
         return self._files.lend(number)
 
     def expected(self, digests: np.ndarray) -> list[int]:
@@ -103,11 +101,9 @@ class Fetch(SegmentFetch[Target]):
         return expected
 
     def is_intact(self, box: int, start: int, view: memoryview, expected: int) -> bool:
-        """Whether the block has its digest."""
         return digest(view) == expected
 
     def damaged(self, file: int, box: int, offset: int, nbytes: int) -> CorruptError:
-        """The error that names the file, the key and the bytes."""
         return self._damaged_chunk(int(self._wanted.row[box]), offset, nbytes)
 
     def _damaged_chunk(self, row: int, offset: int, nbytes: int) -> CorruptError:
@@ -222,7 +218,6 @@ class SharedFetch(Fetch):
         return default_workers(self._exchange.size, least=3)
 
     def _blocks_of_segments(self) -> np.ndarray:
-        """The number of the block in which each segment lies."""
         row = self._wanted.row[self.segments.box]
         block: np.ndarray = self._catalog.index.first_block()[row] + self.segments.start // BLOCK_BYTES
         return block
@@ -374,7 +369,6 @@ class SharedFetch(Fetch):
             self._exchange.tell_taken(read, slot)
 
     def _fill(self, read: int, slot: int, common: _Common) -> None:
-        """Read what several ranks want."""
         self.read(*common.extent(read), self._exchange.slot(slot))
         self._exchange.tell_read(read, slot)
 
@@ -412,7 +406,6 @@ class _Common:
         self._extents = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def span(self, read: int) -> slice:
-        """The blocks of a read."""
         return slice(int(self.reads.bounds[read]), int(self.reads.bounds[read + 1]))
 
     def extent(self, read: int) -> tuple[int, int, int]:

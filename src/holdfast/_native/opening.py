@@ -12,9 +12,8 @@ from functools import partial
 
 from holdfast._engine.read import uses_cuda
 from holdfast._io.sharing import SharedMemory
-from holdfast._native.catalog import CatalogBytes
+from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes
 from holdfast._native.fetch import slot_bytes
-from holdfast._native.reader import NativeReader
 from holdfast._ranks.carrier import Carrier, OtherHosts
 from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
 from holdfast._ranks.ranks import Ranks
@@ -26,19 +25,30 @@ _MANIFEST, _INDEX = 0, 1
 _CONNECT_S = 10.0
 
 
-def open_together(
-    reader: NativeReader, ranks: Ranks, *, between_hosts: bool = False
-) -> tuple[Metadata, Exchange | None]:
-    """The metadata of the checkpoint, the same on every rank, and the exchange with the others of this host, if any.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opened:
+    """The checkpoint, the same on every rank, and the exchange with the others of this host, if any.
 
-    With ``between_hosts`` it is one with other hosts too, where there are enough of them and all can be connected. The
-    exchange is the caller's to close.
+    The exchange is the caller's to close. ``bytes_read`` is what this rank itself has read of manifest and index.
+    """
+
+    catalog: Catalog
+    metadata: Metadata
+    exchange: Exchange | None
+    bytes_read: int
+
+
+def open_on_ranks(path: str, ranks: Ranks, *, between_hosts: bool) -> Opened:
+    """Open the checkpoint at ``path`` on all ``ranks``.
+
+    With ``between_hosts`` the exchange is one with other hosts too, where there are enough of them and all can be
+    connected.
     """
     with closing(Visit()) as visit:
         seat: Seat | None = ranks.reduce_scatter(
             "meeting the ranks of the host", visit.greet, partial(seats, between_hosts=between_hosts)
         )
-        opening = _Opening(reader, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
+        opening = _Opening(path, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
         try:
             opening.invitation = ranks.reduce_scatter("reading the metadata", opening.read, _invited)
             opening.welcome = ranks.reduce_scatter("opening the checkpoint", opening.open, _linked)
@@ -87,14 +97,16 @@ class _Welcome:
 class _Opening:
     """One rank's part in it, step by step."""
 
-    def __init__(self, reader: NativeReader, visit: Visit, seat: Seat | None, *, limit_s: float) -> None:
-        self._reader = reader
+    def __init__(self, path: str, visit: Visit, seat: Seat | None, *, limit_s: float) -> None:
+        self._path = path
         self._visit = visit
         self._seat = seat
         self._limit_s = limit_s
         self._data: CatalogBytes | None = None
+        self._bytes_read = 0
         self._link: Link | None = None
         self._reception: Reception | None = None
+        self._catalog: Catalog | None = None
         self._metadata: Metadata | None = None
         self.invitation = _Invitation(is_invited=False, contacts=())
         self.welcome = _Welcome(is_linked=False, goes_on=False)
@@ -104,7 +116,7 @@ class _Opening:
         seat = self._seat
         if seat is not None and not seat.leads:
             return _Read()
-        self._data = data = self._reader.read_catalog_bytes()
+        self._data = data = self._read_bytes()
         if seat is None:
             return _Read()
         sizes = (len(data.manifest), len(data.index))
@@ -127,6 +139,11 @@ class _Opening:
         contact = None if self._reception is None else self._reception.contact
         return _Read(invited=seat.members, hosts=seat.hosts, contact=contact)
 
+    def _read_bytes(self) -> CatalogBytes:
+        data = read_catalog_bytes(self._path)
+        self._bytes_read = len(data.manifest) + len(data.index)
+        return data
+
     def open(self) -> _Opened:
         """Decode and check what was read here or elsewhere; the leader connects to the hosts before its own."""
         seat, invitation = self._seat, self.invitation
@@ -135,12 +152,12 @@ class _Opening:
             if self._link is not None:
                 manifest, index = (bytes(self._link.section(number)) for number in (_MANIFEST, _INDEX))
                 self._data = CatalogBytes(manifest=manifest, index=index)
-        self._reader.offer_catalog(self._data or self._reader.read_catalog_bytes())
+        self._catalog = decode_catalog(self._path, self._data or self._read_bytes())
         self._data = None
-        self._metadata = self._reader.read_metadata()
+        self._metadata = self._catalog.metadata()
         goes_on = self._reception is None or self._reception.call(invitation.contacts, self._limit_s)
         return _Opened(
-            attempt=self._reader.catalog.manifest.attempt,
+            attempt=self._catalog.manifest.attempt,
             is_linked=self._link is not None,
             members=seat.members if seat is not None and invitation.is_invited else (),
             hosts=seat.hosts if seat is not None and goes_on and invitation.contacts else (),
@@ -153,17 +170,22 @@ class _Opening:
             return bool(hosts), hosts
         return self._reception.answer(self._limit_s), hosts
 
-    def result(self, ranks: Ranks, *, is_job: bool) -> tuple[Metadata, Exchange | None]:
-        """The metadata and the exchange, if all of this host share and there is somebody to share with."""
+    def result(self, ranks: Ranks, *, is_job: bool) -> Opened:
+        assert self._catalog is not None
         assert self._metadata is not None
+        exchange = self._exchange(ranks, is_job=is_job)
+        return Opened(catalog=self._catalog, metadata=self._metadata, exchange=exchange, bytes_read=self._bytes_read)
+
+    def _exchange(self, ranks: Ranks, *, is_job: bool) -> Exchange | None:
+        """The exchange, if all of this host share and there is somebody to share with."""
         link, seat = self._link, self._seat
         if link is None or seat is None or not self.welcome.is_linked or (len(seat.members) == 1 and not is_job):
             self.leave()
-            return self._metadata, None
+            return None
         job_ranks, deadline_s = tuple(ranks.job_ranks[member] for member in seat.members), ranks.deadline_s
         if not is_job:
             self._close_reception()
-            return self._metadata, Exchange(link, job_ranks=job_ranks, check=ranks.check, deadline_s=deadline_s)
+            return Exchange(link, job_ranks=job_ranks, check=ranks.check, deadline_s=deadline_s)
         carrier = None
         if self._reception is not None:
             carrier = Carrier(
@@ -181,10 +203,9 @@ class _Opening:
             if carrier is not None:
                 carrier.check()
 
-        return self._metadata, Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s, hosts=hosts)
+        return Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s, hosts=hosts)
 
     def leave(self) -> None:
-        """Share nothing after all."""
         self._close_reception()
         if self._link is not None:
             self._link.close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +13,13 @@ from torch.futures import Future
 
 from holdfast._io import posix
 from holdfast._io.direct import LocalFiles
-from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
+from holdfast._native.catalog import Catalog, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, SharedFetch, Wanted
 from holdfast._native.manifest import BYTE_KINDS
+from holdfast._native.opening import open_on_ranks
 from holdfast._native.values import decode_value, decode_value_bytes
 from holdfast._ranks.exchange import Exchange
+from holdfast._ranks.ranks import Ranks
 from holdfast._state.tensor_bytes import Target
 from holdfast._state.tensors import empty_quantized, empty_tensor, torch_dtype
 from holdfast._torch_classes.adapt import final_load_plan, is_torchs
@@ -28,7 +29,7 @@ from holdfast._values.box import Box
 from holdfast._values.lazy import cached_property
 from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, is_overridden, read_columns
 from holdfast.planner_helpers import raise_for_dtypes
 from holdfast.storage import StorageReader, ValueBuffer
 
@@ -55,11 +56,18 @@ class NativeReader(StorageReader):
         self.cast = cast
         self.allow_pickle = allow_pickle
         self.catalog_bytes_read = 0
-        self._offered: CatalogBytes | None = None
         self._catalog: Catalog | None = None
         self._files: LocalFiles | None = None
         self._exchange: Exchange | None = None
+        self._shares_next_read = False
         self._check: Callable[[], None] = _go_on
+
+    is_always_whole = True
+
+    @property
+    def keeps_plans(self) -> bool:  # type: ignore[override]
+        """Unless a subclass does something with them."""
+        return not is_overridden(self, NativeReader, "prepare_local_plan", "prepare_global_plan")
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
@@ -67,31 +75,23 @@ class NativeReader(StorageReader):
         return 0 if self._files is None else self._files.bytes_read
 
     @property
+    def progress(self) -> int:
+        """While a rank waits for what another one reads, it is not the one that is stuck."""
+        return self.bytes_read + (0 if self._exchange is None else self._exchange.progress)
+
+    @property
     def file_at_work(self) -> str:  # type: ignore[override]
-        """The file of the checkpoint that is being read."""
         return posix.file_at_work(self.path)
 
     @property
     def catalog(self) -> Catalog:
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
-            self._catalog = decode_catalog(self.path, self.read_catalog_bytes())
+            data = read_catalog_bytes(self.path)
+            self.catalog_bytes_read = len(data.manifest) + len(data.index)
+            self._catalog = decode_catalog(self.path, data)
             self._files = self._catalog.data_files()
         return self._catalog
-
-    def read_catalog_bytes(self) -> CatalogBytes:
-        """Manifest and index of the checkpoint that is published now, from the disk."""
-        data = read_catalog_bytes(self.path)
-        self.catalog_bytes_read = len(data.manifest) + len(data.index)
-        return data
-
-    def offer_catalog(self, data: CatalogBytes) -> None:
-        """Have ``read_metadata`` take this manifest and index, whoever read them, instead of reading them itself."""
-        self._offered = data
-
-    def use_exchange(self, exchange: Exchange | None) -> None:
-        """Read together with the other ranks of this host from now on; all of them read the same checkpoint."""
-        self._exchange = exchange
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
@@ -100,42 +100,55 @@ class NativeReader(StorageReader):
         self.close()
 
     def close(self) -> None:
-        """Close the files and forget the checkpoint."""
-        files, self._files, self._catalog = self._files, None, None
-        if files is not None:
-            files.close()
+        """Close the files, leave the other ranks, and forget the checkpoint."""
+        files, exchange = self._files, self._exchange
+        self._files = self._catalog = self._exchange = None
+        try:
+            if exchange is not None:
+                exchange.close()
+        finally:
+            if files is not None:
+                files.close()
 
     def watch(self, check: Callable[[], None]) -> None:
-        """Call ``check`` between reads."""
         self._check = check
 
     def was_replaced(self) -> bool:
         """Whether another save has been published at the path since its manifest was read."""
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
-        data, self._offered = self._offered, None
         self.close()
-        if data is not None:
-            self._catalog = decode_catalog(self.path, data)
-            self._files = self._catalog.data_files()
         return metadata_for_both(self.catalog.metadata())
 
+    def read_metadata_once(self, ranks: Ranks, *, between_hosts: bool) -> Metadata | None:
+        """The same, read once for all ranks of a host; they do the next ``read_data`` together too."""
+        if type(self) is not NativeReader:
+            return None  # which may read the metadata in another way
+        self.close()
+        opened = open_on_ranks(self.path, ranks, between_hosts=between_hosts)
+        self._exchange, self._shares_next_read = opened.exchange, True
+        self._catalog, self.catalog_bytes_read = opened.catalog, opened.bytes_read
+        self._files = opened.catalog.data_files()
+        return metadata_for_both(opened.metadata)
+
     def check_files(self) -> None:
-        """CorruptError unless all data files are there in their sizes: for who wants them all, before allocating."""
         self.catalog.check_files()
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def stored_values(self, keys: Collection[str], *, allow_pickle: bool) -> Mapping[str, object]:
+        """Those that the manifest itself holds."""
+        values = self.catalog.values
+        return {key: decode_value(values[key], key=key) for key in keys if key in values}
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Make sure that manifest and index are there."""
         _ = self.catalog
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """``plan``, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """``plans``, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -147,7 +160,10 @@ class NativeReader(StorageReader):
         files = self._files
         assert files is not None
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
-        make_fetch = Fetch if self._exchange is None else partial(SharedFetch, exchange=self._exchange)
+        # What comes after the first read is this rank's alone: others may have nothing more to read.
+        exchange = self._exchange if self._shares_next_read else None
+        self._shares_next_read = False
+        make_fetch = Fetch if exchange is None else partial(SharedFetch, exchange=exchange)
         fetch = make_fetch(
             catalog,
             files,
@@ -172,11 +188,10 @@ class NativeReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path and no URL."""
         return "://" not in os.fspath(checkpoint_id)
 
-    def __getstate__(self) -> dict[str, Any]:
-        left = dict.fromkeys(("_files", "_catalog", "_offered", "_exchange"))
+    def __getstate__(self) -> dict[str, object]:
+        left = dict.fromkeys(("_files", "_catalog", "_exchange"))
         return {**self.__dict__, **left, "_check": _go_on}
 
 
@@ -304,13 +319,9 @@ class _Delivery:
             if tensor.is_quantized:
                 self._quantized[number] = tensor
                 tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
-            targets.append(Target(tensor, dtype, shape, None if is_whole else self._box(item, len(shape))))
+            box = None if is_whole else Box(tuple(columns.storage_lo[item, : len(shape)].tolist()), boxes[item][1])
+            targets.append(Target(tensor, dtype, shape, box))
         return targets
-
-    def _box(self, item: int, dimensions: int) -> Box:
-        """What ``item`` wants of its chunk."""
-        columns = self._columns
-        return Box(tuple(columns.storage_lo[item, :dimensions].tolist()), columns.boxes[item][1])
 
     def _check_tensor(self, item: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         which, lengths = self._columns.boxes[item]
@@ -322,7 +333,6 @@ class _Delivery:
         raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def close_target(self, number: int, target: Target) -> None:
-        """Give the planner what has arrived."""
         tensor, item = target.tensor, self._items[number]
         if self._catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
             read_item = self._columns.item(item)
@@ -345,8 +355,7 @@ class _Delivery:
         return io.BytesIO(data)
 
 
-def _go_on() -> None:
-    """What is called between reads when nobody watches."""
+def _go_on() -> None: ...
 
 
 def _value_buffer(value: object) -> ValueBuffer:

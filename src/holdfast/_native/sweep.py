@@ -97,6 +97,8 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
     Raises:
         NotFoundError: there is no directory ``root``.
     """
+    if "://" in posix.text_path(root):
+        raise ValueError("only directories can be swept; at a URL nothing tells a dead save from a living one")
     root = posix.absolute(root)
     leftovers: list[Leftover] = []
     problems: list[str] = []

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import uuid
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,10 +36,12 @@ from holdfast._torch_format.items import Delivery, Item, wanted_items
 from holdfast._torch_format.reading import Layouts, StreamRead, TransformRegistry, read_ranges
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import MAX_METADATA_BYTES
+from holdfast._values.lazy import LazyList
+from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import Metadata, StorageMeta
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
-from holdfast.planner_helpers import check_dtypes, check_tiling
+from holdfast.planner_helpers import ReadRows, check_dtypes, check_tiling
 from holdfast.storage import StorageReader
 
 
@@ -70,7 +73,6 @@ class FileSystemReader(StorageReader):
         self.verify = verify
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[Any, Any] = {}
-        self.own_rank: int | None = None
         self._registry = _extension_registry
         self._layouts: Layouts = {}
         self._seen: dict[str, int] = {}
@@ -212,6 +214,15 @@ class FileSystemReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def stored_values(self, keys: Collection[str], *, allow_pickle: bool) -> Mapping[str, object]:
+        """All of them: reading some values is a load of its own."""
+        planner, rows = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle), ReadRows()
+        planner.set_up_planner(dict.fromkeys(keys))
+        for key in keys:
+            rows.add_value(key)
+        self.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
+        return planner.state_dict
 
     def _read(self, delivery: Delivery, items: list[Item]) -> None:
         by_range: list[Item] = []

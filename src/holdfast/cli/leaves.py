@@ -1,4 +1,4 @@
-"""What a checkpoint holds, key by key and in total, as plain values for the commands to print.
+"""What a checkpoint holds, key by key and in total, as plain values for ``holdfast show`` to print.
 
 Made from manifest and index, or from torch's metadata, alone; never reads a data file.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast._checkpoint import reader_for
+from holdfast._checkpoint import is_torch_format, torch_reader
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, read_catalog, split_planner_data
 from holdfast._native.manifest import TensorEntry, ValueEntry
@@ -24,40 +24,29 @@ from holdfast._torch_codec.metadata_file import StorageInfo, find_place
 from holdfast._torch_format.file_systems import RemoteFileSystem
 from holdfast._torch_format.reader import FileSystemReader
 from holdfast._values.dtypes import DTYPES
-from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling
+
+_Places = dict[MetadataIndex, StorageInfo]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLeaf:
-    """A leaf with data: a tensor, or another ``kind`` of thing that is stored like one, in the index ``rows``."""
+class Leaf:
+    """What is stored under one key.
+
+    ``kind`` is "tensor" or what else is stored as numbers, in the index ``rows``; "value" for typed JSON that the
+    manifest itself holds; or "object" for a pickle in a data file, of which nothing more is known.
+    """
 
     key: str
     path: Path
     kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    alias_of: str | None
-    rows: range
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLeaf:
-    """A leaf that the manifest itself holds, as typed JSON."""
-
-    key: str
-    path: Path
-    value: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectLeaf:
-    """A leaf that is pickled in a data file, in ``bytes`` bytes; what it is shows only when it is loaded."""
-
-    key: str
-    path: Path
-    bytes: int
+    bytes: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    alias_of: str | None = None
+    rows: range = range(0)
+    value: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,72 +77,51 @@ class Totals:
     attempt: str | None = None
 
 
-Leaf = StoredLeaf | ValueLeaf | ObjectLeaf
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All that the commands show of a checkpoint; ``user_metadata`` is typed JSON, None where the format has none."""
+    """All that is shown of a checkpoint; ``user_metadata`` is typed JSON, None where the format has none."""
 
     leaves: list[Leaf]
     totals: Totals
-    chunks_of: Callable[[StoredLeaf], list[StoredChunk]]
+    chunks_of: Callable[[Leaf], list[StoredChunk]]
     user_metadata: object = None
 
 
 def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Contents:
-    """What the checkpoint at ``path`` holds; with a ``pattern``, the leaves whose key it matches."""
-    reader = reader_for(path)
-    if isinstance(reader, FileSystemReader):
-        return _torch_contents(reader, pattern)
+    """What the checkpoint at ``path`` holds, in the order of the state: all keys, or those that ``pattern`` matches."""
+    if is_torch_format(path):
+        return _torch_contents(torch_reader(path), pattern)
     catalog = read_catalog(path)
     user_metadata, _, _ = split_planner_data(decode_value(catalog.manifest.metadata, key="user_metadata"), {})
     return Contents(
-        leaves=leaves_of(catalog, pattern),
-        totals=totals_of(catalog),
-        chunks_of=partial(chunks_of, catalog),
+        leaves=[_leaf(catalog, entry) for entry in catalog.entries() if _matches(entry.key, pattern)],
+        totals=_totals(catalog),
+        chunks_of=partial(_chunks, catalog),
         user_metadata=encode_value(user_metadata, key="user_metadata"),
     )
 
 
-# --- native ---------------------------------------------------------------------------------------------------------
+def _matches(key: str, pattern: str | None) -> bool:
+    return pattern is None or fnmatch.fnmatchcase(key, pattern)
 
 
-def leaves_of(catalog: Catalog, pattern: str | None = None) -> list[Leaf]:
-    """The leaves in the order of the state; with a ``pattern``, those whose key it matches."""
-    bounds = catalog.row_bounds.tolist()
-    tensors = iter(enumerate(catalog.manifest.tensors))
-    values = {entry.position: entry for entry in catalog.manifest.values}
-    leaves: list[Leaf] = []
-    for position in range(len(catalog.manifest.tensors) + len(values)):
-        value = values.get(position)
-        number, entry = (0, value) if value is not None else next(tensors)
-        if pattern is not None and not fnmatch.fnmatchcase(entry.key, pattern):
-            continue
-        leaves.append(_value(entry) if isinstance(entry, ValueEntry) else _stored(catalog, number, entry, bounds))
-    return leaves
-
-
-def _value(entry: ValueEntry) -> ValueLeaf:
-    return ValueLeaf(key=entry.key, path=decode_path(entry.key, entry.path), value=entry.value)
-
-
-def _stored(catalog: Catalog, number: int, entry: TensorEntry, bounds: list[int]) -> StoredLeaf:
-    storing = number if entry.alias_of is None else catalog.tensor_ids[entry.alias_of]
-    return StoredLeaf(
+def _leaf(catalog: Catalog, entry: TensorEntry | ValueEntry) -> Leaf:
+    path = decode_path(entry.key, entry.path)
+    if isinstance(entry, ValueEntry):
+        return Leaf(key=entry.key, path=path, kind="value", value=entry.value)
+    return Leaf(
         key=entry.key,
-        path=decode_path(entry.key, entry.path),
+        path=path,
         kind=entry.kind or "tensor",
+        bytes=math.prod(entry.shape) * DTYPES[entry.dtype].itemsize,
         dtype=entry.dtype,
         shape=entry.shape,
-        bytes=math.prod(entry.shape) * DTYPES[entry.dtype].itemsize,
         alias_of=entry.alias_of,
-        rows=range(bounds[storing], bounds[storing + 1]),
+        rows=catalog.rows_of(entry.key),
     )
 
 
-def chunks_of(catalog: Catalog, leaf: StoredLeaf) -> list[StoredChunk]:
-    """The chunks that hold ``leaf``, in order."""
+def _chunks(catalog: Catalog, leaf: Leaf) -> list[StoredChunk]:
     index, dimensions = catalog.index, len(leaf.shape)
     return [
         StoredChunk(
@@ -167,8 +135,7 @@ def chunks_of(catalog: Catalog, leaf: StoredLeaf) -> list[StoredChunk]:
     ]
 
 
-def totals_of(catalog: Catalog) -> Totals:
-    """The checkpoint as a whole; bytes and files are all that it has on disk."""
+def _totals(catalog: Catalog) -> Totals:
     manifest, writer = catalog.manifest, catalog.manifest.writer
     status = posix.file_status(os.path.join(catalog.directory, MANIFEST_NAME))
     manifest_bytes = 0 if status is None else status.st_size
@@ -193,43 +160,36 @@ def totals_of(catalog: Catalog) -> Totals:
 def _torch_contents(reader: FileSystemReader, pattern: str | None) -> Contents:
     metadata = reader.read_metadata()
     check_tiling(metadata)
-    places: dict[MetadataIndex, StorageInfo] = {
+    paths, stored = restorable_paths(metadata), metadata.state_dict_metadata
+    places: _Places = {
         index: place for index, place in (metadata.storage_data or {}).items() if isinstance(place, StorageInfo)
     }
+    keys = [key for key in stored if _matches(key, pattern)]
     return Contents(
-        leaves=list(_torch_leaves(metadata, places, pattern)),
+        leaves=[_torch_leaf(key, paths.get(key, (key,)), stored[key], places) for key in keys],
         totals=_torch_totals(reader, metadata, places),
-        chunks_of=partial(_torch_chunks, metadata, places),
+        chunks_of=lambda leaf: _torch_chunks(leaf.key, stored[leaf.key], places),
     )
 
 
-def _torch_leaves(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], pattern: str | None) -> Iterator[Leaf]:
-    paths = restorable_paths(metadata)
-    for key, stored in metadata.state_dict_metadata.items():
-        if pattern is not None and not fnmatch.fnmatchcase(key, pattern):
-            continue
-        path = paths.get(key, (key,))
-        if isinstance(stored, TensorStorageMetadata):
-            dtype = stored.properties.dtype
-            yield StoredLeaf(
-                key=key,
-                path=path,
-                kind="tensor",
-                dtype=str(dtype).removeprefix("torch."),
-                shape=tuple(stored.size),
-                bytes=math.prod(stored.size) * dtype.itemsize,
-                alias_of=None,
-                rows=range(len(stored.chunks)),
-            )
-        else:
-            place = places.get(MetadataIndex(key))
-            yield ObjectLeaf(key=key, path=path, bytes=0 if place is None else place.length)
+def _torch_leaf(key: str, path: Path, stored: STORAGE_TYPES, places: _Places) -> Leaf:
+    if not isinstance(stored, TensorStorageMetadata):
+        place = places.get(MetadataIndex(key))
+        return Leaf(key=key, path=path, kind="object", bytes=0 if place is None else place.length)
+    dtype = stored.properties.dtype
+    return Leaf(
+        key=key,
+        path=path,
+        kind="tensor",
+        bytes=math.prod(stored.size) * dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
+        shape=tuple(stored.size),
+        rows=range(len(stored.chunks)),
+    )
 
 
-def _torch_chunks(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], leaf: StoredLeaf) -> list[StoredChunk]:
-    stored = metadata.state_dict_metadata[leaf.key]
-    assert isinstance(stored, TensorStorageMetadata)
-    found = ((chunk, find_place(places, leaf.key, chunk.offsets)) for chunk in stored.chunks)
+def _torch_chunks(key: str, stored: STORAGE_TYPES, places: _Places) -> list[StoredChunk]:
+    chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
     return [
         StoredChunk(
             lo=tuple(chunk.offsets),
@@ -238,12 +198,12 @@ def _torch_chunks(metadata: Metadata, places: dict[MetadataIndex, StorageInfo], 
             offset=place.offset,
             bytes=place.length,
         )
-        for chunk, place in found
-        if place is not None
+        for chunk in chunks
+        if (place := find_place(places, key, chunk.offsets)) is not None
     ]
 
 
-def _torch_totals(reader: FileSystemReader, metadata: Metadata, places: dict[MetadataIndex, StorageInfo]) -> Totals:
+def _torch_totals(reader: FileSystemReader, metadata: Metadata, places: _Places) -> Totals:
     names = {place.relative_path for place in places.values()} | set(reader.metadata_names())
     tensors = sum(isinstance(stored, TensorStorageMetadata) for stored in metadata.state_dict_metadata.values())
     meta = metadata.storage_meta

@@ -22,11 +22,16 @@ from rich.text import Text
 
 from holdfast._native.values import decode_value
 from holdfast._state.nested import PathElement, TupleIndex, TypedKey
-from holdfast.cli.leaves import Contents, Leaf, ObjectLeaf, StoredChunk, StoredLeaf, Totals, ValueLeaf, contents_of
+from holdfast.cli.leaves import Contents, Leaf, StoredChunk, Totals, contents_of
 from holdfast.cli.terminal import counted, one_line, output_console, shown_bytes, shown_name, shown_value
 
 _LOOKS_LIKE_A_NUMBER = re.compile(r"-?[0-9]+")
 _LONGEST_KEY = 60
+
+
+# Branches: to a child, to the last one, past a child, past the last one.
+_DRAWN = "├─ ", "└─ ", "│  ", "   "
+_ASCII = "|- ", "`- ", "|  ", "   "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,44 +56,20 @@ class _Node:
     children: dict[tuple[type, str], _Node] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Guides:
-    """How branches are drawn: to a child, to the last one, past a child, past the last one."""
-
-    child: str
-    last: str
-    passing: str
-    blank: str
-
-
-_DRAWN = _Guides(child="├─ ", last="└─ ", passing="│  ", blank="   ")
-_ASCII = _Guides(child="|- ", last="`- ", passing="|  ", blank="   ")
-
-
 def tree_lines(leaves: Iterable[Leaf], *, ascii_only: bool = False) -> Iterator[Line]:
     """The lines of the tree of ``leaves``, parents before their children."""
     root = _Node("")
     for leaf in leaves:
-        _add(root, leaf)
+        node = root
+        for element in leaf.path:
+            # By type too: the dict keys 0 and "0" are two branches.
+            place = type(element), str(element)
+            if place not in node.children:
+                node.children[place] = _Node(_label(element))
+            node = node.children[place]
+            node.bytes += leaf.bytes if leaf.alias_of is None else 0
+        node.leaf = leaf
     yield from _lines(root, "", _ASCII if ascii_only else _DRAWN)
-
-
-def _add(root: _Node, leaf: Leaf) -> None:
-    nbytes = 0 if isinstance(leaf, ValueLeaf) or _is_tied(leaf) else leaf.bytes
-    node = root
-    for element in leaf.path:
-        # By type too: the dict keys 0 and "0" are two branches.
-        place = type(element), str(element)
-        child = node.children.get(place)
-        if child is None:
-            child = node.children[place] = _Node(_label(element))
-        child.bytes += nbytes
-        node = child
-    node.leaf = leaf
-
-
-def _is_tied(leaf: StoredLeaf | ObjectLeaf) -> bool:
-    return isinstance(leaf, StoredLeaf) and leaf.alias_of is not None
 
 
 def _label(element: PathElement) -> str:
@@ -99,13 +80,12 @@ def _label(element: PathElement) -> str:
     return f"({int(element)})" if isinstance(element, TupleIndex) else f"[{element}]"
 
 
-def _lines(node: _Node, indent: str, guides: _Guides) -> Iterator[Line]:
+def _lines(node: _Node, indent: str, guides: tuple[str, str, str, str]) -> Iterator[Line]:
     last = len(node.children) - 1
     for number, child in enumerate(node.children.values()):
-        guide, under = (guides.last, guides.blank) if number == last else (guides.child, guides.passing)
-        below = indent + under
-        yield Line(guide=indent + guide, under=below, label=child.label, leaf=child.leaf, bytes=child.bytes)
-        yield from _lines(child, below, guides)
+        guide, under = guides[number == last], indent + guides[2 + (number == last)]
+        yield Line(guide=indent + guide, under=under, label=child.label, leaf=child.leaf, bytes=child.bytes)
+        yield from _lines(child, under, guides)
 
 
 EXAMPLES = """\b
@@ -118,7 +98,6 @@ Examples:
 _WIDEST_LABEL = 40
 _WIDEST_SHAPE = 18
 _LONGEST_VALUE = 40
-_OBJECT = "object"
 
 _DIM = Style(dim=True)
 _CONTAINER = Style(bold=True, color="blue")
@@ -175,9 +154,9 @@ def _as_json(path: str, contents: Contents, *, with_chunks: bool) -> dict[str, o
 
 
 def _leaf_as_json(contents: Contents, leaf: Leaf, *, with_chunks: bool) -> dict[str, object]:
-    if isinstance(leaf, ValueLeaf):
+    if leaf.kind == "value":
         return {"kind": "value", "value": leaf.value}
-    if isinstance(leaf, ObjectLeaf):
+    if leaf.kind == "object":
         return {"kind": "object", "bytes": leaf.bytes}
     fields: dict[str, object] = {
         "kind": leaf.kind,
@@ -195,7 +174,7 @@ def _leaf_as_json(contents: Contents, leaf: Leaf, *, with_chunks: bool) -> dict[
 # --- for people -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Widths:
     """How wide the columns are; a cell that is wider pushes the rest of its line."""
 
@@ -213,14 +192,14 @@ def _print_tree(console: Console, contents: Contents, *, with_chunks: bool) -> N
     for line in lines:
         segments += _line_segments(line, widths)
         segments.append(Segment.line())
-        if with_chunks and isinstance(line.leaf, StoredLeaf) and line.leaf.alias_of is None:
+        if with_chunks and line.leaf is not None and line.leaf.alias_of is None:
             for chunk in contents.chunks_of(line.leaf):
                 segments += [Segment(_chunk_line(line, chunk), _DIM), Segment.line()]
     console.print(Segments(segments), soft_wrap=True, end="")
 
 
 def _widths(lines: list[Line]) -> _Widths:
-    stored = [line.leaf for line in lines if isinstance(line.leaf, StoredLeaf)]
+    stored = [line.leaf for line in lines if line.leaf is not None and line.leaf.kind not in ("value", "object")]
     return _Widths(
         label=min(max((cell_len(line.guide) + cell_len(line.label) for line in lines), default=0), _WIDEST_LABEL),
         dtype=max((len(_type_name(leaf)) for leaf in stored), default=0),
@@ -229,7 +208,7 @@ def _widths(lines: list[Line]) -> _Widths:
     )
 
 
-def _type_name(leaf: StoredLeaf) -> str:
+def _type_name(leaf: Leaf) -> str:
     """The dtype, or the kind of what is only stored as numbers."""
     return leaf.dtype if leaf.kind in ("tensor", "numpy") else leaf.kind
 
@@ -244,12 +223,12 @@ def _line_segments(line: Line, widths: _Widths) -> list[Segment]:
         gap = " " * (widths.dtype + widths.shape + 4)
         return [*start, Segment(f"{padding}{gap}{shown_bytes(line.bytes):>10}", _DIM)]
     start.append(Segment(padding))
-    if isinstance(leaf, ValueLeaf):
+    if leaf.kind == "value":
         text = shown_value(decode_value(leaf.value, key=leaf.key), most=_LONGEST_VALUE)
         return [*start, Segment(text, _VALUE)]
-    if isinstance(leaf, ObjectLeaf):
-        gap = " " * (widths.dtype - len(_OBJECT) + widths.shape + 4)
-        return [*start, Segment(_OBJECT, _VALUE), Segment(f"{gap}{shown_bytes(leaf.bytes):>10}", _BYTES)]
+    if leaf.kind == "object":
+        gap = " " * (widths.dtype - len(leaf.kind) + widths.shape + 4)
+        return [*start, Segment(leaf.kind, _VALUE), Segment(f"{gap}{shown_bytes(leaf.bytes):>10}", _BYTES)]
     start.append(Segment(f"{_type_name(leaf):<{widths.dtype}}  ", _DTYPE))
     start.append(Segment(f"{list(leaf.shape)!s:<{widths.shape}}  "))
     if leaf.alias_of is not None:

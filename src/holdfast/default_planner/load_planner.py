@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast._state.nested import Path, flatten, path_key, set_element
+from holdfast._state.nested import Path, flatten, path_key, set_element, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import (
@@ -27,16 +27,28 @@ from holdfast._state.tensors import (
 )
 from holdfast._state.ties import Place, Tie, ties_of
 from holdfast._torch_codec.pickles import deserialize_object
-from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList
-from holdfast.default_planner.empty_targets import fill_empty_containers, is_empty_container
+from holdfast.default_planner.targets import (
+    chosen_keys,
+    empty_state,
+    fill_empty_containers,
+    is_empty_container,
+    tied,
+)
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem
-from holdfast.planner_helpers import ReadRows
+from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
+from holdfast.planner_helpers import ReadRows, can_cast, dtype_difference
 from holdfast.storage import ValueBuffer
 
 SameBytes = Callable[[str, str], bool | None]
+
+# Who overrides none of these has everything put where the target has it.
+_PLACES = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+_HOOKS = (*_PLACES, "create_local_plan", "finish_plan", "resolve_row", "commit_row", "commit_tensor")
+
+_FIX = "Fix the target, or pass strict=False to load what fits"
+_NO_METADATA = "a load planner needs the metadata of the checkpoint; call set_up_planner with it"
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -73,14 +85,15 @@ class DefaultLoadPlanner(LoadPlanner):
         self.versioned: dict[str, Mapping[Any, Any]] = {}
         self.differences: list[Difference] = []
         self.casts: list[Difference] = []
-        self.stored_values: Callable[[list[str]], Mapping[str, Any]] | None = None
+        self.stored_values: Callable[[list[str]], Mapping[str, object]] | None = None
         self._materials: dict[tuple[object, ...], torch.Tensor] = {}
         self._pieces: dict[str, Pieces] = {}
         self._memory: dict[str, Memory] = {}
         self._wrappers: list[torch.Tensor] = []
-        self.same_bytes: SameBytes | None = None
+        self.same_bytes: SameBytes | None = None  # where ties are settled after the load
         self.ties: list[Tie] = []
         self.left_out: set[str] = set()
+        self._is_plain = False
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -92,7 +105,7 @@ class DefaultLoadPlanner(LoadPlanner):
             state_dict, self.mappings = flatten(state_dict, self.versioned)
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
-        self.state_dict = {
+        self.state_dict: STATE_DICT_TYPE = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
@@ -125,7 +138,7 @@ class DefaultLoadPlanner(LoadPlanner):
                 del leaves[key]
             leaves[whole], self.mappings[whole] = None, path
 
-    def _materialised(self, key: str, leaf: Any) -> Any:
+    def _materialised(self, key: str, leaf: object) -> object:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
             raise InvalidStateError(
                 f"{key!r} is the context of a {type(leaf.tensor).__name__} on the meta device; materialise it first",
@@ -149,7 +162,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._set_in_target(key, filled)
         return filled
 
-    def _set_in_target(self, key: str, value: Any) -> None:
+    def _set_in_target(self, key: str, value: object) -> None:
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], value)
         else:
@@ -158,14 +171,15 @@ class DefaultLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """What to read for each leaf of the target; MismatchError with every difference when ``strict``."""
         if self.metadata is None:
-            raise InvalidStateError("a load planner needs the metadata of the checkpoint; call set_up_planner with it")
+            raise InvalidStateError(_NO_METADATA)
         rows = ReadRows()
+        self._is_plain = not is_overridden(self, DefaultLoadPlanner, *_HOOKS)
         self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
         others: list[Place] = []
         entries = self.metadata.state_dict_metadata
         left_out = self._other_contexts(entries)
         # What is compared only once it is read comes first, before anything is touched.
-        compared: dict[str, Any] = {
+        compared: STATE_DICT_TYPE = {
             key: leaf
             for key, leaf in self.state_dict.items()
             if isinstance(leaf, (ComposedTensor, np.ndarray)) and isinstance(entries.get(key), BytesStorageMetadata)
@@ -201,11 +215,8 @@ class DefaultLoadPlanner(LoadPlanner):
         columns = self._without_ties(rows.columns(), others)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
-            can_cast = not self.cast and any(each.kind == "dtype" for each in faults)
-            raise MismatchError.of(
-                faults,
-                advice=f"Fix the target, or pass strict=False to load what fits{', or cast=True' if can_cast else ''}.",
-            )
+            may_help = not self.cast and any(each.kind == "dtype" for each in faults)
+            raise MismatchError.of(faults, advice=_FIX + (", or LoadOptions(cast=True)." if may_help else "."))
         return LoadPlan(LazyList(columns))
 
     def places(self, key: str) -> list[Place]:
@@ -223,8 +234,8 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         self.ties, self.left_out = [], set()
         same_bytes, self.same_bytes = self.same_bytes, None  # a planner may live longer than its storage
-        if same_bytes is None or not self._fills_the_target():
-            return columns
+        if same_bytes is None or is_overridden(self, DefaultLoadPlanner, *_PLACES):
+            return columns  # nobody settles ties, or a subclass has another place for what is loaded
         for tie in ties_of(self._memory, others, self.state_dict):
             *earlier, last = tie.keys
             known = [self._has_same(same_bytes, key, last) if tie.is_exact else None for key in earlier]
@@ -240,13 +251,7 @@ class DefaultLoadPlanner(LoadPlanner):
         is_left_out = np.array([key in self.left_out for key in columns.keys])
         return columns.take(np.flatnonzero(~is_left_out[columns.key]))
 
-    def _fills_the_target(self) -> bool:
-        """Whether what is loaded goes where the target has it: a subclass may have another place for it."""
-        names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-        return all(getattr(type(self), name) is getattr(DefaultLoadPlanner, name) for name in names)
-
     def _has_same(self, same_bytes: SameBytes, key: str, other: str) -> bool | None:
-        """Whether the same is stored for both; None where that is not known without reading."""
         same = same_bytes(key, other)
         if same is False and (key in self._pieces or {key, other} & {each.key for each in self.casts}):
             return None  # parts of them may be the same, or become it
@@ -266,7 +271,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.differences += others
         return tuple(difference.key.removesuffix(CONTEXT_KEY) for difference in others)
 
-    def _difference(self, key: str, leaf: Any, stored: object) -> Difference | None:
+    def _difference(self, key: str, leaf: object, stored: object) -> Difference | None:
         """How target and checkpoint disagree on ``key``; None when it can be loaded."""
         if isinstance(leaf, torch.Tensor) and isinstance(stored, TensorStorageMetadata):
             return self._tensor_difference(key, leaf, stored)
@@ -277,15 +282,11 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
             check_fillable(key, leaf)
             return self._tensor_difference(key, torch.from_numpy(leaf), stored)
-        if isinstance(leaf, np.ndarray) and self._may_be_array(key):
-            return None
+        if isinstance(leaf, np.ndarray) and self.metadata is not None and key not in self.metadata.paths:
+            return None  # a value may turn out to be an array, but not in native storage, which has paths
         if isinstance(leaf, (torch.Tensor, np.ndarray)) or isinstance(stored, TensorStorageMetadata):
             return Difference(key=key, kind="kind", stored=_kind_of(stored), wanted=_kind_of(leaf))
         return None
-
-    def _may_be_array(self, key: str) -> bool:
-        """Whether the value stored as ``key`` can turn out to be an array: not in native storage, which has paths."""
-        return self.metadata is not None and key not in self.metadata.paths
 
     def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
         if is_sharded(leaf):
@@ -301,8 +302,8 @@ class DefaultLoadPlanner(LoadPlanner):
         was = stored.properties.dtype
         if was == wanted:
             return _quantizer_difference(key, leaf, stored) if is_quantized else None
-        difference = Difference(key=key, kind="dtype", stored=_name(was), wanted=_name(wanted))
-        if not self.cast or not _can_cast(was, wanted):
+        difference = dtype_difference(key, was, wanted)
+        if not self.cast or not can_cast(difference):
             return difference
         self.casts.append(difference)
         return None
@@ -311,6 +312,12 @@ class DefaultLoadPlanner(LoadPlanner):
         """The sharded tensors of which this rank's target holds nothing."""
         differing = {difference.key for difference in self.differences}
         return [key for key, each in self._pieces.items() if not each.pieces and key not in differing]
+
+    def aside(self, key: str, tensor: torch.Tensor) -> DefaultLoadPlanner:
+        """A planner that has what is stored of ``key`` read into ``tensor``."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, cast=self.cast)
+        planner.state_dict = {key: tensor}
+        return planner
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are."""
@@ -339,7 +346,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, np.ndarray) and not isinstance(loaded, np.ndarray):
             difference = Difference(key=key, kind="kind", stored=_kind_of(loaded), wanted=_kind_of(leaf))
             if self.strict:
-                raise MismatchError.of([difference], advice="Fix the target, or pass strict=False to load what fits.")
+                raise MismatchError.of([difference], advice=f"{_FIX}.")
             self.differences.append(difference)
             return
         self.state_dict[key] = loaded
@@ -373,31 +380,51 @@ class DefaultLoadPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the tensor is the target's own."""
 
-
-@final
-class WholeLoadPlanner(DefaultLoadPlanner):
-    """The default planner when none is given: nobody overrides its hooks, so no item has to be made for them."""
-
     def resolve_row(self, columns: ReadColumns, row: int) -> torch.Tensor:
-        """The leaf itself, where all of it is wanted."""
+        """The leaf itself, where all of it is wanted; the item is made only where a subclass may look at it."""
         which, length = columns.boxes[row]
         key = columns.keys[which]
-        leaf = self.state_dict[key]
-        if key not in self._pieces and isinstance(leaf, torch.Tensor) and leaf.shape == length:
+        leaf = self.state_dict[key] if self._is_plain else None
+        if isinstance(leaf, torch.Tensor) and key not in self._pieces and leaf.shape == length:
             return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
 
     def commit_row(self, columns: ReadColumns, row: int, tensor: torch.Tensor) -> None:
-        """Nothing: the tensor is the target's own."""
+        if not self._is_plain:
+            super().commit_row(columns, row, tensor)
 
     def plain_memory(self) -> Mapping[str, Memory]:
-        """What was found when the target was compared with the checkpoint."""
-        return self._memory
+        """What was found when target and checkpoint were compared; nothing where a subclass may fill another place."""
+        return self._memory if self._is_plain else {}
 
 
-def tied(key: str, other: str) -> Difference:
-    """That ``key`` cannot be loaded, because ``other``, which is loaded, has its memory."""
-    return Difference(key=key, kind="tied", stored=f"other data than {other!r}", wanted=f"the memory of {other!r}")
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Fills an empty dict with ``keys`` of the checkpoint, nested as they were saved, on the CPU; None means all.
+
+    A key stands for itself and all below it: "model" and "model.layers.0" are good names. MismatchError for a name that
+    stands for nothing, unless ``allow_partial_load``. The options are those of DefaultLoadPlanner.
+    """
+
+    def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: bool) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = keys
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Fill ``state_dict``, which must be empty, with what is to be read."""
+        if state_dict:
+            raise InvalidStateError("a target that is made from the checkpoint must be empty; give an empty dict")
+        if metadata is None:
+            raise InvalidStateError(_NO_METADATA)
+        chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
+        leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
+        super().set_up_planner({}, None, is_coordinator)
+        self.metadata = metadata
+        self.mappings = {key: paths.get(key, (key,)) for key in chosen}
+        self.state_dict = leaves
+        self.original_state_dict = state_dict
+        state_dict.update(unflatten(leaves, self.mappings) if self.flatten_state_dict else leaves)
 
 
 def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
@@ -418,11 +445,3 @@ def _kind_of(leaf: object) -> str:
     if isinstance(leaf, (torch.Tensor, np.ndarray, TensorStorageMetadata)):
         return "a tensor"
     return "a value" if isinstance(leaf, BytesStorageMetadata) else f"a {type(leaf).__name__}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _can_cast(was: torch.dtype, wanted: torch.dtype) -> bool:
-    return all(_name(dtype) in DTYPES and DTYPES[_name(dtype)].is_floating for dtype in (was, wanted))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from holdfast._state.nested import Path, TupleIndex, TypedKey
-from holdfast.cli.leaves import Leaf, StoredLeaf, ValueLeaf
+from holdfast.cli.leaves import Leaf
 from holdfast.cli.show import tree_lines
 
 
-def value_at(*path: str | int) -> ValueLeaf:
-    return ValueLeaf(key=".".join(map(str, path)), path=path, value=1)
+def value_at(*path: str | int) -> Leaf:
+    return Leaf(key=".".join(map(str, path)), path=path, kind="value", value=1)
 
 
-def tensor_at(path: Path, nbytes: int, alias_of: str | None = None) -> StoredLeaf:
-    return StoredLeaf(
+def tensor_at(path: Path, nbytes: int, alias_of: str | None = None) -> Leaf:
+    return Leaf(
         key=".".join(map(str, path)),
         path=path,
         kind="tensor",
@@ -35,7 +35,7 @@ def test_no_leaves_make_no_lines() -> None:
 
 
 def test_branches_join_where_paths_do() -> None:
-    leaves: list[Leaf] = [value_at("a", "x"), value_at("a", "y", "z"), value_at("b")]
+    leaves = [value_at("a", "x"), value_at("a", "y", "z"), value_at("b")]
     assert drawn(leaves) == ["├─ a", "│  ├─ x", "│  └─ y", "│     └─ z", "└─ b"]
     assert drawn(leaves, ascii_only=True) == ["|- a", "|  |- x", "|  `- y", "|     `- z", "`- b"]
 
@@ -68,12 +68,12 @@ def test_labels_tell_keys_and_positions_apart(element: str | int, label: str) ->
 
 
 def test_keys_that_only_look_alike_are_two_branches() -> None:
-    leaves: list[Leaf] = [value_at("0", "a"), value_at(TypedKey(0), "b")]
+    leaves = [value_at("0", "a"), value_at(TypedKey(0), "b")]
     assert drawn(leaves) == ["├─ '0'", "│  └─ a", "└─ 0", "   └─ b"]
 
 
 def test_containers_hold_the_bytes_of_what_is_below_and_tied_tensors_count_once() -> None:
-    leaves: list[Leaf] = [
+    leaves = [
         tensor_at(("model", "a"), 10),
         tensor_at(("model", "deep", "b"), 5),
         tensor_at(("tied", "a"), 10, alias_of="model.a"),

@@ -55,19 +55,6 @@ def test_bytes_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
             decode_catalog(path, damaged)
 
 
-def test_a_reader_takes_the_catalog_that_it_is_offered_once(tmp_path: Path) -> None:
-    path = save(tmp_path / "checkpoint", tied_state())
-    reader = holdfast.NativeReader(path)
-    data = reader.read_catalog_bytes()
-    assert reader.catalog_bytes_read == len(data.manifest) + len(data.index)
-    other = holdfast.NativeReader(tmp_path / "nothing there")
-    other.offer_catalog(data)
-    assert set(other.read_metadata().state_dict_metadata) == set(reader.read_metadata().state_dict_metadata)
-    assert other.catalog_bytes_read == 0
-    with pytest.raises(holdfast.NotFoundError):
-        other.read_metadata()
-
-
 def test_a_catalog_knows_keys_rows_and_values(tmp_path: Path) -> None:
     catalog = read_catalog(save(tmp_path / "checkpoint", tied_state()))
     assert set(catalog.tensor_ids) == {"first", "again", "list.0", "bytes"}

@@ -1,14 +1,21 @@
-"""Targets made of what a checkpoint says of itself: all of it, chosen keys, or what is below the empty containers of a
-target.
+"""Targets that are more than tensors to be filled: those made of what a checkpoint says of itself, and those of which
+several keys share memory.
 
 The state of a parameter is made as the parameter is: on its device and, where the shapes agree, with its mesh and
-placements. Everything else is made as ``load(path)`` makes it: whole, and on the CPU.
+placements. Everything else is made as ``read`` makes it: whole, and on the CPU.
+
+Of keys that share memory, equal data is loaded and different data is told. What the planner could not know from
+digests is known by reading: the first key of a tie is loaded with everything else; then, one after the other, what is
+stored of the rest is compared with the memory, or loaded, and what was there before compared with it. So the memory
+never holds a mixture: in the end the last key in the order of the target is whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +23,19 @@ from holdfast._state.nested import Path, path_key, restorable_paths, set_element
 from holdfast._state.pieces import is_meta, is_sharded
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
+from holdfast._state.ties import Place, Tie
+from holdfast._values.box import Box, flat_range_boxes, whole
+from holdfast._values.lazy import LazyList
 from holdfast.errors import Difference, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.planner import LoadPlan
+from holdfast.planner_helpers import ReadRows
+from holdfast.storage import StorageReader
+
+if TYPE_CHECKING:
+    from holdfast.default_planner.load_planner import DefaultLoadPlanner
+
+# --- made of a checkpoint --------------------------------------------------------------------------------------------
 
 
 def empty_state(
@@ -222,3 +240,94 @@ def _made(rooms: Collection[_Room], metadata: Metadata) -> STATE_DICT_TYPE:
     made = empty_state(metadata, [key for room in rooms for key in room.content], likes)
     require_gradients(metadata, made)
     return made
+
+
+# --- that share memory -----------------------------------------------------------------------------------------------
+
+# So much is read aside at a time.
+_COMPARED_BYTES = 16 << 20
+
+
+def tied(key: str, other: str) -> Difference:
+    """That ``key`` cannot be loaded, because ``other``, which is loaded, has its memory."""
+    return Difference(key=key, kind="tied", stored=f"other data than {other!r}", wanted=f"the memory of {other!r}")
+
+
+def settle_ties(planner: DefaultLoadPlanner, reader: StorageReader, plan: LoadPlan) -> None:
+    """Load what ``plan``, which has been read, has left out; MismatchError, or a difference, for what does not fit."""
+    for tie in planner.ties:
+        _settle(planner, _AsideReader(planner, reader, plan), tie)
+
+
+def _settle(planner: DefaultLoadPlanner, aside: _AsideReader, tie: Tie) -> None:
+    """Have what is stored of the last key in the memory, and of the others what it leaves of them."""
+    first, *others = tie.keys
+    if tie.is_exact:
+        other = next((key for key in others if not aside.is_there(key)), None)
+        if other is None:
+            return
+        if planner.strict:
+            raise _mismatch([tied(first, other)])
+        others = others[-1:]
+    for key in others:
+        aside.read(planner, [(key, place.box) for place in planner.places(key)])
+    differences = [tied(key, tie.keys[-1]) for key in tie.keys[:-1] if not aside.is_there(key)]
+    if differences and planner.strict:
+        raise _mismatch(differences)
+    planner.differences += differences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AsideReader:
+    """Reads after the load what it has left out."""
+
+    planner: DefaultLoadPlanner
+    reader: StorageReader
+    plan: LoadPlan
+
+    def read(self, planner: DefaultLoadPlanner, boxes: list[tuple[str, Box | None]]) -> None:
+        assert self.planner.metadata is not None
+        rows = ReadRows()
+        for key, box in boxes:
+            stored = self.planner.metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            rows.add_tensor(key, stored, box)
+        self.reader.read_data(dataclasses.replace(self.plan, items=LazyList(rows.columns())), planner).wait()
+
+    def is_there(self, key: str) -> bool:
+        """Whether the memory of ``key`` holds what is stored of it, bit for bit."""
+        return all(self._holds(place, part) for place in self.planner.places(key) for part in _parts(place.tensor))
+
+    def _holds(self, place: Place, part: Box) -> bool:
+        held = place.tensor[part.slices()]
+        aside = held.clone() if held.is_quantized else torch.empty(held.shape, dtype=held.dtype, device=held.device)
+        offsets = (0,) * len(part.offsets) if place.box is None else place.box.offsets
+        box = Box(tuple(low + by for low, by in zip(part.offsets, offsets, strict=True)), part.lengths)
+        self.read(self.planner.aside(place.key, aside), [(place.key, box)])
+        return torch.equal(_bits(held), _bits(aside))
+
+
+def _mismatch(differences: list[Difference]) -> MismatchError:
+    return MismatchError.of(
+        differences,
+        advice="Give each key a memory of its own, or pass strict=False to have the last one. "
+        "The contents of the target are undefined now.",
+    )
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[Box]:
+    """The tensor in boxes that are not too large; a quantised one as a whole, since its scales may go with its rows."""
+    if tensor.is_quantized:
+        yield whole(tensor.shape)
+        return
+    step = max(1, _COMPARED_BYTES // tensor.element_size())
+    for start in range(0, tensor.numel(), step):
+        yield from flat_range_boxes(tuple(tensor.shape), start, min(start + step, tensor.numel()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What the elements are, bit for bit; of a quantised tensor, what they stand for."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
