@@ -113,12 +113,12 @@ PLACES = [
     ("channel_ranks", "_reply"),
     ("channel_ranks", "__exit__"),
     ("channel_ranks", "_see_received"),
-    ("exposure", "_exposed"),
+    ("stateful_values", "_exposed"),
     ("rounds", "said_first"),
     ("writer", "write_data"),
     ("publish", "publish"),
     ("reader", "read_data"),
-    ("exposure", "hand_back"),
+    ("stateful_values", "hand_back"),
 ]
 
 
