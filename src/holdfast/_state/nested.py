@@ -47,7 +47,7 @@ def check_containers(value: object, *, within: str = "") -> None:
     if not isinstance(value, _CONTAINERS):
         return
     try:
-        _Entries().count(value, 0)
+        _EntryCount().count(value, 0)
     except _BadContainer as fault:
         key = ".".join(([within] if within else []) + fault.trail[::-1])
         raise InvalidStateError(fault.problem.format(repr(key[:200])), key=key) from None
@@ -62,7 +62,7 @@ class _BadContainer(Exception):
         self.trail: list[str] = []
 
 
-class _Entries:
+class _EntryCount:
     """How many entries containers stand for, and how many there are."""
 
     def __init__(self) -> None:

@@ -153,14 +153,14 @@ _FEW = 64  # So few are told apart in some microseconds each, whatever they are.
 _STEP = 512
 
 
-class _Table(Protocol):
+class _Fillable(Protocol):
     """A dict or a set."""
 
     def __len__(self) -> int: ...
     def update(self, entries: Any, /) -> None: ...
 
 
-Table = TypeVar("Table", bound=_Table)
+Table = TypeVar("Table", bound=_Fillable)
 
 
 class TooMuchEffort(Exception):
