@@ -269,14 +269,10 @@ class Saving:
 
         ``before`` is called first: what it raises is raised on every rank.
         """
-
-        def set_up() -> None:
-            before()
-            self._set_up(state)
-            self.check()  # what it called may have forked
-
         host = host_id() if self.ranks.size > 1 else UNKNOWN_HOST
-        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=mesh_rank(), host=host)
+        self._planned = plan_save(
+            self.planner, self.writer, self.ranks, partial(self._set_up, state, before), job_rank=mesh_rank(), host=host
+        )
         return self._planned.plan
 
     def expose(self, state: State) -> STATE_DICT_TYPE:
@@ -309,7 +305,8 @@ class Saving:
             logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
         return metadata
 
-    def _set_up(self, state: State) -> None:
+    def _set_up(self, state: State, before: Callable[[], None]) -> None:
+        before()
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
@@ -319,3 +316,4 @@ class Saving:
             planner.buffers = frozenset(self._owners.buffers)
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
+        self.check()  # what was called here may have forked

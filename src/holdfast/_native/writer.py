@@ -7,7 +7,7 @@ import dataclasses
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from holdfast._io import posix
 from holdfast._native.catalog import check_user_metadata, with_planner_data
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
 from holdfast._native.merge import merge_reports
-from holdfast._native.packer import Chunk, Packer, Placed, slabs_for
+from holdfast._native.packer import Chunk, Packer, slabs_for
 from holdfast._native.paths import check_key, encode_path
 from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
@@ -157,9 +157,7 @@ class NativeWriter(StorageWriter):
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
         """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
         image = staged.image
-        with self._holding(files):
-            written = image.written(files.write(image.files, memory))
-        return self._written(staged.work, written, image.placed, image.digests)
+        return self._written(staged.work, image, files, lambda: image.written(files.write(image.files, memory)))
 
     def _work(self, plan: SavePlan, planner: SavePlanner, *, is_ordered: bool = False) -> WriterFiles:
         """What there is to write for the attempt that the plan names; what failed before is removed."""
@@ -180,28 +178,23 @@ class NativeWriter(StorageWriter):
         return files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
 
     def _pack(self, work: WriterFiles, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
-        with self._holding(packer):
-            files = packer.write(chunks, work.next_file)
-        return self._written(work, files, packer.placed, packer.digests)
+        return self._written(work, packer, packer, lambda: packer.write(chunks, work.next_file))
 
-    @contextlib.contextmanager
-    def _holding(self, files: Files) -> Iterator[None]:
-        """Hold ``files`` from here on, in a directory that is there; they are removed if the block fails."""
+    def _written(
+        self, work: WriterFiles, places: Packer | Image, files: Files, write: Callable[[], list[WrittenFile]]
+    ) -> MutableSequence[WriteResult]:
+        """What ``write`` wrote; ``files`` are held from here on, and removed if it fails."""
         self._held = Held(files, self.path, self._attempt)
         self._held.end_with(self, removing=self.is_coordinator)
         try:
             posix.make_directories(self.path)
-            yield
+            written = write()
         except BaseException:
             self.abandon()
             raise
-
-    def _written(
-        self, work: WriterFiles, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]
-    ) -> MutableSequence[WriteResult]:
-        if files:
+        if written:
             posix.sync_directory(self.path)
-        return LazyList(work.report(files, placed, digests))
+        return LazyList(work.report(written, places.placed, places.digests))
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
