@@ -72,6 +72,9 @@ class ThreadRanks:
     def locally(self, phase: str, local: Callable[[], Any]) -> Any:
         return local()
 
+    def check(self) -> None:
+        return None
+
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
         return None
 
