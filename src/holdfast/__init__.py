@@ -17,7 +17,7 @@ from holdfast._async_saver import (
     prewarm,
     release,
 )
-from holdfast._checkpoint import Checkpoint, StoredTensor, open
+from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
 from holdfast._loader import LoadOptions, LoadReport, load, read
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
@@ -73,7 +73,6 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 if _typing.TYPE_CHECKING:
     from holdfast import api, cli, format_utils, interop, optimizer, state_dict, utils  # noqa: F401
     from holdfast._native.sweep import SweepReport, sweep
-    from holdfast._verify import VerifyReport, verify
     from holdfast.interop.conversions import Conversion, convert
     from holdfast.optimizer import load_sharded_optimizer_state_dict
 
@@ -160,11 +159,9 @@ __all__ = [
 _LATER = {
     "Conversion": "interop.conversions",
     "SweepReport": "_native.sweep",
-    "VerifyReport": "_verify",
     "convert": "interop.conversions",
     "load_sharded_optimizer_state_dict": "optimizer",
     "sweep": "_native.sweep",
-    "verify": "_verify",
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "metadata", "optimizer"),

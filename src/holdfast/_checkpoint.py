@@ -1,12 +1,12 @@
 """open: a checkpoint of either format as a lazy, read-only mapping from keys to tensors that read only what is asked of
-them.
+them. verify: whether it is whole, and all that is damaged if it is not.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import EllipsisType, TracebackType
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
+from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader
+from holdfast._torch_format.verify import verify_torch_checkpoint
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
@@ -26,7 +28,7 @@ from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows, check_tiling
 
-__all__ = ["Checkpoint", "StoredTensor", "open"]
+__all__ = ["Checkpoint", "StoredTensor", "VerifyReport", "open", "verify"]
 
 
 def is_torch_format(path: str | os.PathLike[str]) -> bool:
@@ -202,6 +204,40 @@ def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: boo
             # A saver may have replaced it by one of the other format meanwhile.
             if type(reader_for(path)) is type(reader):
                 raise
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    level: Level = "digests",
+    sample: float = 1.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """What a look at every byte of the checkpoint at ``path`` found; nothing is changed or decoded.
+
+    A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
+
+    Args:
+        path: the directory of the checkpoint.
+        level: "sizes" looks whether each file is there in its size; "coverage" reads the index too, whose chunks must
+            make up every tensor and every file; "digests" reads everything.
+        sample: the part of the data that "digests" reads, chosen anew each time.
+        on_progress: called with the bytes that are done and all that there are, from any thread.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        CorruptError: what describes the checkpoint is damaged, so that nothing else can be said.
+        StorageError: the file system refused; this tells nothing about the bytes.
+    """
+    if is_remote(path):
+        raise ValueError("only files can be checked; copy the checkpoint from its URL to a directory first")
+    if sample < 1 and level != "digests":
+        raise ValueError("a sample is of the digests; leave out the level")
+    if not is_torch_format(path):
+        return verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
+    if level != "digests" or sample != 1:
+        raise ValueError("torch's own format is checked as a whole; leave out level and sample")
+    return verify_torch_checkpoint(path, on_progress=on_progress)
 
 
 def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[Box, tuple[int | slice, ...]]:

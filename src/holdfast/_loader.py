@@ -255,9 +255,9 @@ def _load(
         while True:
             try:
                 reader = _found(find_reader, ranks)
-                metadata, is_apart = _open(reader, ranks, share)
+                metadata, _ = opened = _open(reader, ranks, share)
                 target = ranks.locally("planning the load", partial(make_target, reader, metadata))
-                plan = _plan(reader, planner, ranks, target, metadata, is_apart=is_apart)
+                plan = _plan(reader, planner, ranks, target, opened)
                 plan = _on_all(ranks, "reading the checkpoint", partial(_read, reader, planner, plan))
                 return _Loaded(target=target, metadata=metadata, plan=plan, bytes_read=reader.bytes_read)
             except (CorruptError, NotFoundError) as error:
@@ -328,16 +328,15 @@ def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bo
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    if reader.is_always_whole:
-        return reader.read_metadata(), False
     try:
         metadata = reader.read_metadata()
     except Exception:
-        own = metadata_of_rank(reader, rank)
+        own = None if reader.is_always_whole else metadata_of_rank(reader, rank)
         if own is None:
             raise
         return own, True
-    check_tiling(metadata)
+    if not reader.is_always_whole:
+        check_tiling(metadata)
     return metadata, False
 
 
@@ -348,16 +347,10 @@ def _one_save(saves: list[tuple[bool, str | None]]) -> None:
 
 
 def _plan(
-    reader: StorageReader,
-    planner: LoadPlanner,
-    ranks: Ranks,
-    target: State,
-    metadata: Metadata,
-    *,
-    is_apart: bool,
+    reader: StorageReader, planner: LoadPlanner, ranks: Ranks, target: State, opened: tuple[Metadata, bool]
 ) -> LoadPlan:
     """What this rank reads; plans travel only where somebody may want to see them all."""
-    leads = ranks.is_coordinator
+    (metadata, is_apart), leads = opened, ranks.is_coordinator
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     # These two leave all plans as they are, and so does a rank that has only metadata of its own.
     is_plain = ours is not None and not is_overridden(ours, DefaultLoadPlanner, "create_global_plan")

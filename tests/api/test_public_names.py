@@ -150,7 +150,6 @@ def test_modules_are_there_after_one_import() -> None:
     "module",
     [
         "_checkpoint",
-        "_verify",
         "default_planner",
         "errors",
         "_loader",

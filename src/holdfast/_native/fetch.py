@@ -60,9 +60,6 @@ class Wanted:
     length: np.ndarray
     address: np.ndarray | None = None
 
-    def box(self, number: int, dimensions: int) -> Box:
-        return Box(tuple(self.lo[number, :dimensions].tolist()), tuple(self.length[number, :dimensions].tolist()))
-
 
 class Fetch(SegmentFetch[Target]):
     """One batch of reads from native files; every block that is read is verified, unless ``verify`` is off."""
@@ -151,9 +148,10 @@ def _spans(catalog: Catalog, wanted: Wanted, number: int, *, verify: bool) -> tu
     entry = catalog.manifest.tensors[int(catalog.index.tensor[row])]
     dimensions = len(entry.shape)
     shape = tuple(catalog.index.length[row, :dimensions].tolist())
+    lo, length = (tuple(column[number, :dimensions].tolist()) for column in (wanted.lo, wanted.length))
     starts, stops = byte_spans(
         shape,
-        wanted.box(number, dimensions),
+        Box(lo, length),
         DTYPES[entry.dtype].itemsize,
         max_gap=BLOCK_BYTES - 1 if verify else 0,
     )

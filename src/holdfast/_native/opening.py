@@ -50,7 +50,7 @@ def open_on_ranks(path: str, ranks: Ranks, *, between_hosts: bool) -> Opened:
         )
         opening = _Opening(path, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
         try:
-            opening.invitation = ranks.reduce_scatter("reading the metadata", opening.read, _invited)
+            opening.contacts = ranks.reduce_scatter("reading the metadata", opening.read, _invited)
             opening.welcome = ranks.reduce_scatter("opening the checkpoint", opening.open, _linked)
             is_job = between_hosts and ranks.reduce_scatter("connecting the hosts", opening.connect, _connected)
             return opening.result(ranks, is_job=is_job)
@@ -66,14 +66,6 @@ class _Read:
     invited: tuple[int, ...] = ()
     hosts: tuple[int, ...] = ()
     contact: Address | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Invitation:
-    """What a rank is told then: whether it is invited, and where all hosts that it shares with are, or nothing."""
-
-    is_invited: bool
-    contacts: tuple[Address, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +100,8 @@ class _Opening:
         self._reception: Reception | None = None
         self._catalog: Catalog | None = None
         self._metadata: Metadata | None = None
-        self.invitation = _Invitation(is_invited=False, contacts=())
+        # Where all hosts are that it shares with, or nothing; None where it is not invited to share.
+        self.contacts: tuple[Address, ...] | None = None
         self.welcome = _Welcome(is_linked=False, goes_on=False)
 
     def read(self) -> _Read:
@@ -146,8 +139,8 @@ class _Opening:
 
     def open(self) -> _Opened:
         """Decode and check what was read here or elsewhere; the leader connects to the hosts before its own."""
-        seat, invitation = self._seat, self.invitation
-        if invitation.is_invited and seat is not None and not seat.leads:
+        seat = None if self.contacts is None else self._seat
+        if seat is not None and not seat.leads:
             self._link = self._visit.join(seat)
             if self._link is not None:
                 manifest, index = (bytes(self._link.section(number)) for number in (_MANIFEST, _INDEX))
@@ -155,12 +148,12 @@ class _Opening:
         self._catalog = decode_catalog(self._path, self._data or self._read_bytes())
         self._data = None
         self._metadata = self._catalog.metadata()
-        goes_on = self._reception is None or self._reception.call(invitation.contacts, self._limit_s)
+        goes_on = self._reception is None or self._reception.call(self.contacts or (), self._limit_s)
         return _Opened(
             attempt=self._catalog.manifest.attempt,
             is_linked=self._link is not None,
-            members=seat.members if seat is not None and invitation.is_invited else (),
-            hosts=seat.hosts if seat is not None and goes_on and invitation.contacts else (),
+            members=() if seat is None else seat.members,
+            hosts=seat.hosts if seat is not None and goes_on and self.contacts else (),
         )
 
     def connect(self) -> tuple[bool, tuple[int, ...]]:
@@ -195,7 +188,7 @@ class _Opening:
                 host=seat.host,
             )
             self._close_reception()
-        least = min(contact.slot_bytes for contact in self.invitation.contacts)
+        least = min(contact.slot_bytes for contact in self.contacts or ())
         hosts = OtherHosts(host=seat.host, slot_bytes=least, carrier=carrier)
 
         def check() -> None:
@@ -217,15 +210,15 @@ class _Opening:
             self._reception = None
 
 
-def _invited(read: list[_Read]) -> list[_Invitation]:
-    """For each rank, whether it is invited, and where the hosts are that it shares with."""
+def _invited(read: list[_Read]) -> list[tuple[Address, ...] | None]:
+    """For each rank, where the hosts are that it shares with; None where it is not invited."""
     contacts: dict[int, tuple[Address, ...]] = {}
     for each in read:
         found = [read[leader].contact for leader in each.hosts]
         of_all = tuple(contact for contact in found if contact is not None)
         for member in each.invited:
             contacts[member] = of_all if len(of_all) == len(found) else ()
-    return [_Invitation(is_invited=rank in contacts, contacts=contacts.get(rank, ())) for rank in range(len(read))]
+    return [contacts.get(rank) for rank in range(len(read))]
 
 
 def _linked(opened: list[_Opened]) -> list[_Welcome]:

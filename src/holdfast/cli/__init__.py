@@ -191,9 +191,13 @@ def _verify_json(path: str, report: holdfast.VerifyReport) -> dict[str, object]:
     return {"path": path, "ok": report.ok, **fields, **lists}
 
 
+def _effort(done: holdfast.VerifyReport | holdfast.Conversion) -> str:
+    speed = done.bytes / max(done.seconds, 1e-9) / 1e9
+    return f"{shown_bytes(done.bytes)} in {done.seconds:.2f} s, {speed:.2f} GB/s"
+
+
 def _print_damage(console: Console, report: holdfast.VerifyReport) -> None:
-    speed = report.bytes / max(report.seconds, 1e-9) / 1e9
-    effort = f"{shown_bytes(report.bytes)} in {report.seconds:.2f} s, {speed:.2f} GB/s"
+    effort = _effort(report)
     if report.ok:
         holding = f"{counted(report.keys, 'key')} in {counted(report.files, 'file')}"
         console.print(Text.assemble(("whole", "bold green"), f": {holding}, {effort}"), soft_wrap=True)
@@ -273,10 +277,8 @@ def convert_command(
     if as_json:
         typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **dataclasses.asdict(done)}))
         return
-    speed = done.bytes / max(done.seconds, 1e-9) / 1e9
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.values, 'value')}"
-    effort = f"{shown_bytes(done.bytes)} in {done.seconds:.2f} s, {speed:.2f} GB/s"
-    line = Text.assemble(("converted", "bold green"), f": {held}, {effort} -> ", (shown_name(target), "bold"))
+    line = Text.assemble(("converted", "bold green"), f": {held}, {_effort(done)} -> ", (shown_name(target), "bold"))
     output_console().print(line, soft_wrap=True)
 
 
@@ -321,22 +323,12 @@ def sweep_command(
     with _as_options():
         report = holdfast.sweep(root, delete=delete, attempts=attempt or ())
     if as_json:
-        typer.echo(json.dumps(_sweep_json(report, delete=delete)))
+        fields = {"deleted": delete, **dataclasses.asdict(report), "removed_files": report.removed_files}
+        typer.echo(json.dumps(fields))
     else:
         _print_swept(output_console(), report, delete=delete)
     if report.problems:
         raise typer.Exit(1)
-
-
-def _sweep_json(report: holdfast.SweepReport, *, delete: bool) -> dict[str, object]:
-    return {
-        "root": report.root,
-        "deleted": delete,
-        "directories": report.directories,
-        "leftovers": [dataclasses.asdict(leftover) for leftover in report.leftovers],
-        "removed_files": report.removed_files,
-        "problems": list(report.problems),
-    }
 
 
 def _print_swept(console: Console, report: holdfast.SweepReport, *, delete: bool) -> None:

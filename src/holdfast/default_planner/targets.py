@@ -64,17 +64,15 @@ def empty_state(
         elif stored.quantizer is not None:
             leaves[key] = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
         else:
-            leaves[key] = _tensor_like(likes.get(key), stored)
+            like, dtype = likes.get(key), stored.properties.dtype
+            if isinstance(like, torch.Tensor):
+                leaves[key] = torch.empty_like(like, dtype=dtype, device=like.device)
+            else:
+                leaves[key] = empty_tensor(stored.size, dtype, like or "cpu")
     for key, first in tied:
         alike = _requires_grad(metadata, key) == _requires_grad(metadata, first)
         leaves[key] = leaves[first] if alike else leaves[first].detach()
     return leaves
-
-
-def _tensor_like(like: torch.Tensor | torch.device | None, stored: TensorStorageMetadata) -> torch.Tensor:
-    if isinstance(like, torch.Tensor):
-        return torch.empty_like(like, dtype=stored.properties.dtype, device=like.device)
-    return empty_tensor(stored.size, stored.properties.dtype, like or "cpu")
 
 
 def require_gradients(metadata: Metadata, leaves: STATE_DICT_TYPE) -> None:
