@@ -401,7 +401,7 @@ def test_after_the_death_of_the_coordinator_a_new_group_gets_a_new_channel(pool:
     assert nobody is None
     for lost, again, total in found:
         assert (lost["rank"], again["rank"], total) == (0, 0, 1)
-        assert again["message"].startswith("rank 0 cannot be reached in 'meeting the coordinator' (")
+        assert again["message"].startswith("rank 0 cannot be reached in 'meeting the other ranks' (")
 
 
 def test_a_slow_rank_with_progress_outlives_the_deadline(pool: Crew) -> None:

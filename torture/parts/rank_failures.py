@@ -68,6 +68,7 @@ _HANG_S = DEADLINE_S + 6.0
 _PATIENCE = {"lock": Patience(progress_s=6.0 * DEADLINE_S)}
 _USUAL_PATIENCE = Patience(progress_s=DEADLINE_S)
 _WORKERS = 6  # cases mostly wait
+_MOST_SLOWNESS = 4.0  # ranks wait more than they work: 2.9 s were needed, for 2.0 s, where 17 processes shared one
 _MEASURE_EVERY_S = 0.2
 _MEASURE_S = 0.02  # longer than the scheduler lets a process that has slept go before the others
 
@@ -87,7 +88,8 @@ def run(options: Options) -> PartResult:
             if fault in slowest and (known := outcome.get("known")):
                 struck, last = known
                 slowest[fault] = max(slowest[fault], last - struck)
-                allowed_s = _AWAITED_S[fault] + _ALLOWED_S[fault] * yardstick.slowness(struck, last)
+                slowness = min(yardstick.slowness(struck, last), _MOST_SLOWNESS)
+                allowed_s = _AWAITED_S[fault] + _ALLOWED_S[fault] * slowness
                 if last - struck > allowed_s:
                     problems.append(f"known after {last - struck:.1f} s, {allowed_s:.1f} s are allowed")
             violations += [f"{name}: {problem}" for problem in problems]

@@ -140,6 +140,9 @@ class SoloRanks:
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None: ...
 
 
+MEETING = "meeting the other ranks"
+"""The phase of a rank that has not begun another one."""
+
 _LONGEST = 200  # characters of what one camp said
 _MOST_CAMPS = 4
 
@@ -293,7 +296,7 @@ class OwnSigns:
     ``moved`` counts pieces of messages that were sent; ``count`` and ``file`` ask how far the work is, and where.
     """
 
-    phase: str = "starting"
+    phase: str = MEETING
     moved: int = 0
     count: Callable[[], int] = int
     file: Callable[[], str] = str

@@ -34,7 +34,7 @@ from holdfast._plan import shared_reads
 from holdfast._process import forget_in_child, reset_in_child
 from holdfast._ranks.channel import Channel
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by
-from holdfast._ranks.ranks import Ranks, SoloRanks
+from holdfast._ranks.ranks import MEETING, Ranks, SoloRanks
 from holdfast._values.deadline import Deadline, Patience
 from holdfast._values.digest import digest
 from holdfast.errors import CheckpointError, RankLostError
@@ -287,13 +287,9 @@ def _store_of(group: ProcessGroup) -> Store | None:
 
 
 def _unreachable(job_rank: int, reason: str) -> RankLostError:
-    phase = "meeting the coordinator"
-    return RankLostError(
-        f"rank {job_rank} cannot be reached in {phase!r} ({reason}); "
-        "see whether it runs and whether a firewall is in between",
-        rank=job_rank,
-        phase=phase,
-    )
+    said = f"rank {job_rank} cannot be reached in {MEETING!r} ({reason}); "
+    said += "see whether it runs and whether a firewall is in between"
+    return RankLostError(said, rank=job_rank, phase=MEETING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,7 +318,7 @@ def test_a_connection_that_ends_is_a_rank_that_is_gone(lost: int) -> None:
         assert list(found[rank].failures) == [lost]
     if lost == 0:
         again = job.ranks(1)
-        with pytest.raises(RankLostError, match="rank 0 cannot be reached in 'meeting the coordinator' "), again:
+        with pytest.raises(RankLostError, match="rank 0 cannot be reached in 'meeting the other ranks' "), again:
             again.all_reduce("planning", lambda: None, lambda parts: None)
 
 
