@@ -26,7 +26,7 @@ from holdfast._plan.shares import rows_digest
 from holdfast._process import collector_paused
 from holdfast._save_plan.coordinator import Again, Asked, Final, Offer, Outcome, coordinated, decoded
 from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, Members, described
-from holdfast._save_plan.local import properties_of
+from holdfast._save_plan.plans import properties_of
 from holdfast._save_plan.rounds import plan_save
 from holdfast._save_plan.together import chosen_columns
 from holdfast._torch_codec.pickles import decode_message, encode_message

@@ -352,7 +352,7 @@ CHECKED = {
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
     "_native/publish.py": (*_PUBLISH, "tests/faults/test_storage_failures.py"),
-    "_save_plan/from_plans.py": ("tests/unit/plan/test_global_plan.py", "tests/unit/plan/test_local_plan.py"),
+    "_save_plan/plans.py": ("tests/unit/plan/test_global_plan.py", "tests/unit/plan/test_local_plan.py"),
 }
 """The files whose checks are turned off one after the other, and the tests that have to notice."""
 

@@ -11,7 +11,7 @@ import torch
 
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.reads import Overlap, overlap
-from holdfast._save_plan.local import LocalLeaves
+from holdfast._save_plan.plans import LocalLeaves
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole

@@ -29,7 +29,7 @@ import holdfast
 from holdfast import CheckpointError
 from holdfast._io.direct import InputFile
 from holdfast._native import fetch as shared_fetch
-from holdfast._plan import shared_reads as job_reads
+from holdfast._plan import reads as job_reads
 from holdfast._ranks import carrier, exchange, rendezvous
 from holdfast._ranks.connections import HELLO, MAGIC
 from holdfast._ranks.rendezvous import participants

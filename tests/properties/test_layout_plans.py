@@ -28,8 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast._plan.shares import boxes_on_mesh, host_numbers, rows_digest
 from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, classes_of, described, layout_of
-from holdfast._save_plan.from_plans import plan_together
-from holdfast._save_plan.local import LocalLeaves, properties_of
+from holdfast._save_plan.plans import LocalLeaves, plan_together, properties_of
 from holdfast._values.box import Split
 from holdfast._values.digest import name_words
 from holdfast._values.lazy import LazyList

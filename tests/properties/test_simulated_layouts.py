@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._save_plan.from_plans import plan_together
+from holdfast._save_plan.plans import plan_together
 from holdfast._values.box import Box
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InvalidStateError

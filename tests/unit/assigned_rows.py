@@ -10,7 +10,7 @@ import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
 from holdfast._plan.holdings import HeldRows, holding_of
-from holdfast._save_plan.local import properties_of
+from holdfast._save_plan.plans import properties_of
 from holdfast._save_plan.together import JointPlan
 from holdfast.planner import TensorHead
 

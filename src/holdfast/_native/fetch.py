@@ -27,17 +27,19 @@ from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, pinned
 from holdfast._native.catalog import Catalog
-from holdfast._plan.reads import byte_spans, cut_at_blocks, touched_blocks
-from holdfast._plan.shared_reads import (
+from holdfast._plan.reads import (
     Blocks,
     CommonReads,
+    byte_spans,
     common_numbers,
+    cut_at_blocks,
     locate,
     own_loads,
     read_numbers,
     share_between_hosts,
     share_out,
     share_out_beside,
+    touched_blocks,
 )
 from holdfast._ranks.carrier import Freight, OtherHosts
 from holdfast._ranks.exchange import Exchange

@@ -29,8 +29,7 @@ from holdfast._native.catalog import Catalog, read_catalog, read_published, was_
 from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
 from holdfast._native.manifest import FileEntry, Manifest
 from holdfast._native.publish import MANIFEST_NAME
-from holdfast._plan.reads import coalesce
-from holdfast._plan.shared_reads import Blocks, locate
+from holdfast._plan.reads import Blocks, coalesce, locate
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast._values.dtypes import DTYPES

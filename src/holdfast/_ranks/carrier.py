@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast._plan.shared_reads import CommonReads
+from holdfast._plan.reads import CommonReads
 from holdfast._process import forget_in_child, start_thread
 from holdfast._ranks.exchange import Exchange
 from holdfast.errors import InternalError, RankLostError

@@ -30,7 +30,7 @@ from holdfast._io import sharing
 from holdfast._io.mapping import HUGE_PAGE
 from holdfast._io.sharing import Doorstep, Inbox, Outbox, SharedMemory
 from holdfast._io.slabs import Slab
-from holdfast._plan.shared_reads import CommonReads
+from holdfast._plan.reads import CommonReads
 from holdfast._process import Descriptor
 from holdfast._ranks.rendezvous import Greeting, Seat
 from holdfast._values.deadline import Clock, Deadline

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from holdfast._io.sharing import host_identity
-from holdfast._plan import shared_reads
+from holdfast._plan import reads as shared_reads
 from holdfast._process import forget_in_child, reset_in_child
 from holdfast._ranks.channel import Channel
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by

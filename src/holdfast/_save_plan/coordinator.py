@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast._plan.shares import host_numbers
 from holdfast._save_plan.from_layouts import Layout, LayoutPlan, Members, all_keys, classes_of
-from holdfast._save_plan.from_plans import check_contents
+from holdfast._save_plan.plans import check_contents
 from holdfast._save_plan.together import Chosen, chosen_columns
 from holdfast._torch_codec.pickles import encode_message
 from holdfast._values.lazy import LazyList, cached_property

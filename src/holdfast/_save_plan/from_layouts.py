@@ -19,8 +19,7 @@ import xxhash
 
 from holdfast._plan.holdings import HeldRows, Holding, holding_of
 from holdfast._plan.shares import MemberBoxes, box_words, boxes_on_mesh
-from holdfast._save_plan.from_plans import agreed_heads
-from holdfast._save_plan.local import UNKNOWN, LocalLeaves, properties_of
+from holdfast._save_plan.plans import UNKNOWN, LocalLeaves, agreed_heads, properties_of
 from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import Path, TupleIndex, TypedKey
 from holdfast._state.pieces import Spread

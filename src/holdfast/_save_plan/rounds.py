@@ -38,7 +38,7 @@ from holdfast._save_plan.coordinator import (
     coordinated,
 )
 from holdfast._save_plan.from_layouts import Layout, LayoutPlan, Members, layout_of
-from holdfast._save_plan.local import LocalLeaves
+from holdfast._save_plan.plans import LocalLeaves
 from holdfast._save_plan.together import chosen_columns, rows_by_name
 from holdfast._state.nested import path_mapping
 from holdfast._torch_codec.pickles import decode_message

@@ -4,8 +4,7 @@ beside them, for planners that are made of those.
 
 from __future__ import annotations
 
-from holdfast._save_plan.from_plans import as_planned, without_replicas
-from holdfast._save_plan.local import LocalLeaves
+from holdfast._save_plan.plans import LocalLeaves, as_planned, without_replicas
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from holdfast.default_planner.save_planner import DefaultSavePlanner

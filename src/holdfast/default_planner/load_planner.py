@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast._state.nested import Path, flatten, path_key, set_element, stored_paths, unflatten
-from holdfast._state.pieces import Pieces, is_meta, is_sharded, piece_at, pieces_of
+from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import (
     CONTEXT_KEY,
@@ -25,7 +25,6 @@ from holdfast._state.tensors import (
     plain_address,
     quantizer_of,
 )
-from holdfast._state.ties import Place, Tie, ties_of
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.targets import (

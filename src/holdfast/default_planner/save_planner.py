@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from holdfast._save_plan.from_plans import plan_together
-from holdfast._save_plan.local import LocalLeaves
+from holdfast._save_plan.plans import LocalLeaves, plan_together
 from holdfast._state.nested import Path, empty_dicts, flatten, path_mapping, unusual_versions
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.tensors import ComposedTensor, as_tensor

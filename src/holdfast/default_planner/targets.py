@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast._state.nested import Path, path_key, restorable_paths, set_element, unflatten
-from holdfast._state.pieces import is_meta, is_sharded
+from holdfast._state.pieces import Place, Tie, is_meta, is_sharded
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
-from holdfast._state.ties import Place, Tie
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.lazy import LazyList
 from holdfast.errors import Difference, MismatchError

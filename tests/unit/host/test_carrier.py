@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast._plan.shared_reads import Blocks, CommonReads
+from holdfast._plan.reads import Blocks, CommonReads
 from holdfast._ranks import carrier as module
 from holdfast._ranks.carrier import Carrier, Freight
 from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from holdfast._plan.shared_reads import Blocks, CommonReads
+from holdfast._plan.reads import Blocks, CommonReads
 from holdfast._ranks import exchange as module
 from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
 from holdfast._ranks.rendezvous import seats

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast._save_plan.from_plans import as_planned, plan_together
-from holdfast._save_plan.local import LocalLeaves
+from holdfast._save_plan.plans import LocalLeaves, as_planned, plan_together
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import InvalidStateError, RankDisagreementError

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._plan import shared_reads as host_reads
-from holdfast._plan.shared_reads import CommonReads, common_numbers, locate, own_loads, share_out
+from holdfast._plan import reads as host_reads
+from holdfast._plan.reads import CommonReads, common_numbers, locate, own_loads, share_out
 
 BLOCK = 64
 PAGE = 16

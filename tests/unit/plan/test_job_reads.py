@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._plan import shared_reads as job_reads
-from holdfast._plan.shared_reads import (
+from holdfast._plan import reads as job_reads
+from holdfast._plan.reads import (
     Blocks,
     CommonReads,
     locate,

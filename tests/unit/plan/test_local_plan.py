@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast._save_plan.local import LocalLeaves
+from holdfast._save_plan.plans import LocalLeaves
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import ChunkStorageMetadata
 
