@@ -9,6 +9,7 @@ import contextlib
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -220,6 +221,9 @@ def test_a_rank_without_progress_is_named_with_its_phase_and_file(stuck: int) ->
         if ranks.rank == stuck:
             ranks.follow(lambda: 4096, lambda: "data-1")
             given_up.wait(300)
+            while True:  # until it hears what the others have said of it, which may still be on its way
+                ranks.check()
+                time.sleep(0.01)
 
     def work(ranks: ChannelRanks) -> None:
         try:
