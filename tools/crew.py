@@ -283,6 +283,8 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 def _serve(connection: Connection, stacks: str) -> None:
     """What a worker does: task after task, until whoever started it is gone."""
     os.setpgrp()  # whoever started it decides what an interrupt from the terminal means
+    # Shells let what they start in the background ignore interrupts; Python then has no handler for them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # It ends with its parent, as daemons do, and may start processes of its own, as daemons may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with open(stacks, "w") as file:
