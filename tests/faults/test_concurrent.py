@@ -137,7 +137,7 @@ def test_a_reader_beside_a_writer_always_sees_a_whole_version(
     assert ends[0]["counts"]["rename"] == 20
     assert version_of(holdfast.load(path)) == 21
     assert seen == sorted(seen), "an older version came back"
-    assert len(seen) > 2
+    assert len(seen) >= 2
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
