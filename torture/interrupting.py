@@ -91,6 +91,13 @@ _set_interrupt.argtypes = (ctypes.py_object,) * 3
 _set_interrupt.restype = partial(getattr, sys.modules[__name__], "_ignore")
 
 
+# A trace function that is no Python: one that is would take the interrupt itself where the call begins a function or
+# throws into a generator, and what throws into a generator that way skips its ``finally``, as no signal can.
+_nothing = ctypes.PyDLL(None).Py_IsInitialized
+_nothing.argtypes = (ctypes.py_object,) * 3
+_nothing.restype = None
+
+
 class Interruption:
     """Interrupts the calling thread when it comes to ``point`` for the ``count``-th time."""
 
@@ -122,6 +129,7 @@ class Interruption:
         if event == "opcode" and frame.f_lasti == self._before and self._comes():
             if not self._is_call:
                 raise KeyboardInterrupt
+            sys.settrace(_nothing)
             return _set_interrupt  # which the interpreter calls before the next instruction, the call
         return self._step
 
