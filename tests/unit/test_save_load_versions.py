@@ -209,7 +209,7 @@ def test_versions_are_not_the_users_metadata(path: str) -> None:
 
 
 def test_metadata_that_only_looks_like_versions_is_the_users(path: str) -> None:
-    from holdfast._native.catalog import split_planner_data
+    from holdfast._native.paths import split_planner_data
 
     kept = {"holdfast.versions": {"model": {"": 2}}}
     assert split_planner_data(kept, {}) == (kept, {}, {})

@@ -22,7 +22,7 @@ import torch
 
 from holdfast._io.direct import ALIGNMENT, InputFile
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
-from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
+from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, uses_cuda
 from holdfast._plan.reads import coalesce
 from holdfast._state.tensor_bytes import move
 from holdfast._state.tensors import cuda_stream
@@ -48,11 +48,6 @@ _CACHED_READERS = 2
 
 # Segments that are smaller than this, on average, are mostly work for the interpreter.
 _SMALL_BYTES = 128 << 10
-
-
-def uses_cuda() -> bool:
-    """Whether this process has work for a GPU, so that buffers are best pinned; never makes it begin."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,6 +3,11 @@
 Invariant: a ring never holds more than ``count`` slabs nor makes more than it was asked for, so that a small save costs
 one, and lends them in turn; a slab is with at most one borrower. It never copies, and never hands a slab's memory back,
 nor on to another ring, while someone holds it.
+
+On the way to a file, bytes from many sources make jobs of whole pages. Nothing is shared between jobs: each has its
+bytes copied into a slab of its own and writes whole pages. Where the last byte lies inside a page, the next job writes
+that page, with the bytes that this one has in its slab. So what was looked at in the slab (hashed, say) is what is
+written, whatever happens to the sources meanwhile.
 """
 
 from __future__ import annotations
@@ -12,16 +17,21 @@ import errno
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import torch
 
+from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.mapping import map_private
-from holdfast._process import forget_in_child
+from holdfast._process import Event, forget_in_child
+from holdfast._values.deadline import Progress
 from holdfast.errors import InternalError, StorageError
 
 SLAB_BYTES = 16 << 20
+Job = TypeVar("Job", bound="PageJob")
 
 # The memory of the last ring, for the next one: the kernel clears new memory, and a virtual machine may have to get it
 # from its host first. A deque, because its methods need no lock, which a fork could catch closed.
@@ -177,6 +187,11 @@ def _no_memory(error: Exception, size: int) -> StorageError:
     return StorageError(f"cannot allocate buffers of {size} bytes: {reason}; free some memory", errno=errno.ENOMEM)
 
 
+def uses_cuda() -> bool:
+    """Whether this process has work for a GPU, so that slabs are best pinned; never makes it begin."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def pin(address: int, nbytes: int) -> int:
     """0 once the memory is pinned for all devices; else CUDA's reason not to."""
     reason = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # for all devices
@@ -201,3 +216,62 @@ def pinned(buffer: Slab) -> Iterator[None]:
     finally:
         if not refused:
             unpin(buffer.address)
+
+
+@dataclass(slots=True)
+class PageJob:
+    """Bytes of one file up to ``end``; ``before`` has those ahead of the first, from the start of its page on.
+
+    What the bytes are is a subclass's to say.
+    """
+
+    file: OutputFile
+    base: int
+    end: int
+    before: PageJob | None = None
+    is_last: bool = False
+    tail: bytes = b""
+    is_filled: Event = field(default_factory=Event)
+
+
+def following(job: Job) -> Job:
+    """The job after ``job`` in its file: from the page that ``job`` leaves unfinished."""
+    return type(job)(job.file, job.end - job.end % ALIGNMENT, job.end, job)
+
+
+def filled_slab(job: Job, ring: SlabRing, fill: Callable[[Job, Slab], None]) -> Slab:
+    """A slab into which ``fill`` has put the bytes of ``job``."""
+    try:
+        slab = ring.acquire()
+        try:
+            fill(job, slab)
+        except BaseException:
+            ring.release(slab)
+            raise
+        filled = job.end - job.base
+        job.tail = bytes(slab.view[filled - filled % ALIGNMENT : filled])
+        return slab
+    finally:
+        # Also after an error: the next job must not wait for ever.
+        job.is_filled.set()
+
+
+def write_pages(job: PageJob, slab: Slab, ring: SlabRing, progress: Progress) -> None:
+    """Write the whole pages of ``job``; a last one that is not whole is the next job's, or padded at the file's end."""
+    try:
+        if job.before is not None:
+            # What it left on the page where this job begins. Jobs start in order and fill their slab before they wait,
+            # so this ends.
+            job.before.is_filled.wait()
+            slab.view[: len(job.before.tail)] = job.before.tail
+            job.before = None
+        filled = job.end - job.base
+        if job.is_last:
+            padding = -filled % ALIGNMENT
+            slab.view[filled : filled + padding] = bytes(padding)
+            filled += padding
+        filled -= filled % ALIGNMENT
+        job.file.write(slab.view[:filled], job.base)
+        progress.moved(filled)
+    finally:
+        ring.release(slab)

@@ -2,10 +2,6 @@
 
 Whatever comes out of ``read_catalog`` has been checked: digests, bounds, tiling, names. Data files are opened when they
 are needed, and their sizes compared then.
-
-The planner's data is kept there where it is more than the mapping of keys to paths, which is in the paths of the
-manifest's entries; and the versions of modules. Readers that do not know the names take them for the user's, and miss
-nothing that the state is made of.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import errno
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +22,15 @@ from holdfast._io import posix
 from holdfast._io.direct import LocalFiles, check_size, missing
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
-from holdfast._native.paths import decode_path
+from holdfast._native.paths import decode_path, split_planner_data
 from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest, read_manifest_bytes
 from holdfast._native.values import decode_value
-from holdfast._state.nested import Path, path_mapping, stored_paths
+from holdfast._state.nested import Path
 from holdfast._state.tensors import torch_dtype
 from holdfast._torch_codec.metadata_file import is_of_a_save
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.lazy import LazyList, cached_property
-from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, StorageError
+from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -43,7 +39,6 @@ from holdfast.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    Versions,
 )
 
 
@@ -268,52 +263,3 @@ def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
     return data
-
-
-RESERVED_NAME = "holdfast.planner_data"
-VERSIONS_NAME = "holdfast.versions"
-_INSTEAD, _ADDED = "instead", "added"
-
-
-def check_user_metadata(user_metadata: Mapping[str, object]) -> None:
-    """InvalidStateError when the user's metadata uses a reserved name."""
-    for name in (RESERVED_NAME, VERSIONS_NAME):
-        if name in user_metadata:
-            raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
-
-
-def with_planner_data(user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions) -> dict[str, object]:
-    """What the manifest keeps: the user's metadata, versions of modules, and the planner's data where it is more."""
-    data, paths = metadata.planner_data, stored_paths(metadata)
-    kept = {**user_metadata, VERSIONS_NAME: versions} if versions else dict(user_metadata)
-    if data is None or data is paths or (path_mapping(data) is not None and data == paths):
-        return kept
-    if paths and isinstance(data, dict) and paths.items() <= data.items():
-        return {**kept, RESERVED_NAME: {_ADDED: {name: value for name, value in data.items() if name not in paths}}}
-    return {**kept, RESERVED_NAME: {_INSTEAD: data}}
-
-
-def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, Any], Any, Versions]:
-    """The user's metadata, the planner's data (``paths``, what was added to them, or what replaced them), versions."""
-    if not isinstance(kept, dict):
-        return {}, paths, {}
-    user: dict[str, Any] = dict(kept)
-    versions: Versions = {}
-    if _are_versions(kept.get(VERSIONS_NAME)):
-        versions = user.pop(VERSIONS_NAME)
-    data = user.pop(RESERVED_NAME, None)
-    if isinstance(data, dict) and data.keys() == {_ADDED} and isinstance(data[_ADDED], dict):
-        return user, {**paths, **data[_ADDED]}, versions
-    if isinstance(data, dict) and data.keys() == {_INSTEAD}:
-        return user, data[_INSTEAD], versions
-    return {**user, RESERVED_NAME: data} if RESERVED_NAME in kept else user, paths, versions
-
-
-def _are_versions(kept: object) -> bool:
-    """Whether it is what ``with_planner_data`` keeps: dicts of dicts of dicts, all with str keys."""
-    nested: list[object] = [kept]
-    for _ in range(3):
-        if not all(isinstance(each, dict) and all(isinstance(name, str) for name in each) for each in nested):
-            return False
-        nested = [value for each in nested if isinstance(each, dict) for value in each.values()]
-    return True

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast._engine.read import READERS, SegmentFetch, SegmentJob, Segments, uses_cuda
+from holdfast._engine.read import READERS, SegmentFetch, SegmentJob, Segments
 from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._io.slabs import SLAB_BYTES, pinned
+from holdfast._io.slabs import SLAB_BYTES, pinned, uses_cuda
 from holdfast._native.catalog import Catalog
 from holdfast._plan.reads import (
     Blocks,

@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast._engine.read import uses_cuda
 from holdfast._io.sharing import SharedMemory
+from holdfast._io.slabs import uses_cuda
 from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes
 from holdfast._native.fetch import slot_bytes
 from holdfast._ranks.carrier import Carrier, OtherHosts

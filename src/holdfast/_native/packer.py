@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._engine.write import PageJob, filled_slab, following, write_pages
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
+from holdfast._io.slabs import SLAB_BYTES, PageJob, Slab, SlabRing, filled_slab, following, write_pages
 from holdfast._native.index import HeaderEntry, encode_header
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import DistantSource, Source

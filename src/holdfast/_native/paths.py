@@ -3,20 +3,24 @@
 A path leads from the state to a leaf: a str is a str key of a dict, {"key": <typed JSON>} another key of a dict,
 {"list": i} and {"tuple": i} are positions. A leaf at the top of the state under its own key has no path in the
 manifest. The check takes time in proportion to the paths, whatever they are. Never builds the lists themselves.
+
+The planner's data is kept beside the user's metadata where it is more than these paths; and so are the versions of
+modules. Readers that do not know the names take them for the user's, and miss nothing that the state is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 
 from holdfast._native.values import decode_value, encode_value
-from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey
+from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey, path_mapping, stored_paths
 from holdfast._values.deadline import Effort, TooMuchEffort
 from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
 from holdfast.errors import CorruptError, InvalidStateError
+from holdfast.metadata import Metadata, Versions
 
 StoredElement: TypeAlias = str | dict[str, object]
 
@@ -186,3 +190,52 @@ def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
         else:
             elements.append(TupleIndex(cast(int, body)) if tag == "tuple" else cast(int, body))
     return tuple(elements)
+
+
+RESERVED_NAME = "holdfast.planner_data"
+VERSIONS_NAME = "holdfast.versions"
+_INSTEAD, _ADDED = "instead", "added"
+
+
+def check_user_metadata(user_metadata: Mapping[str, object]) -> None:
+    """InvalidStateError when the user's metadata uses a reserved name."""
+    for name in (RESERVED_NAME, VERSIONS_NAME):
+        if name in user_metadata:
+            raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
+
+
+def with_planner_data(user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions) -> dict[str, object]:
+    """What the manifest keeps: the user's metadata, versions of modules, and the planner's data where it is more."""
+    data, paths = metadata.planner_data, stored_paths(metadata)
+    kept = {**user_metadata, VERSIONS_NAME: versions} if versions else dict(user_metadata)
+    if data is None or data is paths or (path_mapping(data) is not None and data == paths):
+        return kept
+    if paths and isinstance(data, dict) and paths.items() <= data.items():
+        return {**kept, RESERVED_NAME: {_ADDED: {name: value for name, value in data.items() if name not in paths}}}
+    return {**kept, RESERVED_NAME: {_INSTEAD: data}}
+
+
+def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, Any], Any, Versions]:
+    """The user's metadata, the planner's data (``paths``, what was added to them, or what replaced them), versions."""
+    if not isinstance(kept, dict):
+        return {}, paths, {}
+    user: dict[str, Any] = dict(kept)
+    versions: Versions = {}
+    if _are_versions(kept.get(VERSIONS_NAME)):
+        versions = user.pop(VERSIONS_NAME)
+    data = user.pop(RESERVED_NAME, None)
+    if isinstance(data, dict) and data.keys() == {_ADDED} and isinstance(data[_ADDED], dict):
+        return user, {**paths, **data[_ADDED]}, versions
+    if isinstance(data, dict) and data.keys() == {_INSTEAD}:
+        return user, data[_INSTEAD], versions
+    return {**user, RESERVED_NAME: data} if RESERVED_NAME in kept else user, paths, versions
+
+
+def _are_versions(kept: object) -> bool:
+    """Whether it is what ``with_planner_data`` keeps: dicts of dicts of dicts, all with str keys."""
+    nested: list[object] = [kept]
+    for _ in range(3):
+        if not all(isinstance(each, dict) and all(isinstance(name, str) for name in each) for each in nested):
+            return False
+        nested = [value for each in nested if isinstance(each, dict) for value in each.values()]
+    return True

@@ -14,13 +14,12 @@ import torch
 from torch.futures import Future
 
 from holdfast._engine.images import FileImage, WrittenImage
-from holdfast._engine.read import uses_cuda
 from holdfast._io import posix
-from holdfast._native.catalog import check_user_metadata, with_planner_data
+from holdfast._io.slabs import uses_cuda
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Chunk, Packer, slabs_for
-from holdfast._native.paths import check_key, encode_path
+from holdfast._native.paths import check_key, check_user_metadata, encode_path, with_planner_data
 from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.values import encode_value

@@ -20,6 +20,7 @@ from holdfast._state.nested import (
     Path,
     check_containers,
     is_one_value,
+    is_stateful,
     pass_on_versions,
     path_element,
     path_key,
@@ -30,7 +31,7 @@ from holdfast._state.nested import (
 from holdfast._values.dtypes import MAX_PATH_DEPTH
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STATE_DICT_TYPE
-from holdfast.stateful import Stateful, is_stateful
+from holdfast.stateful import Stateful
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,10 @@ from typing import IO, Any, Protocol, cast
 
 import torch
 
-from holdfast._engine.read import uses_cuda
-from holdfast._engine.write import PageJob, filled_slab, following, write_pages
 from holdfast._io import posix
 from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing
+from holdfast._io.slabs import SLAB_BYTES, PageJob, Slab, SlabRing, filled_slab, following, uses_cuda, write_pages
 from holdfast._state.tensor_bytes import Buffer, Source, source_of
 from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, TensorArchive, tensor_archive
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX

@@ -14,9 +14,9 @@ from functools import partial
 
 from holdfast._checkpoint import is_torch_format, torch_reader
 from holdfast._io import posix
-from holdfast._native.catalog import Catalog, read_catalog, split_planner_data
+from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.manifest import TensorEntry, ValueEntry
-from holdfast._native.paths import decode_path
+from holdfast._native.paths import decode_path, split_planner_data
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.values import decode_value, encode_value
 from holdfast._state.nested import Path, restorable_paths
