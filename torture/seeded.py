@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_IO = ("tests/unit/io/test_posix.py", "tests/unit/io/test_output_file.py")
+_IO = ("tests/unit/io/test_posix.py", "tests/unit/io/test_direct_output.py")
 _PUBLISH = ("tests/unit/native/test_publish.py",)
 _CRASH = ("tests/faults/test_torture_samples.py::test_crash_states",)
 _FORKS = ("tests/faults/test_forked_children.py",)
@@ -275,7 +275,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
         "the plan of a save is not checked to tile",
         "JointPlan.__init__",
         without("self._check_tiling"),
-        ("tests/unit/plan/test_global_plan.py",),
+        ("tests/unit/save_plan/test_plans.py",),
     ),
     (
         "the metadata of other storage is not checked to tile",
@@ -287,26 +287,26 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
         "replicas are not compared",
         "check_contents",
         instead("np.flatnonzero(said)", "np.flatnonzero(said)[:0]"),
-        ("tests/unit/plan/test_global_plan.py",),
+        ("tests/unit/save_plan/test_plans.py",),
     ),
-    ("keys may take any time", "Effort.count", never("self._left_s"), ("tests/unit/values/test_effort.py",)),
+    ("keys may take any time", "Effort.count", never("self._left_s"), ("tests/unit/values/test_deadline.py",)),
     (
         "one key after the other is allowed the time of many",
         "Effort.fill",
         instead("len(some) * KEY_S", "_STEP * KEY_S"),
-        ("tests/unit/values/test_effort.py",),
+        ("tests/unit/values/test_deadline.py",),
     ),
     (
         "containers may be in any number of places",
         "_EntryCount.count",
         never("MAX_REPEATED_ENTRIES"),
-        ("tests/unit/state/test_containers.py",),
+        ("tests/unit/state/test_nested.py",),
     ),
     (
         "what may differ is written by several ranks",
         "JointPlan._assigned",
         instead("self.keys[number] not in self.lenient", "True"),
-        ("tests/unit/plan/test_global_plan.py",),
+        ("tests/unit/save_plan/test_plans.py",),
     ),
     (
         "targets with one memory are filled at once",
@@ -344,19 +344,19 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
 """Name, function (with its folder where another one has that name), change, tests."""
 
 CHECKED = {
-    "_native/manifest.py": ("tests/unit/native/test_manifest.py", "tests/unit/native/test_stored_paths.py"),
-    "_native/index.py": ("tests/unit/native/test_index.py", "tests/unit/native/test_header.py"),
+    "_native/manifest.py": ("tests/unit/native/test_manifest.py", "tests/unit/native/test_paths.py"),
+    "_native/index.py": ("tests/unit/native/test_index.py",),
     "_native/catalog.py": (
         "tests/unit/native/test_catalog.py",
         "tests/unit/native/test_environment_errors.py",
         *_DAMAGE,
     ),
-    "_native/paths.py": ("tests/unit/native/test_stored_paths.py",),
+    "_native/paths.py": ("tests/unit/native/test_paths.py",),
     "_native/merge.py": ("tests/unit/native/test_merge.py",),
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
     "_native/publish.py": (*_PUBLISH, "tests/faults/test_storage_failures.py"),
-    "_save_plan/plans.py": ("tests/unit/plan/test_global_plan.py", "tests/unit/plan/test_local_plan.py"),
+    "_save_plan/plans.py": ("tests/unit/save_plan/test_plans.py",),
 }
 """The files whose checks are turned off one after the other, and the tests that have to notice."""
 

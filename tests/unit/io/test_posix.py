@@ -1,3 +1,5 @@
+"""Names, durability and refusals of the file system, and which file this process is at."""
+
 from __future__ import annotations
 
 import ctypes
@@ -5,12 +7,21 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from output_files import new_output
 
+from holdfast._engine.images import FileImage
 from holdfast._io import posix
+from holdfast._io.direct import InputFile
+from holdfast._staging.process import ProcessOutput, WriterProcess
+from holdfast._staging.writer_process import Answer, Done, Moved
+from holdfast._values.deadline import Progress
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError
 
 
@@ -523,3 +534,255 @@ def test_a_status_that_is_refused_is_reported_not_taken_for_missing(
     with pytest.raises(StorageError) as caught:
         posix.exists(tmp_path)
     assert caught.value.errno == errno.EACCES
+
+
+# --- calls that a signal cuts short: tried again, or known to have been done, but never an error ----------------------
+
+
+ACTIONS: dict[str, Callable[[Path], object]] = {
+    "link": lambda path: posix.link_new(path / "source", path / "target"),
+    "rename": lambda path: posix.replace(path / "source", path / "target"),
+    "unlink": lambda path: posix.remove(path / "source"),
+    "mkdir": lambda path: posix.make_directories(path / "new"),
+    "lstat": lambda path: posix.file_status(path / "source"),
+    "stat": lambda path: posix.make_directories(path),
+    "listdir": lambda path: posix.list_names(path),
+    "close": lambda path: posix.sync_directory(path),
+}
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, name: str, *, times: int, is_done: bool) -> list[int]:
+    """Lets a call of ``os`` be interrupted that often, though what it is for may be done."""
+    real, interrupted = getattr(os, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if interrupted[0] == times:
+            return real(*args, **kwargs)
+        interrupted[0] += 1
+        if is_done:
+            real(*args, **kwargs)
+        raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+
+    monkeypatch.setattr(os, name, call)
+    return interrupted
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("name", [name for name in ACTIONS if name != "close"])
+def test_an_interrupted_call_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, times: int
+) -> None:
+    (tmp_path / "source").write_bytes(b"bytes")
+    with monkeypatch.context() as patch:
+        interrupted = interrupt(patch, name, times=times, is_done=False)
+        ACTIONS[name](tmp_path)
+        assert interrupted == [times]
+    if name in ("link", "rename"):
+        assert (tmp_path / "target").read_bytes() == b"bytes"
+    if name in ("link", "rename", "unlink"):
+        assert not (tmp_path / "source").exists()
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_a_call_that_is_done_though_it_was_interrupted_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "source").write_bytes(b"bytes")
+    with monkeypatch.context() as patch:
+        interrupt(patch, name, times=1, is_done=True)
+        ACTIONS[name](tmp_path)
+    if name in ("link", "rename"):
+        assert (tmp_path / "target").read_bytes() == b"bytes"
+        assert not (tmp_path / "source").exists()
+
+
+def test_a_rename_of_nothing_is_an_error_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        posix.replace(tmp_path / "nothing", tmp_path / "target")
+    assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.parametrize(("code", "done"), [(0, True), (errno.ENOENT, True), (errno.EEXIST, False)])
+def test_an_interrupted_rename_that_refuses_to_replace(monkeypatch: pytest.MonkeyPatch, code: int, done: bool) -> None:
+    answers = [errno.EINTR, code]
+
+    class Function:
+        argtypes: object = None
+        restype: object = None
+
+        def __call__(self, *args: object) -> int:
+            return 0 if answers[0] == 0 else -1
+
+    class Library:
+        renameat2 = Function()
+
+    monkeypatch.setattr(posix.ctypes, "CDLL", lambda *args, **kwargs: Library())
+    monkeypatch.setattr(posix.ctypes, "get_errno", lambda: answers.pop(0))
+    assert (posix._renameat2(b"source", b"target") == 0) is done
+
+
+def test_closing_that_fails_too_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"bytes")
+    real_close = os.close
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def close(descriptor: int) -> None:
+        real_close(descriptor)
+        refuse()
+
+    for function in (InputFile.open, posix.open_regular):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", refuse)
+            patch.setattr(os, "close", close)
+            caught: BaseException | None = None
+            try:
+                function(path)
+            except StorageError as error:
+                caught = error
+        assert isinstance(caught, StorageError)
+        assert caught.errno == errno.EIO
+
+
+def test_a_second_descriptor_that_cannot_be_looked_at_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    with InputFile.open(path) as file:
+        before = os.listdir("/proc/self/fd")
+        real = os.path.samestat
+
+        def refuse(*args: object) -> bool:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(os.path, "samestat", refuse)
+        memory = memoryview(bytearray(8192))
+        file.read_direct_into(memory, 0)
+        monkeypatch.setattr(os.path, "samestat", real)
+        assert os.listdir("/proc/self/fd") == before
+        assert not file.direct
+
+
+def test_an_error_past_the_page_cache_is_not_taken_for_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    with InputFile.open(path) as file:
+        if file._open_direct() < 0:
+            pytest.skip("this file system reads through the page cache only")
+        real = os.preadv
+
+        def refuse(descriptor: int, *args: Any) -> int:
+            if descriptor == file._direct_descriptor:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(descriptor, *args)
+
+        monkeypatch.setattr(os, "preadv", refuse)
+        with pytest.raises(StorageError) as caught:
+            file.read_direct_into(memoryview(bytearray(8192)), 0)
+        assert caught.value.errno == errno.EIO
+
+
+def test_a_link_that_fails_is_not_tried_as_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "source").write_bytes(b"bytes")
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StorageError) as caught:
+        posix.link_new(tmp_path / "source", tmp_path / "target")
+    assert caught.value.errno == errno.EIO
+    assert os.listdir(tmp_path) == ["source"]
+
+
+# --- which file this process is at: what other ranks are told of one that hangs ---------------------------------------
+
+
+def test_it_is_the_one_of_the_last_call(tmp_path: Path) -> None:
+    posix.write_new(tmp_path / "first", b"1")
+    posix.write_new(tmp_path / "second", b"2")
+    assert posix.file_at_work(tmp_path) == "second"
+    posix.read_whole(tmp_path / "first", limit=10)
+    assert posix.file_at_work(tmp_path) == "first"
+    assert posix.file_at_work(f"{tmp_path}/") == "first"
+    posix.sync_directory(tmp_path)
+    assert posix.file_at_work(tmp_path) == tmp_path.name
+
+
+def test_files_elsewhere_are_not_told_of(tmp_path: Path) -> None:
+    beside = tmp_path / "checkpoint-2"
+    beside.mkdir()
+    posix.write_new(beside / "file", b"1")
+    assert posix.file_at_work(tmp_path / "checkpoint") == ""
+
+
+@pytest.mark.parametrize("call", ["os.pwrite", "os.preadv", "os.fsync"])
+def test_a_call_that_hangs_goes_before_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    output = new_output(tmp_path / "stuck", expected_bytes=0)
+    posix.write_new(tmp_path / "early", b"1")
+    with InputFile.open(tmp_path / "stuck") as source:
+        work = {
+            "os.pwrite": lambda: output.write(memoryview(bytearray(10)), 0),
+            "os.preadv": lambda: source.read_into(memoryview(bytearray(10)), 0),
+            "os.fsync": lambda: output.finish(0),
+        }[call]
+        entered, leave = threading.Event(), threading.Event()
+
+        def hang(*arguments: object) -> int:
+            entered.set()
+            leave.wait(300)
+            return 10
+
+        with monkeypatch.context() as patched:
+            patched.setattr(call, hang)
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert entered.wait(300)
+        posix.write_new(tmp_path / "later", b"1")
+        assert posix.file_at_work(tmp_path) == "stuck"
+        leave.set()
+        thread.join()
+        assert posix.file_at_work(tmp_path) != "early"
+    output.close()
+
+
+def test_a_call_within_another_leaves_it_under_way(tmp_path: Path) -> None:
+    with posix.reporting("write", tmp_path / "outer"):
+        with posix.reporting("open", tmp_path / "inner"):
+            assert posix.file_at_work(tmp_path) == "inner"
+        assert posix.file_at_work(tmp_path) == "outer"
+
+
+def test_any_name_can_be_sent_and_is_short(tmp_path: Path) -> None:
+    with posix.reporting("write", tmp_path / ("x" * 200 + ".distcp")):
+        name = posix.file_at_work(tmp_path)
+    assert len(name) == 100
+    assert name.startswith("...x")
+    assert name.endswith("x.distcp")
+    with posix.reporting("write", bytes(tmp_path) + b"/odd\xff"):  # type: ignore[arg-type]
+        assert msgspec.msgpack.encode(posix.file_at_work(tmp_path)) == msgspec.msgpack.encode("odd\\udcff")
+
+
+def test_the_process_that_writes_is_at_the_file_that_its_bytes_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [
+        FileImage(path=bytes(tmp_path / name), begin=0, size=100, header=0, starts=[], stops=[], known=[])
+        for name in ("a", "b")
+    ]
+    answers: list[Answer] = [Moved(0), Moved(99), Moved(100), Moved(200), Done([])]
+    seen = []
+
+    def answer(process: WriterProcess) -> Answer:
+        seen.append(posix.file_at_work(tmp_path))
+        return answers.pop(0)
+
+    monkeypatch.setattr(WriterProcess, "order", lambda process, order: None)
+    monkeypatch.setattr(WriterProcess, "answer", answer)
+    ProcessOutput(WriterProcess(), Progress()).write(images, memoryview(b""))
+    assert seen == ["a", "a", "a", "b", "b"]

@@ -1,9 +1,17 @@
+"""Digests of blocks and checksums of pieces, put together."""
+
 from __future__ import annotations
+
+import itertools
+import random
+import zlib
 
 import numpy as np
 import pytest
 
-from holdfast._values.digest import BLOCK_BYTES, block_counts, combine, digest, to_hex
+from holdfast._values.digest import BLOCK_BYTES, block_counts, combine, combine_checksums, digest, to_hex
+
+# --- xxh3-64, block by block ------------------------------------------------------------------------------------------
 
 
 def test_digest_is_xxh3() -> None:
@@ -71,3 +79,24 @@ def test_hex_is_16_lower_case_digits(value: int) -> None:
 def test_to_hex_refuses_what_is_no_digest(value: int) -> None:
     with pytest.raises(ValueError, match="64-bit"):
         to_hex(value)
+
+
+# --- CRC-32: what is put together equals what zlib says of the whole --------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[], [0], [1], [500, 500], [1, 2, 3, 999], [0, 1000], [64, 128, 256, 512]])
+def test_pieces_make_up_the_whole(cuts: list[int]) -> None:
+    data = random.Random(1).randbytes(1000)
+    bounds = [0, *cuts, len(data)]
+    pieces = [data[low:high] for low, high in itertools.pairwise(bounds)]
+    assert combine_checksums((zlib.crc32(piece), len(piece)) for piece in pieces) == zlib.crc32(data)
+
+
+def test_zeros_and_large_pieces() -> None:
+    data = bytes(1 << 22) + b"x" + bytes((1 << 20) + 3)
+    pieces = [data[: 1 << 22], data[1 << 22 :]]
+    assert combine_checksums((zlib.crc32(piece), len(piece)) for piece in pieces) == zlib.crc32(data)
+
+
+def test_nothing_is_nothing() -> None:
+    assert combine_checksums([]) == zlib.crc32(b"") == 0

@@ -1,13 +1,17 @@
+"""Every dtype of torch has its row, and the limits fit together."""
+
 from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from holdfast._values import dtypes as limits
 from holdfast._values.dtypes import DTYPES
 
 TORCH_DTYPES = {
@@ -52,3 +56,22 @@ def test_names_that_old_readers_reject_are_not_used() -> None:
         *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"),
         *("F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"),
     }
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_sums_of_offsets_and_sizes_stay_in_64_bits() -> None:
+    assert 2 * limits.MAX_FILE_BYTES <= 2**63
+
+
+def test_recursion_ends_before_the_interpreter_stops_it() -> None:
+    assert max(limits.MAX_VALUE_DEPTH, limits.MAX_PATH_DEPTH) * 2 < sys.getrecursionlimit()
+
+
+def test_an_inline_value_is_a_small_part_of_a_manifest() -> None:
+    assert limits.MAX_VALUE_INLINE_BYTES * 1024 <= limits.MAX_MANIFEST_BYTES
+
+
+def test_the_header_cap_is_that_of_safetensors() -> None:
+    assert limits.MAX_HEADER_BYTES == 100_000_000

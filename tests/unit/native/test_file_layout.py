@@ -1,4 +1,4 @@
-"""Files laid out in memory are those that the packer writes: same places, same bytes, same digests."""
+"""Chunks put in order, and files laid out in memory that are those the packer writes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast._engine import images as image_files
 from holdfast._engine.images import ImageFiles
 from holdfast._native import file_layout as image_module
 from holdfast._native import packer
-from holdfast._native.file_layout import Image
+from holdfast._native.file_layout import Image, pack_order
 from holdfast._native.index import header_entry_bytes
 from holdfast._native.packer import Chunk, DataFile, Packer
 from holdfast._staging import copies
@@ -21,6 +23,43 @@ from holdfast._staging.memory import Region
 from holdfast._state.tensor_bytes import MemorySource
 from holdfast._values.deadline import Progress
 from holdfast.errors import StorageError
+
+# --- the order of chunks ----------------------------------------------------------------------------------------------
+
+
+def test_page_multiples_go_first_and_order_is_kept() -> None:
+    order = pack_order(np.array([5, 4096, 0, 8192, 4097, 4095, 4096]), 4096)
+    assert order.tolist() == [1, 2, 3, 6, 0, 4, 5]
+    assert order.dtype == np.int64
+
+
+def test_nothing_to_pack() -> None:
+    assert pack_order(np.empty(0, dtype=np.int64), 4096).tolist() == []
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.sampled_from([1, 4, 16]))
+def test_every_page_multiple_starts_on_a_page(nbytes: list[int], page: int) -> None:
+    order = pack_order(np.array(nbytes, dtype=np.int64), page).tolist()
+    assert sorted(order) == list(range(len(nbytes)))
+    offset = 0
+    for index in order:
+        if nbytes[index] % page == 0:
+            assert offset % page == 0
+        offset += nbytes[index]
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.sampled_from([1, 4, 16]))
+def test_order_is_kept_among_multiples_and_among_the_rest(nbytes: list[int], page: int) -> None:
+    order = pack_order(np.array(nbytes, dtype=np.int64), page).tolist()
+    aligned = [index for index in order if nbytes[index] % page == 0]
+    rest = [index for index in order if nbytes[index] % page]
+    assert aligned == sorted(aligned)
+    assert rest == sorted(rest)
+    assert order == aligned + rest
+
+
+# --- images: same places, same bytes, same digests --------------------------------------------------------------------
+
 
 SIZES = [8192, 4096, 12288, 1 << 20, 0, 5000, 4095, 1, 3_000_001, 17, 0, 4096]
 
