@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 import holdfast
-from holdfast._torch_format.reader import FileSystemReader
+from holdfast.filesystem import FileSystemReader
 
 if TYPE_CHECKING:
     from tools.crew import Crew

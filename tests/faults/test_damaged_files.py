@@ -54,9 +54,7 @@ def flip(path: Path, position: int, mask: int) -> None:
 
 
 def is_found_by_verify(path: Path, name: str) -> bool:
-    from holdfast._native.verify import verify_checkpoint
-
-    return name in verify_checkpoint(path).damaged_files
+    return name in holdfast.verify(path).damaged_files
 
 
 def header_bytes(file: Path) -> int:

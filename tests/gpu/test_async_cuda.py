@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._async_saver import AsyncCheckpointerType, async_save, guard, prewarm, release
-from holdfast._staging import memory as accelerator
-from holdfast._staging.one_at_a_time import TURNS
+from holdfast import AsyncCheckpointerType, async_save, guard, prewarm, release
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +25,11 @@ MIB = 1 << 20
 def nothing_left() -> Iterator[None]:
     yield
     release()
+
+
+def held_bytes() -> int:
+    """The host memory that is kept for snapshots."""
+    return prewarm({"a": torch.ones(1)}, max_host_bytes=0)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -134,14 +137,14 @@ def test_a_guarded_optimizer_steps_after_the_copies(tmp_path: Path) -> None:
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no copy begin before the event is set."""
     allowed = threading.Event()
-    issue = accelerator.CudaTransfer.issue
+    stream_of = torch.cuda.stream
 
-    def issue_late(self: accelerator.CudaTransfer) -> None:
+    def stream_late(stream: torch.cuda.Stream) -> Any:
         if threading.current_thread() is not threading.main_thread():
             assert allowed.wait(300)
-        issue(self)
+        return stream_of(stream)
 
-    monkeypatch.setattr(accelerator.CudaTransfer, "issue", issue_late)
+    monkeypatch.setattr(torch.cuda, "stream", stream_late)
     return allowed
 
 
@@ -191,7 +194,7 @@ def test_without_room_for_a_clone_the_state_is_copied(
 ) -> None:
     state = many_kinds()
     expected = expected_of(state)
-    monkeypatch.setattr(accelerator, "_ROOM_LEFT", 1 << 50)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 1 << 50))
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="device"))
     assert "no room for a clone" in caplog.text
@@ -208,23 +211,38 @@ def test_a_bounded_snapshot_streams(tmp_path: Path) -> None:
     assert handle.staging_completion.done()
     spoil(state)
     handle.result()
-    assert TURNS.memory.nbytes == 0
+    assert held_bytes() == 0
     assert_stored(tmp_path / "checkpoint", expected)
 
 
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_memory_is_pinned_once_and_given_back(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+def test_memory_is_pinned_once_and_given_back(
+    tmp_path: Path, kind: AsyncCheckpointerType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = torch.cuda.cudart()
+    pinned: list[int] = []
+    unpinned: list[int] = []
+
+    class Noted:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
+            pinned.append(address)
+            return driver.cudaHostRegister(address, nbytes, flags)
+
+        def cudaHostUnregister(self, address: int) -> Any:
+            unpinned.append(address)
+            return driver.cudaHostUnregister(address)
+
     state = {"a": random(20_000_000)}
+    release()
+    monkeypatch.setattr(torch.cuda, "cudart", Noted)
     held = prewarm(state, async_checkpointer_type=kind)
     assert held >= 80_000_000
-    region = TURNS.memory.region(1, is_shared=kind is AsyncCheckpointerType.PROCESS)
-    assert region.is_pinned
-    assert region.tensor.is_pinned()
+    assert len(pinned) == 1
     async_save(state, tmp_path / "checkpoint", async_checkpointer_type=kind).result()
-    assert TURNS.memory.region(1, is_shared=kind is AsyncCheckpointerType.PROCESS) is region
+    assert (len(pinned), unpinned) == (1, [])
     release()
-    assert TURNS.memory.nbytes == 0
-    assert not region.is_pinned
+    assert held_bytes() == 0
+    assert unpinned == pinned
     async_save(state, tmp_path / "again", async_checkpointer_type=kind).result()
     assert_stored(tmp_path / "again", expected_of(state))
 

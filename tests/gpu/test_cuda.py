@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from outside_views import page_cache
 
 import holdfast
-from holdfast._io.direct import InputFile
 
 pytestmark = pytest.mark.gpu
 
@@ -27,11 +28,10 @@ DTYPES = (
 
 
 @pytest.fixture(params=["cached", "cold"], autouse=True)
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def cache(request: pytest.FixtureRequest) -> Iterator[str]:
     """Files count as being in the page cache, or are read past it."""
-    state: str = request.param
-    monkeypatch.setattr(InputFile, "is_cached", lambda self: state == "cached")
-    return state
+    with page_cache(is_full=request.param == "cached"):
+        yield request.param
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast._torch_format.reader import FileSystemReader
+from holdfast.filesystem import FileSystemReader
 
 pytestmark = pytest.mark.gpu
 

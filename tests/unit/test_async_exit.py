@@ -10,27 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from outside_views import writer_processes
 
 import holdfast
-from holdfast._async_saver import AsyncCheckpointerType, async_save, release
-from holdfast._staging.one_at_a_time import TURNS
+from holdfast import AsyncCheckpointerType, async_save, release
 
 SCRIPT = """
-import sys, threading, time
+import os, sys, threading
 import torch
 import holdfast
-from holdfast._async_saver import AsyncCheckpointerType, async_save
-from holdfast._engine.images import ImageFiles
+from holdfast import AsyncCheckpointerType, async_save
 
-def write_late(files, *arguments, write=ImageFiles.write):
-    while threading.main_thread().is_alive():  # that is: until the interpreter ends
-        time.sleep(0.01)
-    return write(files, *arguments)
+def write_late(*arguments, write=os.pwrite):
+    threading.main_thread().join()  # that is: until the interpreter ends
+    return write(*arguments)
 
 if __name__ == "__main__":  # a process that imported this again would have no end
     path, kind, at_exit = sys.argv[1:]
     if kind == "thread":
-        ImageFiles.write = write_late
+        os.pwrite = write_late
     state = {"a": torch.arange(3_000_000.0), "step": 3}
     options = holdfast.SaveOptions(at_exit=at_exit)
     handle = async_save(state, path, async_checkpointer_type=AsyncCheckpointerType(kind), options=options)
@@ -87,18 +85,25 @@ def test_a_save_that_is_called_when_the_interpreter_ends_is_made(tmp_path: Path,
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, socket, subprocess, sys
 import torch
-from holdfast._async_saver import AsyncCheckpointerType, async_save
-from holdfast._staging.process import WriterProcess
+from holdfast import AsyncCheckpointerType, async_save
 
-def order_then_die(process, order, send=WriterProcess.order):
-    os.kill(process.number, signal.SIGSTOP)
-    send(process, order)
-    print(process.number, flush=True)
+class Remembered(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        numbers.append(self.pid)
+
+def send_then_die(connection, order, send=socket.socket.sendall):
+    (number,) = numbers
+    os.kill(number, signal.SIGSTOP)
+    send(connection, order)
+    print(number, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-WriterProcess.order = order_then_die
+numbers = []
+subprocess.Popen = Remembered
+socket.socket.sendall = send_then_die
 state = {str(number): torch.ones(1_000_000) for number in range(10)}
 async_save(state, sys.argv[1], async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
 """
@@ -121,8 +126,8 @@ def test_the_process_loads_no_torch(tmp_path: Path) -> None:
     async_save(
         {"a": torch.ones(100)}, tmp_path / "checkpoint", async_checkpointer_type=AsyncCheckpointerType.PROCESS
     ).result()
-    assert TURNS.process is not None
-    maps = Path(f"/proc/{TURNS.process.number}/maps").read_text()
+    (number,) = writer_processes()
+    maps = Path(f"/proc/{number}/maps").read_text()
     assert "libtorch" not in maps
     assert "numpy" in maps
     release()

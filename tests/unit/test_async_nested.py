@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._staging.one_at_a_time import AsyncSave
+from holdfast import AsyncSave
 from holdfast.staging import BlockingAsyncStager
 
 

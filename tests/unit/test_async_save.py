@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
+import mmap
 import os
+import select
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,20 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outside_views import writer_processes
 
 import holdfast
-from holdfast._async_saver import (
-    AsyncCheckpointerType,
-    AsyncSave,
-    AsyncSaveResponse,
-    async_save,
-    guard,
-    prewarm,
-    release,
-)
-from holdfast._engine.images import ImageFiles
-from holdfast._staging.one_at_a_time import TURNS
-from holdfast._staging.process import ProcessOutput, WriterProcess
+from holdfast import AsyncCheckpointerType, AsyncSave, AsyncSaveResponse, async_save, guard, prewarm, release
 from holdfast.errors import BusyError, InvalidStateError, StorageError
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -39,9 +32,12 @@ TIMEOUT_S = 300
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    with contextlib.suppress(holdfast.CheckpointError):
-        TURNS.finish()
     release()
+
+
+def held_bytes() -> int:
+    """The host memory that is kept for snapshots."""
+    return prewarm({"a": torch.ones(1)}, max_host_bytes=0)
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -154,22 +150,33 @@ def test_a_state_over_the_bound_streams_through_few_buffers(tmp_path: Path) -> N
     for tensor in state.values():
         tensor.zero_()
     handle.result()
-    assert TURNS.memory.nbytes == 0
+    assert held_bytes() == 0
     found = holdfast.load(tmp_path / "checkpoint")
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-def test_memory_is_kept_grown_and_released(tmp_path: Path) -> None:
+def test_memory_is_kept_grown_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = {"a": torch.ones(1_000_000)}, {"a": torch.ones(3_000_000)}
+    sizes: list[int] = []
+
+    class Mapped(mmap.mmap):
+        def __new__(cls, descriptor: int, length: int, *arguments: Any, **options: Any) -> Any:
+            sizes.append(length)
+            return super().__new__(cls, descriptor, length, *arguments, **options)
+
+    monkeypatch.setattr(mmap, "mmap", Mapped)
     held = prewarm(small)
     assert 4_000_000 <= held < 4_000_000 + (4 << 20)
-    region = TURNS.memory.region(1, is_shared=False)
+    assert [size for size in sizes if size >= 4_000_000] != []
     async_save(small, tmp_path / "1").result()
-    assert TURNS.memory.region(1, is_shared=False) is region
+    sizes.clear()
+    async_save(small, tmp_path / "1").result()
+    assert [size for size in sizes if size >= 4_000_000] == []
+    assert held_bytes() == held
     async_save(large, tmp_path / "2").result()
-    assert TURNS.memory.nbytes >= 12_000_000
+    assert held_bytes() >= 12_000_000
     release()
-    assert TURNS.memory.nbytes == 0
+    assert held_bytes() == 0
     async_save(small, tmp_path / "3").result()
     assert torch.equal(holdfast.load(tmp_path / "3")["a"], small["a"])
 
@@ -177,8 +184,7 @@ def test_memory_is_kept_grown_and_released(tmp_path: Path) -> None:
 def test_prewarm_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prewarm(state_of(), async_checkpointer_type=PROCESS)
-    assert TURNS.process is not None
-    assert TURNS.process.number is not None
+    assert len(writer_processes()) == 1
     assert os.listdir(tmp_path) == []
 
 
@@ -243,14 +249,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
         self.entered = threading.Event()
-        write = ImageFiles.write
+        write = os.pwrite
 
-        def held(files: ImageFiles, *arguments: Any) -> Any:
+        def held(*arguments: Any) -> int:
             self.entered.set()
             assert self.is_open.wait(TIMEOUT_S)
-            return write(files, *arguments)
+            return write(*arguments)
 
-        monkeypatch.setattr(ImageFiles, "write", held)
+        monkeypatch.setattr(os, "pwrite", held)
 
 
 def test_a_second_save_is_refused_or_waits_while_one_is_written(
@@ -313,26 +319,18 @@ def test_many_quick_saves_never_mix(tmp_path: Path) -> None:
 # Failures.
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Writing data files fails; the list counts how often."""
-    failures: list[int] = []
-
-    def fail(files: ImageFiles, *arguments: Any) -> Any:
-        failures.append(1)
-        raise StorageError("cannot write: no space", errno=28)
-
-    monkeypatch.setattr(ImageFiles, "write", fail)
-    return failures
+def is_full(*arguments: Any) -> int:
+    """In place of ``os.pwrite``."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_an_error_comes_from_the_handle(tmp_path: Path, full_disk: list[int]) -> None:
+def test_an_error_comes_from_the_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", is_full)
     handle = async_save({"a": torch.ones(3)}, tmp_path / "checkpoint")
-    with pytest.raises(StorageError, match="no space") as caught:
+    with pytest.raises(StorageError, match="No space") as caught:
         handle.result()
-    assert caught.value.errno == 28
+    assert caught.value.errno == errno.ENOSPC
     assert handle.phase == "failed"
-    assert full_disk == [1]
     assert list((tmp_path / "checkpoint").iterdir()) == []
     handle.wait_staged(TIMEOUT_S)
     handle.fence()
@@ -342,9 +340,6 @@ def test_an_error_comes_from_the_handle(tmp_path: Path, full_disk: list[int]) ->
 def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
-    def fail(files: ImageFiles, *arguments: Any) -> Any:
-        raise StorageError("cannot write: no space", errno=28)
-
     def save() -> None:
         if is_async:
             async_save({"a": torch.ones(3)}, tmp_path / "next").result()
@@ -352,11 +347,12 @@ def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(
             holdfast.save({"a": torch.ones(3)}, tmp_path / "next")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ImageFiles, "write", fail)
+        patched.setattr(os, "pwrite", is_full)
         async_save({"a": torch.ones(3)}, tmp_path / "checkpoint").wait_staged(TIMEOUT_S)
-        with pytest.raises(StorageError, match="no space"):
+        with pytest.raises(StorageError, match="No space"):
             save()
-    assert "no space" in caplog.text
+    assert "No space" in caplog.text
+    assert not (tmp_path / "next").exists()
     save()
     assert torch.equal(holdfast.load(tmp_path / "next")["a"], torch.ones(3))
 
@@ -364,8 +360,13 @@ def test_an_error_that_nobody_asked_for_is_logged_and_raised_by_the_next_save(
 def test_the_checkpoint_before_stays_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async_save(state_of(1), tmp_path / "checkpoint").result()
     before = sorted(os.listdir(tmp_path / "checkpoint"))
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, "gone")
+
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast._native.writer.publish", lambda *a, **k: (_ for _ in ()).throw(OSError("gone")))
+        patched.setattr(os, "link", fail)
+        patched.setattr(os, "rename", fail)
         with pytest.raises(holdfast.CheckpointError, match="gone"):
             async_save(state_of(2), tmp_path / "checkpoint").result()
     assert sorted(os.listdir(tmp_path / "checkpoint")) == before
@@ -383,8 +384,8 @@ def test_an_existing_checkpoint_is_refused_on_the_spot(tmp_path: Path) -> None:
 
 def test_the_process_is_kept_and_outlives_a_failed_save(tmp_path: Path) -> None:
     async_save(state_of(1), tmp_path / "1", async_checkpointer_type=PROCESS).result()
-    assert TURNS.process is not None
-    number = TURNS.process.number
+    processes = writer_processes()
+    assert len(processes) == 1
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StorageError, match="file"):
         async_save(state_of(2), tmp_path / "file" / "2", async_checkpointer_type=PROCESS).result()
@@ -396,41 +397,50 @@ def test_the_process_is_kept_and_outlives_a_failed_save(tmp_path: Path) -> None:
         async_save(state_of(2), storage_writer=writer, async_checkpointer_type=PROCESS).result()
     assert caught.value.path == str(taken)
     async_save(state_of(3), tmp_path / "3", async_checkpointer_type=PROCESS).result()
-    assert TURNS.process.number == number
+    assert writer_processes() == processes
     assert_is(tmp_path / "3", 3)
 
 
 def test_after_its_death_the_process_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(1)
     prewarm(state, async_checkpointer_type=PROCESS)
-    assert TURNS.process is not None
-    number = TURNS.process.number
-    assert number is not None
+    (number,) = writer_processes()
     os.kill(number, signal.SIGSTOP)
-    answer = WriterProcess.answer
+    wait = select.select
 
-    def answer_of_the_dead(process: WriterProcess) -> Any:
+    def wait_for_the_dead(*arguments: Any) -> Any:
         (tmp_path / "lost" / "data-0123456789abcdef-0-0.safetensors").write_text("begun")
         os.kill(number, signal.SIGKILL)
-        return answer(process)
+        return wait(*arguments)
 
     writer = holdfast.NativeWriter(tmp_path / "lost", attempt="0123456789abcdef")
     with monkeypatch.context() as patched:
-        patched.setattr(WriterProcess, "answer", answer_of_the_dead)
+        patched.setattr(select, "select", wait_for_the_dead)
         handle = async_save(state, storage_writer=writer, async_checkpointer_type=PROCESS)
         with pytest.raises(holdfast.CheckpointError, match=r"died \(exit code -9\)"):
             handle.result()
     assert list((tmp_path / "lost").iterdir()) == []
     async_save(state, tmp_path / "next", async_checkpointer_type=PROCESS).result()
-    assert TURNS.process.number not in (None, number)
+    (another,) = writer_processes()
+    assert another != number
     assert_is(tmp_path / "next", 1)
 
 
 def test_what_is_published_stays_when_the_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is never told that the save is over, because its parent was killed before it could."""
-    monkeypatch.setattr(ProcessOutput, "close", lambda output: None)
+    send, sent = socket.socket.sendall, []
+
+    def send_the_order_alone(connection: socket.socket, data: bytes) -> None:
+        sent.append(data)
+        if len(sent) > 1:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        send(connection, data)
+
+    monkeypatch.setattr(socket.socket, "sendall", send_the_order_alone)
     async_save(state_of(1), tmp_path / "checkpoint", async_checkpointer_type=PROCESS).result()
+    assert len(sent) == 2
     release()
+    assert writer_processes() == []
     assert_is(tmp_path / "checkpoint", 1)
 
 

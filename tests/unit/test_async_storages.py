@@ -19,8 +19,7 @@ from torch.distributed.checkpoint import load as torch_load
 from torch.futures import Future as TorchFuture
 
 import holdfast
-from holdfast._async_saver import AsyncCheckpointerType, async_save, release
-from holdfast._staging.one_at_a_time import TURNS
+from holdfast import AsyncCheckpointerType, async_save, release
 from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 
 TIMEOUT_S = 300
@@ -29,7 +28,6 @@ TIMEOUT_S = 300
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    TURNS.finish()
     release()
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outside_views import page_cache
 
 import holdfast
-from holdfast._io.direct import ALIGNMENT, InputFile
 
 MIB = 1 << 20
+PAGE_BYTES = 4096  # what reads past the page cache are multiples of
 ROWS, COLUMNS = 2100, 1111  # 8.9 MiB of float32, neither dimension a multiple of anything
 
 
@@ -41,13 +42,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InputFile, "is_cached", lambda self: True)
+def cached() -> Iterator[None]:
+    with page_cache(is_full=True):
+        yield
 
 
 @pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InputFile, "is_cached", lambda self: False)
+def cold() -> Iterator[None]:
+    with page_cache(is_full=False):
+        yield
 
 
 @contextlib.contextmanager
@@ -228,7 +231,7 @@ def test_past_the_page_cache_at_most_two_pages_more_per_read_of_4_mib(
         with counting(checkpoint) as counted:
             assert torch.equal(checkpoint["large"][start:stop], matrix()[start:stop])
         reads = -(-wanted // (3 << 20)) + 1  # of at most 4 MiB, each of at least three blocks
-        assert wanted <= counted[0] < wanted + reads * 2 * ALIGNMENT
+        assert wanted <= counted[0] < wanted + reads * 2 * PAGE_BYTES
 
 
 @pytest.mark.usefixtures("cached")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast._torch_format.reader import FileSystemReader
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError
+from holdfast.filesystem import FileSystemReader
 
 
 def numbered(*shape: int) -> torch.Tensor:

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import AsyncCheckpointerType, FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
-from holdfast._io import posix
-from holdfast._native.sweep import sweep
-from holdfast._native.verify import verify_checkpoint
-from holdfast._staging.one_at_a_time import AsyncSave
-from holdfast._torch_format.verify import verify_torch_checkpoint
+from holdfast import AsyncCheckpointerType, AsyncSave, FileSystemReader, FileSystemWriter, NativeReader, NativeWriter
 from holdfast.interop import convert
 
 STATE = {"weight": torch.arange(5000.0), "step": 3}
@@ -88,24 +83,24 @@ def test_whatever_looks_at_a_tree_or_converts_it_stays_there(here: Path) -> None
     leave = lambda done, total: os.chdir("../elsewhere")  # noqa: E731
     convert("native", "torch", to="torch", on_progress=leave)
     os.chdir(here)
-    assert not verify_torch_checkpoint("torch", on_progress=leave).damage
+    assert not holdfast.verify("torch", on_progress=leave).damage
     os.chdir(here)
-    assert not verify_checkpoint("native", on_progress=leave).damage
+    assert not holdfast.verify("native", on_progress=leave).damage
     os.chdir(here)
-    assert sweep("native").root == str(here / "native")
+    assert holdfast.sweep("native").root == str(here / "native")
 
 
 def test_links_and_what_comes_after_them_stay(here: Path, tmp_path: Path) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (here / "link").symlink_to(tmp_path / "far" / "away")
-    assert posix.absolute("link/../x") == str(here / "link/../x")  # which is far/x, and not here/x
+    assert NativeReader("link/../x").path == str(here / "link/../x")  # which is far/x, and not here/x
     holdfast.save(STATE, "link/../checkpoint")
     assert holdfast.load(tmp_path / "far" / "checkpoint")["step"] == 3
 
 
 def test_a_url_an_absolute_path_and_none_are_as_they_are(here: Path) -> None:
-    assert posix.absolute("/a/../b") == "/a/../b"
-    assert posix.absolute("") == ""
+    assert NativeReader("/a/../b").path == "/a/../b"
+    assert NativeReader("").path == ""
     assert FileSystemReader(Path("x")).path == here / "x"
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._values.dtypes import DTYPES
 
 
 def stored_state() -> dict[str, Any]:
@@ -175,10 +174,18 @@ def test_a_large_cast_goes_through_several_slabs(path: str) -> None:
     assert torch.equal(target, values.to(torch.float16))
 
 
-def test_the_table_says_which_types_are_floats() -> None:
-    floats = {name for name, dtype in DTYPES.items() if dtype.is_floating}
-    assert {str(dtype)[6:] for dtype in REAL_FLOATS} <= floats
-    assert not {name for name in floats if not getattr(torch, name).is_floating_point}
+def test_no_type_but_floats_is_cast_to_a_float(path: str) -> None:
+    others = {
+        str(dtype): torch.zeros(16, dtype=torch.uint8).view(dtype)
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not dtype.is_floating_point and "q" not in str(dtype)
+    }
+    holdfast.save(others, path)
+    target = {key: torch.zeros(len(tensor)) for key, tensor in others.items()}
+    with pytest.raises(holdfast.MismatchError) as caught:
+        holdfast.load(target, path, options=holdfast.LoadOptions(cast=True))
+    assert {each.key for each in caught.value.differences} == others.keys()
+    assert len(others) > 20
 
 
 def test_values_replace_values_of_any_type(path: str) -> None:

@@ -208,13 +208,6 @@ def test_versions_are_not_the_users_metadata(path: str) -> None:
         holdfast.save({"a": 1}, path, user_metadata={"holdfast.versions": 1})
 
 
-def test_metadata_that_only_looks_like_versions_is_the_users(path: str) -> None:
-    from holdfast._native.paths import split_planner_data
-
-    kept = {"holdfast.versions": {"model": {"": 2}}}
-    assert split_planner_data(kept, {}) == (kept, {}, {})
-
-
 def test_a_conversion_keeps_versions(path: str, tmp_path: Path) -> None:
     with version(1):
         holdfast.save({"model": model_of(0.5)}, path)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._native.paths import MAX_EMPTY_POSITIONS, check_paths
+from holdfast._native.paths import MAX_EMPTY_POSITIONS, check_paths, split_planner_data
 from holdfast._native.paths import StoredElement as PathElement
 from holdfast._values.dtypes import MAX_PATH_DEPTH
 
@@ -139,3 +139,8 @@ def test_equal_keys_of_one_dict_are_a_fault(paths: list[list[PathElement]]) -> N
 
 def test_a_key_of_too_many_digits_is_a_fault() -> None:
     assert "damaged" in str(fault(["a", key({"int": hex(10**5000)})]))
+
+
+def test_metadata_that_only_looks_like_versions_is_the_users() -> None:
+    kept = {"holdfast.versions": {"model": {"": 2}}}
+    assert split_planner_data(kept, {}) == (kept, {}, {})

@@ -15,7 +15,7 @@ import torch
 from holdfast._state.tensor_bytes import Buffer, LazyTensor, source_of
 from holdfast._state.tensors import TORCH_DTYPES
 from holdfast._torch_codec import archive_writing
-from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, write_pt
+from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, tensor_archive, write_pt
 from holdfast._torch_codec.pickles import read_pt
 from holdfast.errors import (
     AlreadyPublishedError,
@@ -179,6 +179,25 @@ def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidStateError, match="cannot be pickled"):
         write_pt({"f": lambda: 1}, tmp_path / "a.pt")
     assert not list(tmp_path.iterdir())
+
+
+def test_archives_beyond_4_gib_are_zip64(tmp_path: Path) -> None:
+    count = (1 << 32) + 24
+    archive = tensor_archive(torch.uint8, (count,))
+    file = tmp_path / "sparse.pt"
+    with open(file, "wb") as stream:
+        stream.write(archive.head)
+        stream.seek(count, os.SEEK_CUR)  # a hole: zeros that take no room
+        stream.write(archive.tail(0))
+    assert file.stat().st_size == archive.nbytes
+    with zipfile.ZipFile(file) as zipped:
+        entry = zipped.getinfo("archive/data/0")
+        assert entry.file_size == entry.compress_size == count
+        with zipped.open("archive/version") as record:
+            assert record.read() == b"3\n"
+    loaded = torch.load(file, mmap=True)
+    assert loaded.shape == (count,)
+    assert loaded[-1] == 0
 
 
 # Reading.

@@ -1,0 +1,38 @@
+"""What the tests see of the library from outside, and what they have the system say to it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+def writer_processes() -> list[int]:
+    """The process ids of those children of this process that write checkpoints for it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # others come and go
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"holdfast._staging" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@contextlib.contextmanager
+def page_cache(*, is_full: bool) -> Iterator[None]:
+    """Have the system say that the page cache has every file, or that it has none."""
+    read = os.preadv
+
+    def asked(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        if not flags & os.RWF_NOWAIT:
+            return read(descriptor, buffers, offset, flags)
+        if not is_full:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return sum(memoryview(buffer).nbytes for buffer in buffers)
+
+    with mock.patch.object(os, "preadv", asked):
+        yield
