@@ -10,7 +10,7 @@ from pathlib import Path
 import holdfast
 
 PRELUDE = """
-import fcntl, mmap, os, sys
+import ctypes, fcntl, mmap, os, sys
 
 LINUX = {
     os: ("O_DIRECT", "posix_fallocate", "posix_fadvise", "POSIX_FADV_DONTNEED", "POSIX_FADV_RANDOM",
@@ -23,15 +23,20 @@ for module, names in LINUX.items():
     for name in names:
         if hasattr(module, name):
             delattr(module, name)
+
+find = ctypes.CDLL.__getattr__
+
+def find_but_renameat2(library, name):
+    if name == "renameat2":
+        raise AttributeError(name)
+    return find(library, name)
+
+ctypes.CDLL.__getattr__ = find_but_renameat2
 """
 
 ROUND_TRIP = """
 import torch
 import holdfast
-from holdfast._io import posix
-
-# The C library of other systems has no renameat2 either.
-posix._renameat2 = lambda source, target: 38
 
 path = sys.argv[1]
 state = {

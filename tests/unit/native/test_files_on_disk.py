@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 
 import holdfast
-from holdfast._native.index import HEADER_ALIGNMENT, decode_header, decode_index
-from holdfast._native.manifest import decode_manifest
-from holdfast._values.dtypes import MAX_VALUE_INLINE_BYTES
+
+PAGE = 4096
+MOST_INLINE = 1 << 16  # bytes of a value in the manifest
 
 STRANGE_KEYS = [
     "plain",
@@ -67,6 +67,19 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return 8 + length, json.loads(opened.read(length))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The columns of the index."""
+    with safe_open(path / read_manifest(path)["index"]["name"], framework="np") as opened:
+        assert opened.metadata() == {"format": "holdfast-index", "version": "1"}
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -127,19 +140,17 @@ def test_strange_keys_together_do_not_collide(tmp_path: Path) -> None:
 def test_the_index_opens_with_safetensors_and_says_where_everything_is(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": torch.rand(700, 1000), "b": torch.arange(9), "n": 4}
     path = save(state, tmp_path / "checkpoint")
-    (file,) = path.glob("index-*.safetensors")
-    with safe_open(file, framework="np") as opened:
-        columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-        assert opened.metadata() == {"format": "holdfast-index", "version": "1"}
+    assert [file.name for file in path.glob("index-*")] == [read_manifest(path)["index"]["name"]]
+    columns = read_index(path)
     assert set(columns) == {"tensor", "file", "offset", "bytes", "lo", "length", "digests"}
     assert columns["bytes"].tolist() == [2_800_000, 72]
     assert len(columns["digests"]) == 3 + 1
-    manifest = decode_manifest((path / "manifest.json").read_bytes(), path="")
+    manifest = read_manifest(path)
     for row, number in enumerate(columns["tensor"].tolist()):
-        data = (path / manifest.files[columns["file"][row]].name).read_bytes()
+        data = (path / manifest["files"][columns["file"][row]]["name"]).read_bytes()
         begin = int(columns["offset"][row])
         stored = data[begin : begin + int(columns["bytes"][row])]
-        assert list(stored) == bits(state[manifest.tensors[number].key])
+        assert list(stored) == bits(state[manifest["tensors"][number]["key"]])
 
 
 def test_data_starts_on_a_page_and_tensors_are_aligned(tmp_path: Path) -> None:
@@ -153,7 +164,7 @@ def test_data_starts_on_a_page_and_tensors_are_aligned(tmp_path: Path) -> None:
     path = save({**state, "text": "z" * 100_000}, tmp_path / "checkpoint")
     (file,) = data_files(path)
     start, entries = read_header(file)
-    assert start % HEADER_ALIGNMENT == 0
+    assert start % PAGE == 0
     pages = 0
     for name, entry in entries.items():
         begin, end = (start + offset for offset in entry["data_offsets"])
@@ -168,13 +179,14 @@ def test_data_starts_on_a_page_and_tensors_are_aligned(tmp_path: Path) -> None:
 
 def test_there_are_no_bytes_but_those_of_header_and_chunks(tmp_path: Path) -> None:
     path = save({"a": torch.rand(1000), "b": torch.rand(3, dtype=torch.float64), "c": 1}, tmp_path / "checkpoint")
-    manifest = decode_manifest((path / "manifest.json").read_bytes(), path="")
-    index = decode_index((path / manifest.index.name).read_bytes(), path="")
-    (file,) = manifest.files
-    assert (path / file.name).stat().st_size == file.bytes == file.header + int(index.bytes.sum())
-    assert sorted(os.listdir(path)) == sorted([file.name, manifest.index.name, "manifest.json"])
-    entries = decode_header((path / file.name).read_bytes()[: file.header])
-    assert [entry.name for entry in entries] == ["b", "a"]
+    manifest = read_manifest(path)
+    (file,) = manifest["files"]
+    size = (path / file["name"]).stat().st_size
+    assert size == file["bytes"] == file["header"] + int(read_index(path)["bytes"].sum())
+    assert sorted(os.listdir(path)) == sorted([file["name"], manifest["index"]["name"], "manifest.json"])
+    start, entries = read_header(path / file["name"])
+    assert start == file["header"]
+    assert list(entries) == ["b", "a"]
 
 
 def test_a_state_without_tensors_needs_no_data_file(tmp_path: Path) -> None:
@@ -221,9 +233,9 @@ def test_every_file_of_several_that_is_damaged_is_named(tmp_path: Path, monkeypa
 
 
 LARGE_VALUES = {
-    "bytes": os.urandom(MAX_VALUE_INLINE_BYTES + 1),
-    "str": "ä" * MAX_VALUE_INLINE_BYTES,
-    "tuple": tuple(range(MAX_VALUE_INLINE_BYTES // 2)),
+    "bytes": os.urandom(MOST_INLINE + 1),
+    "str": "ä" * MOST_INLINE,
+    "tuple": tuple(range(MOST_INLINE // 2)),
     "set": {str(number) for number in range(20_000)},
     "float": tuple(math.sqrt(number) for number in range(10_000)),
 }
@@ -248,7 +260,7 @@ def test_large_values_go_to_data_files_and_come_back(tmp_path: Path) -> None:
         assert checkpoint["values.tuple"] == LARGE_VALUES["tuple"]
 
 
-@pytest.mark.parametrize("length", [MAX_VALUE_INLINE_BYTES, MAX_VALUE_INLINE_BYTES + 1])
+@pytest.mark.parametrize("length", [MOST_INLINE, MOST_INLINE + 1])
 def test_bytes_are_inline_up_to_the_limit(tmp_path: Path, length: int) -> None:
     path = save({"value": bytes(length)}, tmp_path / "checkpoint")
     assert holdfast.load(path) == {"value": bytes(length)}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
+import io
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +18,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._io import locks
-from holdfast._native import sweep as sweep_module
-from holdfast._native.sweep import Leftover, sweep
 
 
 def save(path: Path, attempt: str = "now", state: dict[str, Any] | None = None) -> None:
@@ -54,8 +54,8 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def only(root: Path, **options: Any) -> Leftover:
-    report = sweep(root, **options)
+def only(root: Path, **options: Any) -> Any:
+    report = holdfast.sweep(root, **options)
     (leftover,) = report.leftovers
     assert report.problems == ()
     return leftover
@@ -65,15 +65,15 @@ def test_a_dry_run_lists_and_removes_nothing(tmp_path: Path) -> None:
     save(tmp_path / "step")
     plant(tmp_path / "step", *DEAD)
     before = sorted(os.listdir(tmp_path / "step"))
-    leftover = only(tmp_path)
-    assert leftover == Leftover(
-        directory=str(tmp_path / "step"),
-        attempt="dead",
-        files=tuple(sorted(DEAD)),
-        bytes=40,
-        verdict="dead",
-        reason="no writer holds a lock",
-    )
+    assert dataclasses.asdict(only(tmp_path)) == {
+        "directory": str(tmp_path / "step"),
+        "attempt": "dead",
+        "files": tuple(sorted(DEAD)),
+        "bytes": 40,
+        "verdict": "dead",
+        "reason": "no writer holds a lock",
+        "removed": (),
+    }
     assert sorted(os.listdir(tmp_path / "step")) == before
 
 
@@ -82,14 +82,14 @@ def test_what_is_dead_goes_and_the_rest_stays(tmp_path: Path) -> None:
     save(path)
     before = sorted(os.listdir(path))
     plant(path, *DEAD, *FOREIGN)
-    report = sweep(tmp_path, delete=True)
+    report = holdfast.sweep(tmp_path, delete=True)
     assert [leftover.removed for leftover in report.leftovers] == [
         tuple(sorted(DEAD, key=DEAD.index))[:2] + DEAD[3:] + DEAD[2:3]
     ]
     assert (report.removed_files, report.directories, report.problems) == (4, 4, ())
     assert sorted(os.listdir(path)) == sorted([*before, *FOREIGN])
     assert holdfast.load(path)["step"] == 1
-    assert sweep(tmp_path).leftovers == ()
+    assert holdfast.sweep(tmp_path).leftovers == ()
 
 
 def test_a_directory_without_a_checkpoint_is_swept_too(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_where_the_manifest_cannot_be_read_nothing_is_touched(tmp_path: Path, da
     else:
         manifest.write_bytes(data.replace(b'"version":1', b'"version":2' if damage == "newer" else b'"version":3'))
     before = sorted(os.listdir(path))
-    report = sweep(tmp_path, delete=True, attempts=["dead", "now"])
+    report = holdfast.sweep(tmp_path, delete=True, attempts=["dead", "now"])
     assert {leftover.verdict for leftover in report.leftovers} == {"unknown"}
     assert {leftover.attempt for leftover in report.leftovers} == {"dead", "now"}
     assert sorted(os.listdir(path)) == before
@@ -179,7 +179,7 @@ def test_links_to_directories_are_not_followed(tmp_path: Path) -> None:
     plant(tmp_path / "outside", *DEAD)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
-    report = sweep(tmp_path / "root", delete=True)
+    report = holdfast.sweep(tmp_path / "root", delete=True)
     assert (report.leftovers, report.directories) == ((), 1)
     assert sorted(os.listdir(tmp_path / "outside")) == sorted(DEAD)
 
@@ -189,19 +189,32 @@ def test_a_directory_exchanged_for_a_link_meanwhile_is_not_followed(
 ) -> None:
     plant(tmp_path / "outside", *DEAD)
     plant(tmp_path / "root" / "step", *DEAD)
-    real = locks.Directory.names
+    real = os.listdir
 
-    def exchanging(self: locks.Directory) -> list[str]:
-        names = real(self)
-        if names and names[0].startswith("data-") and not (tmp_path / "root" / "step").is_symlink():
+    def exchanging(directory: Any) -> list[str]:
+        names = real(directory)
+        if DEAD[0] in names and not (tmp_path / "root" / "step").is_symlink():
             os.rename(tmp_path / "root" / "step", tmp_path / "moved")
             (tmp_path / "root" / "step").symlink_to(tmp_path / "outside")
         return names
 
-    monkeypatch.setattr(locks.Directory, "names", exchanging)
-    sweep(tmp_path / "root", delete=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", exchanging)
+        holdfast.sweep(tmp_path / "root", delete=True)
     assert sorted(os.listdir(tmp_path / "outside")) == sorted(DEAD)
     assert os.listdir(tmp_path / "moved") == []
+
+
+def mount_all_as(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system tells of its mounts: all file systems are of that kind."""
+    real = open
+
+    def opening(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if name != "/proc/self/mountinfo":
+            return real(name, *args, **kwargs)
+        return io.BytesIO(re.sub(rb" - (\S+) ", f" - {kind} ".encode(), Path(name).read_bytes()))
+
+    monkeypatch.setattr("builtins.open", opening)
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs"])
@@ -209,11 +222,11 @@ def test_where_locks_may_not_show_only_what_is_named_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     plant(tmp_path, *DEAD, "data-other-0-0.safetensors")
-    monkeypatch.setattr(locks, "are_reliable", lambda descriptor: (False, kind))
-    report = sweep(tmp_path, delete=True)
+    mount_all_as(kind, monkeypatch)
+    report = holdfast.sweep(tmp_path, delete=True)
     assert {leftover.verdict for leftover in report.leftovers} == {"unknown"}
     assert kind in report.leftovers[0].reason
-    sweep(tmp_path, delete=True, attempts=["dead"])
+    holdfast.sweep(tmp_path, delete=True, attempts=["dead"])
     assert os.listdir(tmp_path) == ["data-other-0-0.safetensors"]
 
 
@@ -224,7 +237,7 @@ def test_without_locks_only_what_is_named_goes(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refusing)
-    report = sweep(tmp_path, delete=True, attempts=["dead"])
+    report = holdfast.sweep(tmp_path, delete=True, attempts=["dead"])
     assert [(leftover.attempt, leftover.verdict) for leftover in report.leftovers] == [
         ("dead", "dead"),
         ("other", "unknown"),
@@ -232,28 +245,29 @@ def test_without_locks_only_what_is_named_goes(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["data-other-0-0.safetensors"]
 
 
-def test_the_file_system_here_is_known() -> None:
-    descriptor = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _, kind = locks.are_reliable(descriptor)
-    finally:
-        os.close(descriptor)
-    assert kind in {line.split()[2] for line in Path("/proc/self/mounts").read_text().splitlines()}
+def test_the_file_system_here_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path, *DEAD)
+    mount_all_as(r"shared.\1", monkeypatch)
+    told = only(tmp_path).reason.rpartition(" on shared.")[2]
+    assert told in {line.split()[2] for line in Path("/proc/self/mounts").read_text().splitlines()}
 
 
 def test_an_attempt_published_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are unlocked from the instant it is published; the manifest that was read before does not know it."""
     save(tmp_path, "one")
     shutil.copytree(tmp_path, tmp_path.parent / "two")
-    real, calls = sweep_module._published, 0
+    real, calls = os.open, 0
 
-    def late(directory: Any) -> str | None:
+    def late(name: Any, *args: Any, **options: Any) -> int:
         nonlocal calls
-        calls += 1
-        return None if calls == 1 else real(directory)
+        if name == "manifest.json":
+            calls += 1
+            if calls == 1:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real(name, *args, **options)
 
-    monkeypatch.setattr(sweep_module, "_published", late)
-    assert sweep(tmp_path, delete=True).leftovers == ()
+    monkeypatch.setattr(os, "open", late)
+    assert holdfast.sweep(tmp_path, delete=True).leftovers == ()
     assert calls == 2
     holdfast.load(tmp_path)
 
@@ -263,17 +277,21 @@ def test_an_attempt_that_goes_on_between_looking_and_removing_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: str | None
 ) -> None:
     plant(tmp_path, *DEAD[:2])
-    real = sweep_module._Attempt.remove
+    real, claims = os.open, 0
 
-    def growing(self: Any, *args: Any) -> Leftover:
-        if grows is not None:
-            plant(tmp_path, grows)
-        else:
-            save(tmp_path, "dead", {"step": 5})
-        return real(self, *args)
+    def growing(name: Any, flags: int, *args: Any, **options: Any) -> int:
+        nonlocal claims
+        if name == "index-dead.safetensors" and flags & os.O_CREAT:  # the first step of removing
+            claims += 1
+            if grows is not None:
+                plant(tmp_path, grows)
+            else:
+                save(tmp_path, "dead", {"step": 5})
+        return real(name, flags, *args, **options)
 
-    monkeypatch.setattr(sweep_module._Attempt, "remove", growing)
+    monkeypatch.setattr(os, "open", growing)
     leftover = only(tmp_path, delete=True)
+    assert claims == 1
     assert (leftover.verdict, leftover.removed) == ("living", ())
     extra = [grows] if grows is not None else ["index-dead.safetensors", "manifest.json"]
     assert sorted(os.listdir(tmp_path)) == sorted([*DEAD[:2], *extra])
@@ -287,7 +305,7 @@ def test_the_directory_is_synced_before_anything_is_removed(tmp_path: Path, monk
         raise OSError(errno.EIO, "lost")
 
     monkeypatch.setattr(os, "fsync", failing)
-    report = sweep(tmp_path, delete=True)
+    report = holdfast.sweep(tmp_path, delete=True)
     assert report.removed_files == 0
     assert len(report.problems) == 1
     assert set(DEAD) <= set(os.listdir(tmp_path))
@@ -303,7 +321,7 @@ def test_what_cannot_be_removed_is_a_problem_that_is_told(tmp_path: Path, monkey
         real(name, **options)
 
     monkeypatch.setattr(os, "unlink", refusing)
-    report = sweep(tmp_path, delete=True)
+    report = holdfast.sweep(tmp_path, delete=True)
     assert report.leftovers[0].removed == ("data-dead-0-0.safetensors",)
     assert "data-dead-1-0.safetensors" in report.problems[0]
 
@@ -312,14 +330,14 @@ def test_a_root_that_is_missing_or_no_directory_is_an_error(tmp_path: Path) -> N
     plant(tmp_path, "file")
     for root in (tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(holdfast.NotFoundError, match="no directory"):
-            sweep(root)
+            holdfast.sweep(root)
 
 
 def test_trees_of_any_depth_end(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["d"] * 70)
     deep.mkdir(parents=True)
     plant(deep, *DEAD)
-    report = sweep(tmp_path, delete=True)
+    report = holdfast.sweep(tmp_path, delete=True)
     assert report.leftovers == ()
     assert len(report.problems) == 1
     assert "too deep" in report.problems[0]
@@ -328,6 +346,6 @@ def test_trees_of_any_depth_end(tmp_path: Path) -> None:
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     plant(tmp_path / "a" / "b", *DEAD)
     before = len(os.listdir("/proc/self/fd"))
-    sweep(tmp_path)
-    sweep(tmp_path, delete=True)
+    holdfast.sweep(tmp_path)
+    holdfast.sweep(tmp_path, delete=True)
     assert len(os.listdir("/proc/self/fd")) <= before
