@@ -30,7 +30,6 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 from holdfast._native.catalog import read_catalog
-from holdfast._save_plan.coordinator import Again
 from holdfast._torch_codec.pickles import encode_message
 from machine import describe_machine
 from scale_ranks import Crew, Play, decide_seconds, fake_group, rank_seconds, read_plan_seconds, reports_of, sizes_of
@@ -87,7 +86,7 @@ def measure(ranks: int, tensors: int, folder: Path, *, distinct: bool) -> Cost:
     """The cost of a first save, of later ones, and of a load."""
     crew = Crew(ranks, sizes_of(ranks, tensors, distinct=distinct))
     rounds = 3 if ranks * tensors < _REPEATED_BELOW else 1
-    offers = [encode_message(crew.offer(rank).encoded()) for rank in range(ranks)]
+    offers = [encode_message(tuple(crew.offer(rank))) for rank in range(ranks)]
     plans, publishes = [], []
     for number in range(rounds):
         play = Play(crew, folder / str(number))
@@ -97,7 +96,7 @@ def measure(ranks: int, tensors: int, folder: Path, *, distinct: bool) -> Cost:
         reports = reports_of(crew, finals)
         publishes.append(play.publish(metadata, reports))
     report_bytes = sum(map(len, reports))
-    again = [encode_message(Again(final.token, b"\7" * 8).encoded()) for final in finals]
+    again = [encode_message(final.token + b"\7" * 8) for final in finals]
     later = min(play.plan(again)[0] for _ in range(3))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del reports

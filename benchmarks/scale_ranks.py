@@ -22,16 +22,26 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast._native.report import WriteReport, WrittenFile
 from holdfast._native.writer import NativeWriter
-from holdfast._plan.shares import rows_digest
 from holdfast._process import collector_paused
-from holdfast._save_plan.coordinator import Again, Asked, Final, Offer, Outcome, coordinated, decoded
-from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, Members, described
+from holdfast._save_plan.coordinator import Asked, Final, Offer, Outcome, coordinated
+from holdfast._save_plan.from_layouts import (
+    WHOLE,
+    Layout,
+    Members,
+    Mesh,
+    Rule,
+    described,
+    head_text,
+    layout_rows,
+    plan_layouts,
+    row_digests,
+)
 from holdfast._save_plan.plans import properties_of
 from holdfast._save_plan.rounds import plan_save
 from holdfast._save_plan.together import chosen_columns
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.box import Split
-from holdfast._values.digest import block_counts, name_words
+from holdfast._values.digest import block_counts, name_words, rows_digest
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.metadata import Metadata
@@ -67,10 +77,10 @@ class Crew:
         self._size = np.array([*sizes.values(), (1, 1)], dtype=np.int64)
         self.layout: Layout = described(
             self._keys,
-            self._heads,
+            [None if head is None else head_text(head) for head in self._heads],
             [0] * len(sizes) + [WHOLE],
-            spreads=[(0, ((Split(0, ranks),), ()))],
-            meshes=[((ranks,), tuple(range(ranks)))],
+            spreads=[Rule(0, ((Split(0, ranks),), ()))],
+            meshes=[Mesh((ranks,), tuple(range(ranks)))],
             paths={key: (key,) for key in self._keys},
         )
 
@@ -141,7 +151,7 @@ class Play:
     def __init__(self, crew: Crew, folder: Path) -> None:
         self.crew = crew
         self.folder = folder
-        self.outcomes: list[Outcome] = []
+        self.outcomes: dict[bytes, Outcome] = {}
         self.received = 0
         folder.mkdir()  # storage makes it for the first file of data, which nobody writes here
         self._writer = NativeWriter(folder, attempt=ATTEMPT)
@@ -191,7 +201,8 @@ def decide_seconds(crew: Crew) -> float:
     layout = Layout(text=crew.layout.text, paths=crew.layout.paths)  # nothing of it is known yet
     ranks = np.arange(crew.ranks)
     start = time.perf_counter()
-    LayoutPlan([Members(layout=layout, ranks=ranks)], layout.keys, ranks, hosts=ranks // RANKS_PER_HOST).row_digests()
+    rows = layout_rows([Members(layout=layout, ranks=ranks)], ranks)
+    row_digests(plan_layouts(rows, layout.said.keys, hosts=ranks // RANKS_PER_HOST))
     return time.perf_counter() - start
 
 
@@ -209,8 +220,8 @@ class PlayedRanks:
 
     def reduce_scatter(self, phase: str, local: Callable[[], Any], merge: Callable[[list[Any]], list[Any]]) -> Any:
         """What the coordinator is taken to answer."""
-        self.sent.append(decoded(local()))
-        known = isinstance(self.sent[-1], Again)
+        self.sent.append(local())
+        known = isinstance(self.sent[-1], bytes)
         return Final(
             token=self._final.token,
             storage_data=self._final.storage_data,
@@ -258,7 +269,7 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
         plan_save(planner, writer, ranks, partial(planner.set_up_planner, state), job_rank=1, host=1)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
-    assert all(isinstance(said, Again) for said in ranks.sent[1:])
+    assert all(isinstance(said, bytes) for said in ranks.sent[1:])
     return seconds[0], min(seconds[1:])
 
 

@@ -273,8 +273,8 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     ),
     (
         "the plan of a save is not checked to tile",
-        "JointPlan.__init__",
-        without("self._check_tiling"),
+        "joint_plan",
+        without("_check_tiling"),
         ("tests/unit/save_plan/test_plans.py",),
     ),
     (
@@ -304,8 +304,8 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     ),
     (
         "what may differ is written by several ranks",
-        "JointPlan._assigned",
-        instead("self.keys[number] not in self.lenient", "True"),
+        "_share_out",
+        instead("key not in plan.lenient", "True"),
         ("tests/unit/save_plan/test_plans.py",),
     ),
     (

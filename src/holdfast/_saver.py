@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from holdfast._native.writer import NativeWriter
-from holdfast._plan.shares import UNKNOWN_HOST
+from holdfast._plan.balance import UNKNOWN_HOST
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks, SoloRanks
 from holdfast._ranks.rendezvous import DEADLINE_S, host_id, mesh_rank, participants

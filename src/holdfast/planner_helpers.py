@@ -11,7 +11,7 @@ import torch
 
 from holdfast._plan.coverage import check_coverage
 from holdfast._plan.reads import Overlap, overlap
-from holdfast._save_plan.plans import LocalLeaves
+from holdfast._save_plan.plans import local_leaves
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
@@ -264,7 +264,7 @@ def _create_read_item_for_byteio(
 
 def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:
     """What this rank has to write of ``object``: a piece, several of them, none, or a value."""
-    columns = LocalLeaves({fqn: object}).columns
+    columns = local_leaves({fqn: object}).columns
     return [columns.item(row) for row in range(len(columns))]
 
 

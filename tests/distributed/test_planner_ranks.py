@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -17,7 +17,6 @@ from torch.futures import Future
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, SavePlan, WriteItem, WriteResult
-from holdfast._save_plan.coordinator import Again, decoded
 from holdfast._save_plan.rounds import RankPlanning
 
 if TYPE_CHECKING:
@@ -105,9 +104,9 @@ def save_again_and_again(path: str) -> list[bool]:
 
     said_first = RankPlanning.said_first
 
-    def say_and_note(planning: RankPlanning, ranks: int) -> Any:
-        said = said_first(planning, ranks)
-        sent.append(not isinstance(decoded(said), Again))
+    def say_and_note(planning: RankPlanning, set_up: Callable[[], None]) -> Any:
+        said = said_first(planning, set_up)
+        sent.append(not isinstance(said, bytes))
         return said
 
     def save(number: int, state: dict[str, Any], group: Any = None) -> None:

@@ -101,8 +101,17 @@ def play(path: str, world: int, hosts: list[int]) -> None:
             planners[rank].set_up_planner(state_of(rank, world))
             writers[rank].set_up_storage_writer(rank == 0)
             memory = _PlanMemory()
-            plannings.append(RankPlanning(planners[rank], writers[rank], memory, job_rank=rank, host=hosts[rank]))
-            parts.append(plannings[rank].said_first(world))
+            plannings.append(
+                RankPlanning(
+                    planner=planners[rank],
+                    writer=writers[rank],
+                    memory=memory,
+                    job_rank=rank,
+                    host=hosts[rank],
+                    size=world,
+                )
+            )
+            parts.append(plannings[rank].said_first(lambda: None))
     answers = plannings[0].merged([decode_message(encode_message(part)) for part in parts])
     while isinstance(answers[0], Asked):
         parts = [planning.reply(asked) for planning, asked in zip(plannings, answers, strict=True)]

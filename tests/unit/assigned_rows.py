@@ -11,7 +11,7 @@ import torch
 from holdfast._plan.balance import SPLIT_BYTES
 from holdfast._plan.holdings import HeldRows, holding_of
 from holdfast._save_plan.plans import properties_of
-from holdfast._save_plan.together import JointPlan
+from holdfast._save_plan.together import joint_plan
 from holdfast.planner import TensorHead
 
 Int64s = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ def assign(
         size = torch.Size((held.lo[rows] + held.length[rows]).max(axis=0).tolist())
         heads[f"{tensor:09}"] = TensorHead(properties_of(DTYPES[int(held.itemsize[rows[0]])], False), size)
         holdings.append(holding_of([HeldRows(rank=held.rank[rows], lo=held.lo[rows], length=held.length[rows])]))
-    plan = JointPlan(
+    plan = joint_plan(
         heads, holdings, ranks, to_lowest_rank=to_lowest_rank, hosts=hosts, split_bytes=split_bytes, is_whole=False
     )
     found: list[tuple[int, int, int]] = []  # key, chunk, row

@@ -88,7 +88,7 @@ def test_a_coordinator_that_forgot_asks_again(tmp_path: Path) -> None:
     job.kept[0].clear()
     job.save(states())
     assert job.sent(0) == ["Offer", "Again", "Again"]
-    assert job.sent(1) == ["NoneType", "bytes", "bytes"]
+    assert job.sent(1) == ["NoneType", "tuple", "tuple"]
     assert job.loaded()["step"] == 7
 
 

@@ -13,7 +13,7 @@ from thread_ranks import ATTEMPT, Job, states
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter, SavePlan
-from holdfast._save_plan.from_layouts import LayoutPlan
+from holdfast._save_plan import coordinator
 from holdfast.storage import WriteResult
 
 
@@ -84,7 +84,7 @@ def test_ties_that_not_all_ranks_have_are_kept_where_they_hold(tmp_path: Path) -
 
 
 def test_rows_that_are_not_what_the_layout_says_stop_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayoutPlan, "row_digests", lambda plan: np.zeros(plan.ranks, dtype=np.uint64))
+    monkeypatch.setattr(coordinator, "row_digests", lambda plan: np.zeros(plan.ranks, dtype=np.uint64))
     with pytest.raises(holdfast.InternalError, match="not what its layout says"):
         Job(2, tmp_path).save(states(2))
 

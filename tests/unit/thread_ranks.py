@@ -14,7 +14,6 @@ import torch
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter
 from holdfast import _saver as saver
-from holdfast._save_plan.coordinator import decoded
 from holdfast._saver import Saving, _save
 from holdfast._torch_codec.pickles import decode_message, encode_message
 
@@ -125,11 +124,9 @@ class Job:
         return holdfast.load(self.path / str(self.saves))
 
     def sent(self, number: int) -> list[str]:
-        """The kind of what each rank sent in a round."""
-        return [
-            type(part).__name__ if not isinstance(part, bytes) or number else type(decoded(part)).__name__
-            for part in self.board.rounds[number]
-        ]
+        """The kind of what each rank sent in a round; "Again" for the name of a planning and digests."""
+        names = [type(part).__name__ for part in self.board.rounds[number]]
+        return names if number else [{"tuple": "Offer", "bytes": "Again"}.get(name, name) for name in names]
 
     @property
     def was_planned_again(self) -> bool:

@@ -1,11 +1,12 @@
 """Balance: which rank writes which box, when several ranks hold the same one.
 
 Rows with the same tensor and the same box are replicas; each distinct box is written once, by one of the ranks that
-hold it or in parts by several, so that all hosts, and on each its ranks, write about as many bytes. Boxes that the
-same ranks hold are planned together, because a job has few such sets of holders however many boxes it has:
+hold it or in parts by several, so that all hosts, and on each its ranks, write about as many bytes: the ranks of a host
+share its disk and its network. A rank whose host is not known is taken to be alone on one. Boxes that the same ranks
+hold are planned together, because a job has few such sets of holders however many boxes it has:
 
 1. how many bytes each holder should take of each set: what brings hosts, where they are known, and then the ranks of
-   each to the same number of bytes (``shares``);
+   each to the same number of bytes (``fair_shares``);
 2. the large boxes of a set are laid end to end and cut where one holder's share ends and the next one's begins, so
    that only a box on such a border is split (``_cut``);
 3. small boxes go whole, the largest first, to the holder with the most left to take, on such a host (``_place``).
@@ -25,14 +26,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._plan.coverage import packed
-from holdfast._plan.shares import Levels, fair_shares, scrambled, sums
+from holdfast._values.digest import scrambled
 
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
+UNKNOWN_HOST = 0
+"""What a rank says of its host when it cannot tell."""
+
 SPLIT_BYTES = 16 << 20
 """Replicated boxes above this may be split between the ranks that hold them."""
+
+_SWEEPS = 32
+"""At most so many rounds look for fair shares; sets of holders that are disjoint or nested need one."""
+
+_SHARES_AT_MOST = 20_000
+"""Rounds after the first are made only while there are no more shares to compute than this."""
 
 _TOLERANCE = 1 / 20
 """What one box, or one step of a cut, may be of a rank's bytes: two of them are the 10 % that ranks may differ by."""
@@ -45,6 +54,18 @@ _CORRECTIONS = 16
 
 _DEALT_SHARE = 1 / 100
 """The smallest of the small boxes, together this part of their bytes, are dealt out by number: bytes are no guide."""
+
+
+def host_numbers(said: Sequence[int]) -> _Int64s | None:
+    """The number of each rank's host, by lowest rank, where ``said`` are the names of hosts.
+
+    None where hosts make no difference: all ranks are on one, or each is on its own.
+    """
+    names: dict[object, int] = {}
+    numbers = [
+        names.setdefault((rank,) if name == UNKNOWN_HOST else name, len(names)) for rank, name in enumerate(said)
+    ]
+    return np.array(numbers, dtype=np.int64) if 1 < len(names) < len(numbers) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,21 +89,100 @@ class Parts(NamedTuple):
     begin: _Int64s
     stop: _Int64s
 
-    def take(self, rows: _Int64s) -> Parts:
-        return Parts(*(column[rows] for column in self))
+    def take(self, rows: _Int64s | slice) -> Parts:
+        return Parts(*[column[rows] for column in self])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HolderSet:
-    """Boxes that the same ranks hold: ``holders`` is [h], ascending, ``boxes`` are numbers of distinct boxes."""
+    """Boxes that the same ranks hold: ``ranks`` is [h], ascending, ``boxes`` are numbers of distinct boxes.
 
-    holders: _Int64s
+    ``by_host`` has the places of the ranks host by host: those on ``hosts[i]`` from ``starts[i]`` up to the next start.
+    """
+
+    ranks: _Int64s
     boxes: _Int64s
+    by_host: _Int64s
+    hosts: _Int64s
+    starts: _Int64s
+
+
+def holder_sets(holders: Sequence[_Int64s], number: _Int64s, host_of: _Int64s) -> list[HolderSet]:
+    """Boxes by their sets of holders, the sets with the fewest holders first; ``number`` has each box's set."""
+    by_set = np.argsort(number, kind="stable")
+    bounds = np.searchsorted(number[by_set], np.arange(len(holders) + 1)).tolist()
+    found: list[tuple[int, int, HolderSet]] = []
+    for which, ranks in enumerate(holders):
+        boxes = by_set[bounds[which] : bounds[which + 1]]
+        if len(boxes):
+            host = host_of[ranks]
+            by_host = np.argsort(host, kind="stable")
+            starts = np.flatnonzero(np.diff(host[by_host], prepend=-1))
+            hosts = host[by_host[starts]]
+            one = HolderSet(ranks=ranks, boxes=boxes, by_host=by_host, hosts=hosts, starts=starts)
+            found.append((len(ranks), int(boxes[0]), one))
+    return [one for _, _, one in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Levels:
+    """How many bytes every rank, and every host, writes."""
+
+    ranks: _Floats
+    hosts: _Floats
+
+    def add(self, holders: HolderSet, shares: _Floats) -> None:
+        self.ranks[holders.ranks] += shares
+        self.hosts[holders.hosts] += np.add.reduceat(shares[holders.by_host], holders.starts)
+
+    def shares_of(self, amount: float, holders: HolderSet) -> _Floats:
+        """What each holder gets of ``amount`` if hosts with little, and on them ranks with little, get the most."""
+        of_hosts = _raised(np.array([amount]), self.hosts[holders.hosts], np.zeros(1, dtype=np.int64))
+        shares = np.empty(len(holders.ranks))
+        if len(of_hosts) == len(shares):
+            shares[holders.by_host] = of_hosts
+        else:
+            shares[holders.by_host] = _raised(of_hosts, self.ranks[holders.ranks[holders.by_host]], holders.starts)
+        return shares
+
+
+def _raised(amounts: _Floats, loads: _Floats, starts: _Int64s) -> _Floats:
+    """What each load gets if ``amounts[i]`` brings the lowest from ``starts[i]`` to the next start to one level."""
+    group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(loads))))
+    ascending = loads[np.lexsort((loads, group))]
+    below = np.cumsum(ascending)
+    below -= (below - ascending)[starts][group]
+    levels = (below + amounts[group]) / (np.arange(1, len(loads) + 1) - starts[group])
+    # To raise one load more lowers the level as long as that load is below it: the lowest level is the one reached.
+    reached: _Floats = np.maximum(np.minimum.reduceat(levels, starts)[group] - loads, 0)
+    return reached
+
+
+def fair_shares(levels: Levels, sets: Sequence[HolderSet], amounts: Sequence[float]) -> list[_Floats]:
+    """For each set the bytes that each of its holders takes, so that the fullest have as little as can be.
+
+    ``levels`` has them afterwards. Each set in turn gives its bytes to those of its holders that have the least.
+    Repeated, that comes ever closer to the fairest shares (it minimises the sum of squared loads, set by set).
+    """
+    shares = [np.zeros(len(one.ranks)) for one in sets]
+    negligible = 0.001 * (levels.ranks.sum() + sum(amounts)) / len(levels.ranks)
+    for _ in range(min(_SWEEPS, max(1, _SHARES_AT_MOST // len(sets)))):
+        change = 0.0
+        for number, (one, amount) in enumerate(zip(sets, amounts, strict=True)):
+            levels.add(one, -shares[number])
+            share = levels.shares_of(amount, one)
+            change = max(change, float(np.abs(share - shares[number]).max()))
+            levels.add(one, share)
+            shares[number] = share
+        if change <= negligible:
+            break
+    return shares
 
 
 def share_out(
     boxes: Shared,
-    sets: Sequence[HolderSet],
+    holders: Sequence[_Int64s],
+    number: _Int64s,
     loads: _Floats,
     *,
     hosts: _Int64s | None = None,
@@ -90,36 +190,43 @@ def share_out(
 ) -> Parts:
     """The parts of all ``boxes``, by box, each for one of the box's holders.
 
-    ``sets`` tell the holders of every box; ``loads`` are the bytes that each rank writes anyway, ``hosts`` the numbers
-    of their hosts: where they are given, the bytes of hosts are balanced, and then those of the ranks on each.
+    ``number`` has for each box which of ``holders`` hold it; ``loads`` are the bytes that each rank writes anyway,
+    ``hosts`` the numbers of their hosts: where they are given, the bytes of hosts are balanced, and then those of the
+    ranks on each.
 
     Boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only where ranks
     might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write little, a
     quarter of that), and a box never has more of them than holders.
     """
-    found = _balanced(boxes, sets, Levels(loads, hosts), split_bytes)
-    parts = Parts(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+    host_of = np.arange(len(loads)) if hosts is None else hosts
+    sets = holder_sets(holders, number, host_of)
+    levels = Levels(ranks=loads.copy(), hosts=np.bincount(host_of, loads, len(loads)).astype(np.float64))
+    amounts = [float(boxes.nbytes[one.boxes].sum()) for one in sets]
+    shares = fair_shares(levels, sets, amounts)
+    place_all = len(boxes.nbytes) <= _PLACED_ONE_BY_ONE
+    found: list[Parts] = []
+    for one, amount, share in zip(sets, amounts, shares, strict=True):
+        size, lengths = boxes.nbytes[one.boxes], boxes.length[one.boxes]
+        reached = levels.ranks[one.ranks]
+        # The fewer bytes a rank writes, the finer boxes are cut.
+        tolerated = int(reached.min(where=share > 0, initial=reached.max()) * _TOLERANCE)
+        # Earlier sets took other bytes than their shares, because boxes are not cut anywhere: this set evens that out.
+        levels.add(one, -share)
+        left = levels.shares_of(amount, one)
+        divisible = (lengths.prod(axis=1) * boxes.itemsize[one.boxes] == size) & (lengths > 1).any(axis=1)
+        cut = (size > max(split_bytes // 16, min(tolerated, split_bytes))) & divisible
+        taken = np.zeros(len(left))
+        if cut.any():
+            target = left * (size[cut].sum() / amount)
+            least = max(split_bytes // 64, min(tolerated, split_bytes // 16), 1)
+            cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, least, max(least, tolerated))
+            found.append(cuts)
+        holder = _place(size[~cut], left - taken, np.split(one.by_host, one.starts[1:]), place_all=place_all)
+        nothing = np.zeros(len(holder), dtype=np.int64)
+        found.append(Parts(one.boxes[~cut], holder, nothing - 1, nothing, nothing))
+        levels.add(one, taken + np.bincount(holder, weights=size[~cut], minlength=len(left)))
+    parts = Parts(*map(np.concatenate, zip(*found, strict=True)))
     return parts.take(np.argsort(parts.box, kind="stable"))
-
-
-def by_box(rank: _Int64s, lo: _Int64s, length: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """The order of rows by box and rank, and where in it each distinct box starts."""
-    words, rank_bits = packed([*lo.T, *length.T, rank])
-    order = np.argsort(words[0], kind="stable") if len(words) == 1 else np.lexsort(words[::-1])
-    begins = np.zeros(len(order), dtype=bool)
-    begins[:1] = True
-    for number, word in enumerate(words):
-        key = (word >> rank_bits if number == len(words) - 1 else word)[order]
-        begins[1:] |= key[1:] != key[:-1]
-    return order, np.flatnonzero(begins)
-
-
-def sets_of(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
-    """Boxes by their sets of holders, the sets with the fewest holders first; ``number`` has each box's set."""
-    by_set = np.argsort(number, kind="stable")
-    bounds = np.searchsorted(number[by_set], np.arange(len(holders) + 1))
-    sets = [HolderSet(holders=ranks, boxes=by_set[bounds[one] : bounds[one + 1]]) for one, ranks in enumerate(holders)]
-    return sorted((one for one in sets if len(one.boxes)), key=lambda one: (len(one.holders), int(one.boxes[0])))
 
 
 def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
@@ -137,37 +244,6 @@ def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_I
         ):
             return number, first
         salt += 1
-
-
-def _balanced(boxes: Shared, sets: Sequence[HolderSet], levels: Levels, split_bytes: int) -> list[Parts]:
-    """The parts of all boxes of ``sets``; ``levels`` are the bytes that the ranks write anyway."""
-    sizes = [boxes.nbytes[one.boxes] for one in sets]
-    groups = [levels.holders(one.holders) for one in sets]
-    shares = fair_shares(levels, groups, [float(size.sum()) for size in sizes])
-    place_all = sum(len(one.boxes) for one in sets) <= _PLACED_ONE_BY_ONE
-    parts: list[Parts] = []
-    for one, group, size, share in zip(sets, groups, sizes, shares, strict=True):
-        reached = levels.ranks[one.holders]
-        # The fewer bytes a rank writes, the finer boxes are cut.
-        tolerated = int(reached.min(where=share > 0, initial=reached.max()) * _TOLERANCE)
-        # Earlier sets took other bytes than their shares, because boxes are not cut anywhere: this set evens that out.
-        levels.add(group, -share)
-        left = levels.shares_of(float(size.sum()), group)
-        lengths = boxes.length[one.boxes]
-        divisible = (lengths.prod(axis=1) * boxes.itemsize[one.boxes] == size) & (lengths > 1).any(axis=1)
-        cut = (size > max(split_bytes // 16, min(tolerated, split_bytes))) & divisible
-        taken = np.zeros(len(left))
-        if cut.any():
-            target = left * (size[cut].sum() / size.sum())
-            least = max(split_bytes // 64, min(tolerated, split_bytes // 16), 1)
-            cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, least, max(least, tolerated))
-            parts.append(cuts)
-        hosts = np.split(group.by_host, group.starts[1:])
-        holder = _place(size[~cut], left - taken, hosts, place_all=place_all)
-        nothing = np.zeros(len(holder), dtype=np.int64)
-        parts.append(Parts(one.boxes[~cut], holder, nothing - 1, nothing, nothing))
-        levels.add(group, taken + sums(holder, size[~cut], len(left)))
-    return parts
 
 
 def _cut(
@@ -198,7 +274,7 @@ def _cut(
         begin=(begin - starts[box]) // steps[box],
         stop=(stop - starts[box]) // steps[box],
     )
-    return parts, sums(holder, stop - begin, len(target))
+    return parts, np.bincount(holder, stop - begin, len(target)).astype(np.float64)
 
 
 def _borders(
@@ -237,7 +313,7 @@ def _place(sizes: _Int64s, left: _Floats, hosts: Sequence[_Int64s], *, place_all
     placed, dealt_out = np.split(descending, [len(sizes) - dealt])
     holder = np.empty(len(sizes), dtype=np.int64)
     holder[dealt_out] = np.arange(dealt) % holders
-    left = left - sums(holder[dealt_out], sizes[dealt_out], holders)
+    left = left - np.bincount(holder[dealt_out], weights=sizes[dealt_out], minlength=holders)
     singly = len(placed) if place_all else min(len(placed), _CORRECTIONS * holders)
     if singly < len(placed):
         chosen = np.zeros(len(placed), dtype=bool)
@@ -248,33 +324,18 @@ def _place(sizes: _Int64s, left: _Floats, hosts: Sequence[_Int64s], *, place_all
         room = np.cumsum(np.maximum(left, 0))
         middle = (ends - sizes[line] / 2) * (room[-1] / ends[-1])
         holder[line] = np.minimum(np.searchsorted(room, middle, side="right"), holders - 1)
-        left = left - sums(holder[line], sizes[line], holders)
-    holder[placed] = _by_most_left(sizes[placed].tolist(), left, hosts)
-    return holder
-
-
-def _by_most_left(sizes: Sequence[int], left: _Floats, hosts: Sequence[_Int64s]) -> list[int]:
-    """For each box, one after the other, the holder with the most left to take on the host with the most left."""
+        left = left - np.bincount(holder[line], weights=sizes[line], minlength=holders)
+    # One after the other to the holder with the most left to take on the host with the most left.
     of_hosts = [(-float(left[places].sum()), number) for number, places in enumerate(hosts)]
     of_ranks = [[(-float(left[place]), place) for place in places.tolist()] for places in hosts]
     for heap in (of_hosts, *of_ranks):
         heapq.heapify(heap)
     takers = []
-    for size in sizes:
+    for size in sizes[placed].tolist():
         excess, number = of_hosts[0]
         heapq.heapreplace(of_hosts, (excess + size, number))
-        ranks = of_ranks[number]
-        excess, place = ranks[0]
-        if len(ranks) > 1:
-            heapq.heapreplace(ranks, (excess + size, place))
+        excess, place = of_ranks[number][0]
+        heapq.heapreplace(of_ranks[number], (excess + size, place))
         takers.append(place)
-    return takers
-
-
-def cut_out(lo: _Int64s, length: _Int64s, parts: Parts) -> tuple[_Int64s, _Int64s]:
-    """The boxes of ``parts``, of which ``lo`` and ``length``, changed in place, are the whole boxes."""
-    split = np.flatnonzero(parts.dimension >= 0)
-    along = parts.dimension[split]
-    lo[split, along] += parts.begin[split]
-    length[split, along] = (parts.stop - parts.begin)[split]
-    return lo, length
+    holder[placed] = takers
+    return holder

@@ -12,7 +12,6 @@ A tensor with too many boxes for that counts as faulty: no way to shard makes te
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +33,16 @@ _PAIRS_AT_ONCE = 1 << 20
 """Pairs are compared in slices of so many, to bound the memory."""
 
 
+_Problem = Literal["out of bounds", "gap or overlap"]
+_Fault = tuple[_Problem, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoverageFault:
     """What is wrong with the boxes of tensor number ``tensor``; ``detail`` says where."""
 
     tensor: int
-    problem: Literal["out of bounds", "gap or overlap"]
+    problem: _Problem
     detail: str
 
 
@@ -50,7 +53,7 @@ class _Boxes(NamedTuple):
     lo: _Int64s
     length: _Int64s
 
-    def take(self, rows: _Int64s | _Bools | slice) -> _Boxes:
+    def take(self, rows: _Int64s | _Bools) -> _Boxes:
         return _Boxes(self.tensor[rows], self.lo[rows], self.length[rows])
 
 
@@ -66,25 +69,27 @@ def check_coverage(
     beyond the rank of a tensor have lo 0, length 1 and size 1. Empty boxes are allowed anywhere within the shape.
     """
     sizes = np.asarray(shapes, dtype=np.int64)
-    boxes = _Boxes(*(np.asarray(column, dtype=np.int64) for column in (tensor, lo, length)))
+    boxes = _Boxes(np.asarray(tensor, np.int64), np.asarray(lo, np.int64), np.asarray(length, np.int64))
     if len(boxes.tensor) and not 0 <= boxes.tensor.min() <= boxes.tensor.max() < len(sizes):
         raise ValueError(f"boxes name tensors outside of the {len(sizes)} that there are")
-    if len(boxes.tensor) <= _BOXES_AT_ONCE or bool((boxes.tensor[1:] < boxes.tensor[:-1]).any()):
-        return _faults(boxes, sizes)
-    ends = np.searchsorted(boxes.tensor, np.arange(len(sizes)), side="right")
+    is_sorted = not bool((boxes.tensor[1:] < boxes.tensor[:-1]).any())
+    ends = np.searchsorted(boxes.tensor, np.arange(len(sizes)), side="right") if is_sorted else np.zeros(0, np.int64)
     faults: list[CoverageFault] = []
     first = begin = 0
     while first < len(sizes):
-        stop = max(first + 1, int(np.searchsorted(ends, begin + _BOXES_AT_ONCE, side="right")))
-        end = int(ends[stop - 1])
-        part = boxes.take(slice(begin, end))
-        for fault in _faults(part._replace(tensor=part.tensor - first), sizes[first:stop]):
-            faults.append(dataclasses.replace(fault, tensor=fault.tensor + first))
+        stop, end = len(sizes), len(boxes.tensor)
+        if is_sorted and end - begin > _BOXES_AT_ONCE:
+            stop = max(first + 1, int(np.searchsorted(ends, begin + _BOXES_AT_ONCE, side="right")))
+            end = int(ends[stop - 1])
+        part = _Boxes(boxes.tensor[begin:end] - first, boxes.lo[begin:end], boxes.length[begin:end])
+        for number, fault in sorted(_faults(part, sizes[first:stop]).items()):
+            faults.append(CoverageFault(tensor=first + number, problem=fault[0], detail=fault[1]))
         first, begin = stop, end
     return faults
 
 
-def _faults(boxes: _Boxes, sizes: _Int64s) -> list[CoverageFault]:
+def _faults(boxes: _Boxes, sizes: _Int64s) -> dict[int, _Fault]:
+    """What is wrong, by tensor."""
     faults = _bounds_faults(boxes, sizes)
     unchecked: _Bools = np.all(sizes > 0, axis=1)
     unchecked[list(faults)] = False
@@ -99,16 +104,16 @@ def _faults(boxes: _Boxes, sizes: _Int64s) -> list[CoverageFault]:
     for number, start, stop in zip(numbers.tolist(), bounds, bounds[1:], strict=False):
         detail = _tiling_detail(boxes.lo[start:stop], boxes.length[start:stop], sizes[number])
         if detail is not None:
-            faults[number] = CoverageFault(tensor=number, problem="gap or overlap", detail=detail)
-    return [faults[number] for number in sorted(faults)]
+            faults[number] = "gap or overlap", detail
+    return faults
 
 
-def _bounds_faults(boxes: _Boxes, sizes: _Int64s) -> dict[int, CoverageFault]:
+def _bounds_faults(boxes: _Boxes, sizes: _Int64s) -> dict[int, _Fault]:
     """The faults of negative sizes and of boxes that are not within their tensor, by tensor."""
-    details = {
-        number: f"the shape {_shown(sizes[number], sizes[number])} has a negative size"
-        for number in np.flatnonzero((sizes < 0).any(axis=1)).tolist()
-    }
+    faults: dict[int, _Fault] = {}
+    for number in np.flatnonzero((sizes < 0).any(axis=1)).tolist():
+        shape = _shown(sizes[number], sizes[number])
+        faults[number] = "out of bounds", f"the shape {shape} has a negative size"
     size = sizes[boxes.tensor]
     # With lo and size not negative the difference cannot overflow; with one that is, the box is a fault whatever it is.
     inside = (boxes.lo >= 0) & (boxes.length >= 0) & (boxes.length <= size - boxes.lo)
@@ -117,11 +122,9 @@ def _bounds_faults(boxes: _Boxes, sizes: _Int64s) -> dict[int, CoverageFault]:
     for row, number in zip(outside[first].tolist(), numbers.tolist(), strict=True):
         shape = sizes[number]
         where = f"{_shown(boxes.lo[row], shape)} with lengths {_shown(boxes.length[row], shape)}"
-        details.setdefault(number, f"the box at {where} is not within the shape {_shown(shape, shape)}")
-    return {
-        number: CoverageFault(tensor=number, problem="out of bounds", detail=detail)
-        for number, detail in details.items()
-    }
+        detail = f"the box at {where} is not within the shape {_shown(shape, shape)}"
+        faults.setdefault(number, ("out of bounds", detail))
+    return faults
 
 
 def _shown(coordinates: _Int64s, shape: _Int64s) -> str:

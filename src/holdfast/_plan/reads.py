@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._plan.shares import scrambled
 from holdfast._values.box import Box
+from holdfast._values.digest import scrambled
 
 _Int64s = npt.NDArray[np.int64]
 

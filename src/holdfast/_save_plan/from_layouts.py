@@ -9,7 +9,7 @@ the same. What a rank holds follows from layout and rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,15 +17,14 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast._plan.holdings import HeldRows, Holding, holding_of
-from holdfast._plan.shares import MemberBoxes, box_words, boxes_on_mesh
+from holdfast._plan.holdings import HeldRows, Holding, boxes_on_mesh, holding_of
 from holdfast._save_plan.plans import UNKNOWN, LocalLeaves, agreed_heads, properties_of
-from holdfast._save_plan.together import JointPlan
+from holdfast._save_plan.together import JointPlan, joint_plan
 from holdfast._state.nested import Path, TupleIndex, TypedKey
 from holdfast._state.pieces import Spread
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
 from holdfast._values.box import Split
-from holdfast._values.digest import name_words
+from holdfast._values.digest import box_words, name_words
 from holdfast._values.lazy import cached_property
 from holdfast.planner import TensorHead, WriteColumns, padded
 
@@ -35,20 +34,20 @@ WHOLE = -1
 """The rule of a key that every rank has whole."""
 
 
-class _Mesh(msgspec.Struct, frozen=True, array_like=True):
+class Mesh(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
-_NOWHERE = _Mesh((), ())
+_NOWHERE = Mesh((), ())
 
 
-class _Rule(msgspec.Struct, frozen=True, array_like=True, tag="spread"):
+class Rule(msgspec.Struct, frozen=True, array_like=True, tag="spread"):
     mesh: int
     splits: tuple[tuple[Split, ...], ...]
 
 
-class _Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
+class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
     lo: tuple[tuple[int, ...], ...]
     length: tuple[tuple[int, ...], ...]
 
@@ -57,8 +56,8 @@ class _Text(msgspec.Struct, frozen=True, array_like=True):
     keys: list[str]
     heads: list[_Head | None]
     rules: list[int]
-    spreads: list[_Rule | _Listed]
-    meshes: list[_Mesh]
+    spreads: list[Rule | Listed]
+    meshes: list[Mesh]
     steps: list[object]
     lenient: list[str] = []
 
@@ -87,48 +86,45 @@ class Layout:
         return _decode(self.text)
 
     @cached_property
-    def keys(self) -> list[str]:
-        """The keys, in the order in which the ranks have them."""
-        return self.said.keys
-
-    @cached_property
     def heads(self) -> list[TensorHead | None]:
         """What every key is."""
-        return [None if head is None else _head_of(head) for head in self.said.heads]
+        heads: list[TensorHead | None] = []
+        for said in self.said.heads:
+            if said is None:
+                heads.append(None)
+            else:
+                dtype, size, requires_grad, alias_of, kind = said
+                properties = properties_of(torch_dtype(dtype), requires_grad)
+                heads.append(TensorHead(properties, torch.Size(size), alias_of, kind))
+        return heads
 
-    @property
-    def rules(self) -> list[int]:
-        """The number of each key's rule; WHOLE where there is none."""
-        return self.said.rules
+    def held(self, rule: int, size: tuple[int, ...], ranks: np.ndarray, names: np.ndarray) -> HeldRows:
+        """What ``ranks``, which have this layout, hold of a tensor of ``size`` under that rule.
 
-    @cached_property
-    def lenient(self) -> frozenset[str]:
-        """The keys whose contents may differ between ranks."""
-        return frozenset(self.said.lenient)
-
-    def boxes(self, rule: int, size: tuple[int, ...], ranks: np.ndarray) -> MemberBoxes:
-        """What ``ranks``, which have this layout, hold of a tensor of ``size`` under that rule; by rank.
-
-        The member of a box is its rank's place in ``ranks``.
+        ``names`` are their numbers in meshes.
         """
+        count = len(ranks)
         if rule == WHOLE:
-            lo, length = (np.empty((len(ranks), len(size)), dtype=np.int64) for _ in range(2))
-            lo[:], length[:] = 0, size
-            return MemberBoxes(member=np.arange(len(ranks)), lo=lo, length=length)
+            lo, length = np.zeros((count, len(size)), dtype=np.int64), np.empty((count, len(size)), dtype=np.int64)
+            length[:] = size
+            return HeldRows(rank=ranks, lo=lo, length=length)
         spread = self.said.spreads[rule]
-        if isinstance(spread, _Listed):
-            lo, length = (np.array(each, dtype=np.int64).reshape(-1, len(size)) for each in (spread.lo, spread.length))
-            member = np.repeat(np.arange(len(ranks)), len(lo))
-            return MemberBoxes(member=member, lo=np.tile(lo, (len(ranks), 1)), length=np.tile(length, (len(ranks), 1)))
+        if isinstance(spread, Listed):
+            lo = np.array(spread.lo, dtype=np.int64).reshape(-1, len(size))
+            length = np.array(spread.length, dtype=np.int64).reshape(-1, len(size))
+            everyones = np.tile(lo, (count, 1)), np.tile(length, (count, 1))
+            return HeldRows(rank=np.repeat(ranks, len(lo)), lo=everyones[0], length=everyones[1])
         mesh = self.said.meshes[spread.mesh]
         found = boxes_on_mesh(size, mesh.shape, spread.splits)
-        names = np.array(mesh.ranks, dtype=np.int64)
-        place = np.full(max(int(names.max(initial=-1)), int(ranks.max(initial=-1))) + 1, -1, dtype=np.int64)
-        place[ranks] = np.arange(len(ranks))
-        member = place[names[found.member]]
-        order = np.argsort(member, kind="stable")
-        order = order[np.searchsorted(member[order], 0) :]
-        return MemberBoxes(member=member[order], lo=found.lo[order], length=found.length[order])
+        members = np.array(mesh.ranks, dtype=np.int64)
+        place = np.full(max(int(members.max(initial=-1)), int(names.max(initial=-1))) + 1, -1, dtype=np.int64)
+        place[names] = np.arange(count)
+        holder = place[members[found.rank]]
+        order = np.argsort(holder, kind="stable")
+        order = order[np.searchsorted(holder[order], 0) :]
+        holder = holder[order]
+        is_everyone = len(holder) == count and bool((np.diff(holder) == 1).all())  # then they share one array
+        return HeldRows(rank=ranks if is_everyone else ranks[holder], lo=found.lo[order], length=found.length[order])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,16 +137,16 @@ class Members:
 
 def all_keys(layouts: Iterable[Layout]) -> list[str]:
     """The keys of all of them, each where it comes first."""
-    return list(dict.fromkeys(key for layout in layouts for key in layout.keys))
+    return list(dict.fromkeys(key for layout in layouts for key in layout.said.keys))
 
 
 def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Members]:
     """The keys of all layouts by the ranks that have them, by lowest rank: so what many layouts share is there once."""
     if len(layouts) == 1:
         return [Members(layout=layouts[0], ranks=np.arange(len(layout_of_rank)))]
-    lenient = frozenset[str]().union(*(layout.lenient for layout in layouts))
+    lenient = frozenset[str]().union(*(layout.said.lenient for layout in layouts))
     owners: dict[tuple[str, _Head | None, int], list[int]] = {}
-    spreads: dict[tuple[_Mesh, _Rule | _Listed], int] = {}
+    spreads: dict[tuple[Mesh, Rule | Listed], int] = {}
     for number, layout in enumerate(layouts):
         said = layout.said
         known = [spreads.setdefault(_with_mesh(rule, said.meshes), len(spreads)) for rule in said.spreads]
@@ -168,31 +164,31 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     return sorted(found, key=lambda each: int(each.ranks[0]))
 
 
-def _with_mesh(rule: _Rule | _Listed, meshes: list[_Mesh]) -> tuple[_Mesh, _Rule | _Listed]:
+def _with_mesh(rule: Rule | Listed, meshes: list[Mesh]) -> tuple[Mesh, Rule | Listed]:
     """What tells rules of different layouts apart: the mesh itself, whatever its number."""
-    return (_NOWHERE, rule) if isinstance(rule, _Listed) else (meshes[rule.mesh], _Rule(0, rule.splits))
+    return (_NOWHERE, rule) if isinstance(rule, Listed) else (meshes[rule.mesh], Rule(0, rule.splits))
 
 
 def _made_of(
     atoms: list[tuple[str, _Head | None, int]],
-    rules: list[tuple[_Mesh, _Rule | _Listed]],
+    rules: list[tuple[Mesh, Rule | Listed]],
     paths: dict[str, Path] | None,
     lenient: frozenset[str],
 ) -> Layout:
     """The layout of these keys; the rules that they have are numbered anew."""
-    meshes: dict[_Mesh, int] = {}
+    meshes: dict[Mesh, int] = {}
     used: dict[int, int] = {}
     for _, _, rule in atoms:
         if rule != WHOLE:
             used.setdefault(rule, len(used))
     keys = [key for key, _, _ in atoms]
     mine = None if paths is None else {key: paths[key] for key in keys if key in paths}
-    return _layout(
+    return described(
         keys,
         [head for _, head, _ in atoms],
         [used.get(rule, WHOLE) for _, _, rule in atoms],
         spreads=[
-            said if isinstance(said, _Listed) else _Rule(meshes.setdefault(mesh, len(meshes)), said.splits)
+            said if isinstance(said, Listed) else Rule(meshes.setdefault(mesh, len(meshes)), said.splits)
             for mesh, said in (rules[rule] for rule in used)
         ],
         meshes=meshes,
@@ -203,83 +199,57 @@ def _made_of(
 
 def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout:
     """The layout of these leaves; of those whose pieces follow no rule, the boxes are listed."""
-    rules: dict[tuple[int, tuple[tuple[Split, ...], ...]] | _Listed, int] = {}
-    meshes: dict[_Mesh, int] = {}
+    rules: dict[tuple[int, tuple[tuple[Split, ...], ...]] | Listed, int] = {}
+    meshes: dict[Mesh, int] = {}
     known: dict[int, int] = {}  # the same by identity, which is looked up sooner
     numbers = [WHOLE] * len(local.spreads)
     for which, spread in enumerate(local.spreads):
         if isinstance(spread, Spread):
             mesh = known.get(id(spread.mesh))
             if mesh is None:
-                mesh = known[id(spread.mesh)] = meshes.setdefault(_mesh_of(spread), len(meshes))
+                ranks = spread.mesh.mesh
+                named = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+                mesh = known[id(spread.mesh)] = meshes.setdefault(named, len(meshes))
             numbers[which] = rules.setdefault((mesh, spread.splits), len(rules))
         elif spread == UNKNOWN:
             boxes = [piece.box for piece in local.pieces[local.columns.keys[which]].pieces]
-            listed = _Listed(tuple(box.offsets for box in boxes), tuple(box.lengths for box in boxes))
+            listed = Listed(tuple(box.offsets for box in boxes), tuple(box.lengths for box in boxes))
             numbers[which] = rules.setdefault(listed, len(rules))
-    return _layout(
+    return described(
         local.columns.keys,
-        [None if head is None else _head_text(head) for head in local.columns.heads],
+        [None if head is None else head_text(head) for head in local.columns.heads],
         numbers,
-        spreads=[said if isinstance(said, _Listed) else _Rule(*said) for said in rules],
+        spreads=[said if isinstance(said, Listed) else Rule(*said) for said in rules],
         meshes=meshes,
         paths=paths,
         lenient=local.columns.lenient,
     )
 
 
-def described(
-    keys: list[str],
-    heads: Sequence[TensorHead | None],
-    rules: list[int],
-    *,
-    spreads: Sequence[tuple[int, tuple[tuple[Split, ...], ...]]] = (),
-    meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = (),
-    paths: dict[str, Path] | None = None,
-) -> Layout:
-    """The layout of these keys: each has a rule, which is WHOLE or the number of a spread (mesh number and splits).
-
-    A mesh is its shape and the ranks in it, row by row.
-    """
-    texts = [None if head is None else _head_text(head) for head in heads]
-    stored = [_Mesh(shape, ranks) for shape, ranks in meshes]
-    return _layout(keys, texts, rules, spreads=[_Rule(*said) for said in spreads], meshes=stored, paths=paths)
-
-
-def _layout(
-    keys: list[str],
-    heads: list[_Head | None],
-    rules: list[int],
-    *,
-    spreads: list[_Rule | _Listed],
-    meshes: Iterable[_Mesh],
-    paths: dict[str, Path] | None,
-    lenient: frozenset[str] = frozenset(),
-) -> Layout:
-    text = _Text(keys, heads, rules, spreads, list(meshes), _steps(paths, keys), sorted(lenient.intersection(keys)))
-    return Layout(text=_encode(text), paths=paths)
-
-
-def _mesh_of(spread: Spread) -> _Mesh:
-    ranks = spread.mesh.mesh
-    return _Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
-
-
-def _head_text(head: TensorHead) -> _Head:
+def head_text(head: TensorHead) -> _Head:
     properties = head.properties
     return DTYPE_NAMES[properties.dtype], head.size, properties.requires_grad, head.alias_of, head.kind
 
 
-def _head_of(said: _Head) -> TensorHead:
-    dtype, size, requires_grad, alias_of, kind = said
-    return TensorHead(properties_of(torch_dtype(dtype), requires_grad), torch.Size(size), alias_of, kind)
+def described(
+    keys: list[str],
+    heads: list[_Head | None],
+    rules: list[int],
+    *,
+    spreads: Sequence[Rule | Listed] = (),
+    meshes: Iterable[Mesh] = (),
+    paths: dict[str, Path] | None = None,
+    lenient: frozenset[str] = frozenset(),
+) -> Layout:
+    """The layout of these keys: the rule of each is WHOLE or the number of a spread.
 
-
-def _steps(paths: Mapping[str, Path] | None, keys: list[str]) -> list[object]:
-    """The paths of the keys with the types of their steps: an int key equals its text, a tuple's place a list's."""
-    if paths is None:
-        return []
-    return [[step if type(step) is str else _step(step) for step in paths.get(key, ())] for key in keys]
+    The text has the types of the steps of paths: an int key equals its text, a tuple's place a list's.
+    """
+    steps: list[object] = []
+    for key in keys if paths is not None else ():
+        steps.append([step if type(step) is str else _step(step) for step in (paths or {}).get(key, ())])
+    text = _Text(keys, heads, rules, list(spreads), list(meshes), steps, sorted(lenient.intersection(keys)))
+    return Layout(text=_encode(text), paths=paths)
 
 
 def _step(step: object) -> object:
@@ -291,126 +261,38 @@ def _step(step: object) -> object:
 _Kind = tuple[int, int, tuple[int, ...]]  # class, rule, size
 
 
-class LayoutPlan(JointPlan):
-    """Who writes what, from the layouts of all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayoutRows:
+    """What every rank holds, by the classes that it is a member of.
 
-    Args:
-        classes: what each rank has, as the classes that it is a member of.
-        keys: all keys in the order that the metadata has them in.
-        job_ranks: the number that meshes have for each rank.
-        to_lowest_rank: what several ranks hold is written by the lowest of them.
-        hosts: the number of each rank's host, where that makes a difference.
-
-    Raises:
-        InvalidStateError: the boxes of a tensor do not tile it exactly.
-        RankDisagreementError: layouts say different things of one key.
+    ``kinds`` has the kind of each key of each class, ``held`` the rows of each kind, which keys of one kind share.
     """
 
-    def __init__(
-        self,
-        classes: Sequence[Members],
-        keys: list[str],
-        job_ranks: np.ndarray,
-        *,
-        to_lowest_rank: bool = False,
-        hosts: np.ndarray | None = None,
-    ) -> None:
-        self.classes = classes
-        self.job_ranks = job_ranks
-        self._rows: dict[_Kind, HeldRows] = {}
-        self._holdings: dict[tuple[_Kind, ...], Holding] = {}
-        heads, holdings = self._gather(keys)
-        lenient = frozenset[str]().union(*(members.layout.lenient for members in classes))
-        super().__init__(heads, holdings, len(job_ranks), to_lowest_rank=to_lowest_rank, hosts=hosts, lenient=lenient)
+    classes: Sequence[Members]
+    kinds: list[list[_Kind]]
+    held: dict[_Kind, HeldRows]
+    classes_of_rank: list[list[int]]
+    lenient: frozenset[str]
 
-    def _gather(self, keys: list[str]) -> tuple[dict[str, TensorHead | None], list[Holding]]:
-        kinds: dict[str, list[_Kind]] = {}
-
-        def said() -> Iterator[tuple[int, str, TensorHead | None, bool]]:
-            for number, members in enumerate(self.classes):
-                rank, layout = int(members.ranks[0]), members.layout
-                for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
-                    kind = (number, rule, () if head is None else tuple(head.size))
-                    kinds.setdefault(key, []).append(kind)
-                    yield rank, key, head, len(self._held_rows(kind).rank) > 0
-
-        heads = agreed_heads(said())
-        return {key: heads[key] for key in keys}, [self._holding(tuple(kinds[key])) for key in keys]
-
-    def _held_rows(self, kind: _Kind) -> HeldRows:
-        if kind not in self._rows:
-            number, rule, size = kind
-            members = self.classes[number].ranks
-            found = self.classes[number].layout.boxes(rule, size, self.job_ranks[members])
-            is_everyone = len(found.member) == len(members) and bool((np.diff(found.member) == 1).all())
-            rank = members if is_everyone else members[found.member]
-            self._rows[kind] = HeldRows(rank=rank, lo=found.lo, length=found.length)
-        return self._rows[kind]
-
-    def _holding(self, kinds: tuple[_Kind, ...]) -> Holding:
-        if kinds not in self._holdings:
-            self._holdings[kinds] = holding_of([self._held_rows(kind) for kind in kinds])
-        return self._holdings[kinds]
-
-    def row_digests(self) -> np.ndarray:
-        """What ``rows_digest`` makes of each rank's local rows, if they are as its layout says."""
-        digests = np.zeros(self.ranks, dtype=np.uint64)
-        factors: dict[int, int] = {}
-        parts: dict[int, HeldRows] = {}
-        for factor, holding in zip(name_words(self.keys).tolist(), self.holdings, strict=True):
-            for part in holding.parts:
-                parts[id(part)] = part
-                factors[id(part)] = (factors.get(id(part), 0) + factor) % (1 << 64)
-        for number, part in parts.items():
-            np.add.at(digests, part.rank, box_words(part.lo, part.length) * np.uint64(factors[number]))
-        return digests
-
-    def changed_heads(self, rank: int) -> dict[str, TensorHead | None]:
-        """What all ranks together say of the keys of ``rank``, where that is not what it says itself."""
-        changed: dict[str, TensorHead | None] = {}
-        for number in self.classes_of_rank[rank]:
-            changed.update(self._changed_in_class[number])
-        return changed
-
-    @cached_property
-    def classes_of_rank(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.ranks)]
-        for number, members in enumerate(self.classes):
-            for rank in members.ranks.tolist():
-                found[rank].append(number)
-        return found
-
-    @cached_property
-    def _changed_in_class(self) -> list[dict[str, TensorHead | None]]:
-        return [
-            {
-                key: together
-                for key, head in zip(members.layout.keys, members.layout.heads, strict=True)
-                if (together := self.heads[self.numbers[key]]) is not head and together != head
-            }
-            for members in self.classes
-        ]
-
-    def rows_of(self, rank: int) -> WriteColumns:
+    def of(self, rank: int) -> WriteColumns:
         """All that ``rank`` holds, by the names of its keys."""
-        found: dict[str, tuple[TensorHead | None, int, HeldRows]] = {}
+        found: dict[str, tuple[TensorHead | None, _Kind]] = {}
         for number in self.classes_of_rank[rank]:
             layout = self.classes[number].layout
-            for key, head, rule in zip(layout.keys, layout.heads, layout.rules, strict=True):
-                size = () if head is None else tuple(head.size)
-                found[key] = head, rule, self._held_rows((number, rule, size))
+            for key, head, kind in zip(layout.said.keys, layout.heads, self.kinds[number], strict=True):
+                found[key] = head, kind
         names = sorted(found)
         lows: list[list[int]] = []
         lengths: list[list[int]] = []
         owners: list[int] = []
         for which, name in enumerate(names):
-            rows = found[name][2]
+            rows = self.held[found[name][1]]
             start, stop = np.searchsorted(rows.rank, [rank, rank + 1]).tolist()
             lows += rows.lo[start:stop].tolist()
             lengths += rows.length[start:stop].tolist()
             owners += [which] * (stop - start)
         owner = np.array(owners, dtype=np.int64)
-        is_shard = np.array([found[name][1] != WHOLE for name in names], dtype=bool)
+        is_shard = np.array([found[name][1][1] != WHOLE for name in names], dtype=bool)
         return WriteColumns(
             keys=names,
             heads=[found[name][0] for name in names],
@@ -421,3 +303,68 @@ class LayoutPlan(JointPlan):
             is_shard=is_shard[owner],
             lenient=self.lenient.intersection(names),
         )
+
+
+def layout_rows(classes: Sequence[Members], job_ranks: np.ndarray) -> LayoutRows:
+    """What all ranks hold; ``job_ranks`` has the number that meshes have for each."""
+    kinds: list[list[_Kind]] = []
+    held: dict[_Kind, HeldRows] = {}
+    classes_of_rank: list[list[int]] = [[] for _ in job_ranks]
+    for number, members in enumerate(classes):
+        for rank in members.ranks.tolist():
+            classes_of_rank[rank].append(number)
+        said, names = members.layout.said, job_ranks[members.ranks]
+        kinds.append([])
+        for head, rule in zip(said.heads, said.rules, strict=True):
+            kind = number, rule, () if head is None else head[1]
+            kinds[-1].append(kind)
+            if kind not in held:
+                held[kind] = members.layout.held(rule, kind[2], members.ranks, names)
+    lenient = frozenset[str]().union(*(members.layout.said.lenient for members in classes))
+    return LayoutRows(classes=classes, kinds=kinds, held=held, classes_of_rank=classes_of_rank, lenient=lenient)
+
+
+def plan_layouts(
+    rows: LayoutRows, keys: list[str], *, to_lowest_rank: bool = False, hosts: np.ndarray | None = None
+) -> JointPlan:
+    """Who writes what of these rows; ``keys`` are all keys in the order that the metadata has them in.
+
+    InvalidStateError where the boxes of a tensor do not tile it exactly, RankDisagreementError where layouts say
+    different things of one key.
+    """
+    said: list[tuple[int, str, TensorHead | None, bool]] = []
+    by_key: dict[str, list[_Kind]] = {key: [] for key in keys}
+    for members, kinds in zip(rows.classes, rows.kinds, strict=True):
+        rank, layout = int(members.ranks[0]), members.layout
+        for key, head, kind in zip(layout.said.keys, layout.heads, kinds, strict=True):
+            said.append((rank, key, head, len(rows.held[kind].rank) > 0))
+            by_key[key].append(kind)
+    heads = agreed_heads(said)
+    known: dict[tuple[_Kind, ...], Holding] = {}
+    holdings = []
+    for key in keys:
+        together = tuple(by_key[key])
+        if together not in known:
+            known[together] = holding_of([rows.held[kind] for kind in together])
+        holdings.append(known[together])
+    return joint_plan(
+        {key: heads[key] for key in keys},
+        holdings,
+        len(rows.classes_of_rank),
+        to_lowest_rank=to_lowest_rank,
+        hosts=hosts,
+        lenient=rows.lenient,
+    )
+
+
+def row_digests(plan: JointPlan) -> np.ndarray:
+    """What ``rows_digest`` makes of each rank's local rows, if they are as its layout says."""
+    digests = np.zeros(plan.ranks, dtype=np.uint64)
+    factors: dict[int, tuple[HeldRows, int]] = {}
+    for factor, holding in zip(name_words(plan.keys).tolist(), plan.holdings, strict=True):
+        for part in holding.parts:
+            _, before = factors.get(id(part), (part, 0))
+            factors[id(part)] = part, (before + factor) % (1 << 64)
+    for part, factor in factors.values():
+        np.add.at(digests, part.rank, box_words(part.lo, part.length) * np.uint64(factor))
+    return digests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -12,9 +13,8 @@ import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
 from holdfast._plan.coverage import widened
-from holdfast._plan.holdings import HeldRows, holding_of
-from holdfast._plan.shares import box_words, scrambled
-from holdfast._save_plan.together import JointPlan, chosen_columns
+from holdfast._plan.holdings import HeldRows, Holding, holding_of
+from holdfast._save_plan.together import JointPlan, chosen_columns, joint_plan
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
 from holdfast._state.tensors import (
     DTYPE_NAMES,
@@ -24,7 +24,7 @@ from holdfast._state.tensors import (
     fingerprint_of_value,
     plain_address,
 )
-from holdfast._values.digest import name_words
+from holdfast._values.digest import row_words
 from holdfast._values.dtypes import MAX_DIMENSIONS, MAX_FILE_BYTES
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError, RankDisagreementError
@@ -46,112 +46,118 @@ EVERYWHERE, UNKNOWN = "everywhere", "unknown"
 _ZEROS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalLeaves:
     """The leaves of one rank's state: ``columns`` to be planned, ``pieces`` of the leaves that are sharded.
 
-    ``memory`` has those that are plain tensors.
-    ``replica_check`` says how the contents of what several ranks may hold are compared: "sample", "all" or "off";
-    ``lenient`` are keys of which they may differ.
+    ``memory`` has those that are plain tensors, ``contents`` what each row stands for.
     ``spreads`` tells for each key how it is spread: EVERYWHERE where each rank has all of it, over a mesh, or UNKNOWN
     where only the rank itself knows what it holds.
     """
 
-    def __init__(
-        self, leaves: STATE_DICT_TYPE, *, replica_check: str = "off", lenient: frozenset[str] = frozenset()
-    ) -> None:
-        self.pieces: dict[str, Pieces] = {}
-        self.memory: dict[str, Memory] = {}
-        self.spreads: list[Spread | str] = []
-        self._contents: list[object] = []
-        self._heads: list[TensorHead | None] = []
-        self._rows: list[_Row] = []
-        self._firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        self._sharded_firsts: dict[_Memory, str] = {}
-        for number, (key, leaf) in enumerate(leaves.items()):
-            self._add(number, key, leaf)
-        # One tuple for each row, and columns of them at the end: the cheapest way to thousands of rows.
-        numbers, lows, lengths, is_shard = zip(*self._rows, strict=True) if self._rows else [()] * 4
-        self.columns = WriteColumns(
-            keys=list(leaves),
-            heads=self._heads,
-            key=np.array(numbers, dtype=np.int64),
-            lo=padded(lows, fill=0),
-            length=padded(lengths, fill=1),
-            hint=np.zeros(len(self._rows), dtype=np.int64),
-            is_shard=np.array(is_shard, dtype=bool),
-            fingerprint=self.fingerprints(np.arange(len(self._rows)), replica_check),
-            lenient=lenient,
-        )
+    columns: WriteColumns
+    pieces: dict[str, Pieces]
+    memory: dict[str, Memory]
+    spreads: list[Spread | str]
+    contents: list[object]
 
     def fingerprints(self, rows: np.ndarray, replica_check: str) -> np.ndarray:
         """What tells the contents of these rows apart, looked at as ``replica_check`` says; 0 where nobody looked."""
-        if replica_check == "off":
-            return np.zeros(len(rows), dtype=np.uint64)
-        everything = replica_check == "all"
-        return np.array(
-            [
-                fingerprint_of_tensor(content, everything=everything)
-                if isinstance(content, torch.Tensor)
-                else fingerprint_of_value(content)
-                for content in map(self._contents.__getitem__, rows.tolist())
-            ],
-            dtype=np.uint64,
+        found = np.zeros(len(rows), dtype=np.uint64)
+        for place, row in enumerate(rows.tolist() if replica_check != "off" else ()):
+            content = self.contents[row]
+            if isinstance(content, torch.Tensor):
+                found[place] = fingerprint_of_tensor(content, everything=replica_check == "all")
+            else:
+                found[place] = fingerprint_of_value(content)
+        return found
+
+    def looked_at(self, replica_check: str) -> WriteColumns:
+        """The columns with the fingerprints of all rows."""
+        return dataclasses.replace(
+            self.columns, fingerprint=self.fingerprints(np.arange(len(self.contents)), replica_check)
         )
 
-    def _add(self, number: int, key: str, leaf: object) -> None:
+
+def local_leaves(leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset()) -> LocalLeaves:
+    """What one rank has to write; the contents of the keys ``lenient`` may differ between ranks.
+
+    InvalidStateError for a tensor that has nothing to store.
+    """
+    heads: list[TensorHead | None] = []
+    rows: list[_Row] = []
+    contents: list[object] = []
+    spreads: list[Spread | str] = []
+    pieces: dict[str, Pieces] = {}
+    memory: dict[str, Memory] = {}
+    firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    sharded_firsts: dict[_Memory, str] = {}
+    for number, (key, leaf) in enumerate(leaves.items()):
+        head = None
         if isinstance(leaf, torch.Tensor):
             address = plain_address(leaf)
             if address and leaf.dtype in DTYPE_NAMES:
-                self.memory[key] = leaf, address
+                memory[key] = leaf, address
+            elif is_sharded(leaf):
+                held = pieces[key] = pieces_of(key, leaf)
+                for piece in held.pieces:
+                    check_savable(key, piece.tensor)
+                    rows.append((number, piece.box.offsets, piece.box.lengths, True))
+                    contents.append(piece.tensor)
+                spreads.append(held.spread or UNKNOWN)
+                heads.append(_sharded_head(key, held, sharded_firsts))
+                continue
             else:
-                if is_sharded(leaf):
-                    self._add_sharded(number, key, leaf)
-                    return
                 check_savable(key, leaf)
                 address = leaf.data_ptr()
-            self._add_whole(number, leaf, self._head_of(key, leaf, address))
+            head = _head_of(key, leaf, address, firsts)
         elif isinstance(leaf, np.ndarray):
-            tensor = as_tensor(key, leaf)
-            self._add_whole(number, tensor, TensorHead(properties_of(tensor.dtype, False), tensor.shape, None, "numpy"))
-        else:
-            self._heads.append(None)
-            self._rows.append((number, (), (), False))
-            self._contents.append(leaf)
-            self.spreads.append(EVERYWHERE)
+            leaf = as_tensor(key, leaf)
+            head = TensorHead(properties_of(leaf.dtype, False), leaf.shape, None, "numpy")
+        shape: tuple[int, ...] = () if head is None else head.size
+        heads.append(head)
+        rows.append((number, _ZEROS[len(shape)], shape, False))
+        contents.append(leaf)
+        spreads.append(EVERYWHERE)
+    # One tuple for each row, and columns of them at the end: the cheapest way to thousands of rows.
+    numbers, lows, lengths, is_shard = zip(*rows, strict=True) if rows else [()] * 4
+    columns = WriteColumns(
+        keys=list(leaves),
+        heads=heads,
+        key=np.array(numbers, dtype=np.int64),
+        lo=padded(lows, fill=0),
+        length=padded(lengths, fill=1),
+        hint=np.zeros(len(rows), dtype=np.int64),
+        is_shard=np.array(is_shard, dtype=bool),
+        lenient=lenient,
+    )
+    return LocalLeaves(columns=columns, pieces=pieces, memory=memory, spreads=spreads, contents=contents)
 
-    def _add_whole(self, number: int, tensor: torch.Tensor, head: TensorHead) -> None:
-        shape = head.size
-        self._heads.append(head)
-        self._rows.append((number, _ZEROS[len(shape)], shape, False))
-        self._contents.append(tensor)
-        self.spreads.append(EVERYWHERE)
 
-    def _add_sharded(self, number: int, key: str, leaf: torch.Tensor) -> None:
-        self.pieces[key] = pieces = pieces_of(key, leaf)
-        for piece in pieces.pieces:
-            check_savable(key, piece.tensor)
-            self._rows.append((number, piece.box.offsets, piece.box.lengths, True))
-            self._contents.append(piece.tensor)
-        self.spreads.append(pieces.spread or UNKNOWN)
-        alias_of = None
-        if pieces.pieces:
-            memory = tuple((piece.tensor.data_ptr(), piece.box, piece.tensor.stride()) for piece in pieces.pieces)
-            first = self._sharded_firsts.setdefault((pieces.size, pieces.dtype, memory), key)
-            alias_of = None if first == key else first
-        self._heads.append(TensorHead(properties_of(pieces.dtype, pieces.requires_grad), pieces.size, alias_of))
+def _sharded_head(key: str, pieces: Pieces, firsts: dict[_Memory, str]) -> TensorHead:
+    """What a sharded tensor is; tied to the first one that has just the same pieces in the same memory."""
+    alias_of = None
+    if pieces.pieces:
+        memory = tuple((piece.tensor.data_ptr(), piece.box, piece.tensor.stride()) for piece in pieces.pieces)
+        first = firsts.setdefault((pieces.size, pieces.dtype, memory), key)
+        alias_of = None if first == key else first
+    return TensorHead(properties_of(pieces.dtype, pieces.requires_grad), pieces.size, alias_of)
 
-    def _head_of(self, key: str, tensor: torch.Tensor, address: int) -> TensorHead:
-        """What ``tensor`` is; tied to the first one that has just the same memory."""
-        alias_of = None
-        shape = tensor.shape
-        if 0 not in shape:
-            mine = key, tensor
-            neighbours = self._firsts.setdefault(address, [mine])
-            if neighbours[0] is not mine:
-                alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
-                if alias_of is None:
-                    neighbours.append(mine)
-        return TensorHead(properties_of(tensor.dtype, tensor.requires_grad), shape, alias_of)
+
+def _head_of(
+    key: str, tensor: torch.Tensor, address: int, firsts: dict[int, list[tuple[str, torch.Tensor]]]
+) -> TensorHead:
+    """What ``tensor`` is; tied to the first one that has just the same memory."""
+    alias_of = None
+    shape = tensor.shape
+    if 0 not in shape:
+        mine = key, tensor
+        neighbours = firsts.setdefault(address, [mine])
+        if neighbours[0] is not mine:
+            alias_of = next((other for other, first in neighbours if _is_same_memory(first, tensor)), None)
+            if alias_of is None:
+                neighbours.append(mine)
+    return TensorHead(properties_of(tensor.dtype, tensor.requires_grad), shape, alias_of)
 
 
 def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -194,7 +200,7 @@ def plan_together(
     tables, heads = _tables(plans)
     differing = check_contents(tables)
     plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole, hosts=hosts)
-    return _plans(plans, tables, plan), dataclasses.replace(plan.metadata(), differing=differing)
+    return _plans(plans, tables, plan), Metadata(LazyDict(plan.keys, plan), differing=differing)
 
 
 def without_replicas(plans: list[SavePlan], *, to_lowest_rank: bool = False) -> list[SavePlan]:
@@ -213,9 +219,9 @@ def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tu
     plan = _planned(tables, heads, to_lowest_rank=True, is_whole=True)
     for key, head, holding in zip(plan.keys, plan.heads, plan.holdings, strict=True):
         if len(holding.shared):
-            what, times = "the value" if head is None else "a piece", int(holding.holders[holding.shared[0]])
+            what, times = "the value" if head is None else "a piece", len(holding.holders_of(holding.shared[0]))
             raise InvalidStateError(f"the plans have {what} of {key!r} {times} times; keep it in one", key=key)
-    return _plans(plans, tables, plan) if rewrite_index_hints else plans, plan.metadata()
+    return _plans(plans, tables, plan) if rewrite_index_hints else plans, Metadata(LazyDict(plan.keys, plan))
 
 
 def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
@@ -228,7 +234,7 @@ def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
         [np.zeros(len(table), np.uint64) if table.fingerprint is None else table.fingerprint for table in tables]
     )
     looked = np.flatnonzero(said)
-    words = [name_words(table.keys)[table.key] ^ scrambled(box_words(table.lo, table.length)) for table in tables]
+    words = [row_words(table.keys, table.key, table.lo, table.length) for table in tables]
     rank = np.repeat(np.arange(len(tables)), [len(table) for table in tables])[looked]
     names = [table.keys[which] for table in tables for which in table.key.tolist()]
     said = said[looked]
@@ -284,9 +290,9 @@ def _planned(
         wide = slice(0, 0 if head is None else len(head.size))
         held = HeldRows(rank=rank[mine], lo=lo[mine, wide], length=length[mine, wide])
         holdings.append(holding_of([held]))
-        if holdings[-1].has_repetitions:
+        if _has_repetitions(holdings[-1]):
             raise InvalidStateError(f"the plan of a rank has a piece of {key!r} twice; save it once", key=key)
-    return JointPlan(
+    return joint_plan(
         heads,
         holdings,
         len(tables),
@@ -296,6 +302,12 @@ def _planned(
         is_whole=is_whole,
         lenient=_lenient(tables),
     )
+
+
+def _has_repetitions(holding: Holding) -> bool:
+    """Whether a rank holds one box twice."""
+    box = np.repeat(np.arange(len(holding.lo)), np.diff(holding.starts))
+    return bool(((np.diff(holding.holder) == 0) & (np.diff(box) == 0)).any())
 
 
 def _plans(plans: list[SavePlan], tables: list[WriteColumns], together: JointPlan) -> list[SavePlan]:

@@ -20,13 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from holdfast._plan.shares import box_words, rows_digest, scrambled
 from holdfast._ranks.ranks import Ranks
 from holdfast._save_plan.coordinator import (
     KEPT_PLANNINGS,
-    Again,
     Asked,
-    Choice,
     Decision,
     Final,
     Groups,
@@ -37,12 +34,12 @@ from holdfast._save_plan.coordinator import (
     Rounds,
     coordinated,
 )
-from holdfast._save_plan.from_layouts import Layout, LayoutPlan, Members, layout_of
+from holdfast._save_plan.from_layouts import Layout, Members, layout_of
 from holdfast._save_plan.plans import LocalLeaves
 from holdfast._save_plan.together import chosen_columns, rows_by_name
 from holdfast._state.nested import path_mapping
 from holdfast._torch_codec.pickles import decode_message
-from holdfast._values.digest import name_words
+from holdfast._values.digest import name_words, row_words, rows_digest, scrambled
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.default_planner.save_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
@@ -55,9 +52,8 @@ _PHASE = "planning the save"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Remembered:
-    """What a rank keeps of a planning: its offer, what it wrote, what it compared, and how to make the metadata."""
+    """What a rank keeps of a planning: what it wrote, what it compared, and how to make the metadata."""
 
-    offer: Offer
     token: bytes
     columns: WriteColumns
     groups: Groups
@@ -69,8 +65,8 @@ class _Remembered:
 class _PlanMemory:
     """What one rank keeps of plannings, the newest last; on the coordinator, also what was planned for all."""
 
-    remembered: list[_Remembered] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    remembered: dict[Offer, _Remembered] = field(default_factory=dict)
+    outcomes: dict[bytes, Outcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +99,8 @@ class PlannedSave:
         """What the coordinator tells the others of the metadata: few words where nobody has changed it."""
         assert self.metadata is not None
         entries = self.metadata.state_dict_metadata
-        is_planned = isinstance(entries, LazyDict) and isinstance(entries.source, LayoutPlan) and entries.is_untouched
+        plan = None if self.outcome is None else self.outcome.plan
+        is_planned = isinstance(entries, LazyDict) and entries.source is plan and entries.is_untouched
         if self.known is None or not is_planned or self.metadata.storage_data is not None:
             return self.metadata
         rest = dataclasses.replace(self.metadata, state_dict_metadata={}, planner_data=None, paths={})
@@ -133,14 +130,14 @@ def plan_save(
     if ranks.size == 1:
         return ranks.locally(_PHASE, partial(_planned_alone, planner, writer, set_up))
     part = RankPlanning(
-        planner, writer, ranks.kept.setdefault(_PlanMemory, _PlanMemory()), job_rank=job_rank, host=host
+        planner=planner,
+        writer=writer,
+        memory=ranks.kept.setdefault(_PlanMemory, _PlanMemory()),
+        job_rank=job_rank,
+        host=host,
+        size=ranks.size,
     )
-
-    def first() -> object:
-        set_up()
-        return part.said_first(ranks.size)
-
-    answer = ranks.reduce_scatter(_PHASE, first, part.merged)
+    answer = ranks.reduce_scatter(_PHASE, partial(part.said_first, set_up), part.merged)
     while isinstance(answer, Asked):
         answer = ranks.reduce_scatter(_PHASE, partial(part.reply, answer), part.merged)
     return part.planned(answer)
@@ -157,105 +154,94 @@ def _planned_alone(planner: SavePlanner, writer: StorageWriter, set_up: Callable
 class _Surveyed:
     """What a rank of the default planner has: its leaves, its plan as storage left it, its layout."""
 
-    planner: DefaultSavePlanner
     local: LocalLeaves
     plan: SavePlan
     layout: Layout
+    replica_check: str
 
     def local_plan(self, host: int) -> LocalPlan:
         """The plan with what tells its contents apart, as far as storage has left it as it was."""
-        columns = self.local.columns
-        if not isinstance(self.plan.items, LazyList) or self.plan.items.columns is not columns:
+        items = self.plan.items
+        if not isinstance(items, LazyList) or items.columns is not self.local.columns:
             return LocalPlan(self.plan, host)
-        columns = dataclasses.replace(columns, fingerprint=self.fingerprints(np.arange(len(columns))))
+        columns = self.local.looked_at(self.replica_check)
         return LocalPlan(dataclasses.replace(self.plan, items=LazyList(columns)), host)
 
-    def fingerprints(self, rows: np.ndarray) -> np.ndarray:
-        return self.local.fingerprints(rows, self.planner.replica_check)
-
-    def own(self, groups: Groups) -> Groups:
-        """The same with rows as this rank counts them."""
-        return dataclasses.replace(groups, rows=rows_by_name(self.local.columns)[groups.rows])
-
-    def words(self, groups: Groups) -> np.ndarray:
-        """A word for the key and the box of each of these rows, the same on every rank."""
-        columns, rows = self.local.columns, groups.rows
-        boxes = scrambled(box_words(columns.lo[rows], columns.length[rows]))
-        words: np.ndarray = name_words(columns.keys)[columns.key[rows]] ^ boxes
-        return words
+    def own(self, groups: Groups) -> tuple[Groups, np.ndarray]:
+        """The same with rows as this rank counts them; and a word for each row, the same on every rank."""
+        columns = self.local.columns
+        rows = rows_by_name(columns)[groups.rows]
+        words = row_words(columns.keys, columns.key[rows], columns.lo[rows], columns.length[rows])
+        return dataclasses.replace(groups, rows=rows), words
 
     def digests(self, groups: Groups, words: np.ndarray) -> bytes:
         """One digest for each group: of all its contents, whatever order they are in; 0 where nobody looked."""
         digests = np.zeros(groups.count, dtype="<u8")
-        if self.planner.replica_check != "off":
-            np.add.at(digests, groups.group, scrambled(words ^ self.fingerprints(groups.rows)))
+        if self.replica_check != "off":
+            fingerprints = self.local.fingerprints(groups.rows, self.replica_check)
+            np.add.at(digests, groups.group, scrambled(words ^ fingerprints))
         return digests.tobytes()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class RankPlanning:
-    """One planning as one of several ranks takes part in it."""
+    """One planning as one of ``size`` ranks takes part in it."""
 
-    def __init__(
-        self, planner: SavePlanner, writer: StorageWriter, memory: _PlanMemory, *, job_rank: int, host: int
-    ) -> None:
-        self._planner = planner
-        self._writer = writer
-        self._memory = memory
-        self._job_rank = job_rank
-        self._host = host
-        self._size = 0
-        self._surveyed: _Surveyed | None = None
-        self._offer: Offer | None = None
-        self._known: _Remembered | None = None
-        self._coordinated: Rounds[Decision] | None = None
-        self._decision: Decision | None = None
+    planner: SavePlanner
+    writer: StorageWriter
+    memory: _PlanMemory
+    job_rank: int
+    host: int
+    size: int
+    _surveyed: _Surveyed | None = None
+    _offer: Offer | None = None
+    _coordinated: Rounds[Decision] | None = None
+    _decision: Decision | None = None
 
-    def said_first(self, ranks: int) -> object:
+    def said_first(self, set_up: Callable[[], None]) -> object:
         """The plan; or, where a layout says as much, an offer of it; or the name of the planning that had the same."""
-        self._size = ranks
-        found = self._planner.survey() if isinstance(self._planner, DefaultSavePlanner) else None
+        set_up()
+        planner = self.planner
+        found = planner.survey() if isinstance(planner, DefaultSavePlanner) else None
         if found is None:
-            return LocalPlan(self._writer.prepare_local_plan(self._planner.create_local_plan()), self._host)
+            return LocalPlan(self.writer.prepare_local_plan(planner.create_local_plan()), self.host)
         local, plan = found
-        assert isinstance(self._planner, DefaultSavePlanner)
-        prepared = self._writer.prepare_local_plan(plan)
+        assert isinstance(planner, DefaultSavePlanner)
+        prepared = self.writer.prepare_local_plan(plan)
         layout = layout_of(local, path_mapping(plan.planner_data))
-        self._surveyed = surveyed = _Surveyed(planner=self._planner, local=local, plan=prepared, layout=layout)
+        self._surveyed = _Surveyed(local=local, plan=prepared, layout=layout, replica_check=planner.replica_check)
         columns = local.columns
         if prepared is not plan or write_columns(plan.items) is not columns:
-            return surveyed.local_plan(self._host)
+            return self._surveyed.local_plan(self.host)
         rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
-        looks = self._planner.replica_check != "off"
-        self._offer = Offer(layout.fingerprint, rows, self._job_rank, looks, self._host)
-        known = self._known = next((each for each in self._memory.remembered if each.offer == self._offer), None)
-        if known is None:
-            return self._offer.encoded()
-        return Again(known.token, surveyed.digests(known.groups, known.words)).encoded()
+        self._offer = Offer(layout.fingerprint, rows, self.job_rank, planner.replica_check != "off", self.host)
+        known = self.memory.remembered.get(self._offer)
+        return tuple(self._offer) if known is None else known.token + self._surveyed.digests(known.groups, known.words)
 
     def reply(self, asked: Asked) -> object:
         if asked.what == "nothing":
             return None
         if asked.what == "offer":
-            return None if self._offer is None else self._offer.encoded()
+            return None if self._offer is None else tuple(self._offer)
         surveyed = self._surveyed
         assert surveyed is not None
         if asked.what == "layout":
             return surveyed.layout
         if asked.what == "plan":
-            return surveyed.local_plan(self._host)
+            return surveyed.local_plan(self.host)
         assert asked.groups is not None
-        groups = surveyed.own(asked.groups)
+        groups, words = surveyed.own(asked.groups)
         if asked.what == "contents":
-            return surveyed.digests(groups, surveyed.words(groups))
-        return surveyed.fingerprints(groups.rows)
+            return surveyed.digests(groups, words)
+        return surveyed.local.fingerprints(groups.rows, surveyed.replica_check)
 
     def merged(self, parts: list[object]) -> list[object]:
         """What each rank is told, or asked, after what all of them have said; on the coordinator."""
         try:
             if self._coordinated is None:
                 layout = None if self._surveyed is None else self._surveyed.layout
-                outcomes = self._memory.outcomes
-                self._coordinated = coordinated(parts, self._planner, self._writer, outcomes=outcomes, layout=layout)
+                outcomes = self.memory.outcomes
+                self._coordinated = coordinated(parts, self.planner, self.writer, outcomes=outcomes, layout=layout)
                 return list(next(self._coordinated))
             return list(self._coordinated.send(parts))
         except StopIteration as end:
@@ -269,27 +255,25 @@ class RankPlanning:
         if not isinstance(answer, Final):
             assert isinstance(answer, SavePlan)
             return PlannedSave(plan=answer, metadata=metadata, outcome=outcome)
-        assert self._surveyed is not None
-        known = self._known if answer.choice is None else self._chosen(self._surveyed, answer.token, answer.choice)
+        surveyed, choice, memory = self._surveyed, answer.choice, self.memory.remembered
+        assert surveyed is not None
+        assert self._offer is not None
+        known = memory.pop(self._offer, None)
+        if choice is not None:
+            everyone = Members(layout=surveyed.layout, ranks=np.arange(self.size))
+            classes = [everyone] if choice.classes is None else decode_message(choice.classes)
+            groups, words = surveyed.own(choice.groups)
+            known = _Remembered(
+                token=answer.token,
+                columns=chosen_columns(surveyed.local.columns, choice.chosen, choice.heads, planning=answer.token),
+                groups=groups,
+                words=words,
+                recipe=dataclasses.replace(choice.recipe, classes=classes),
+            )
         if known is None or known.token != answer.token:
             raise InternalError("the coordinator names a planning that this rank does not know; please report it")
-        # The same offer once only, and the newest last.
-        others = [each for each in self._memory.remembered if each.offer != self._offer]
-        self._memory.remembered = [*others[-KEPT_PLANNINGS + 1 :], known]
-        items = LazyList(known.columns)
-        plan = dataclasses.replace(self._surveyed.plan, items=items, storage_data=answer.storage_data)
+        memory[self._offer] = known
+        while len(memory) > KEPT_PLANNINGS:
+            del memory[next(iter(memory))]
+        plan = dataclasses.replace(surveyed.plan, items=LazyList(known.columns), storage_data=answer.storage_data)
         return PlannedSave(plan=plan, metadata=metadata, outcome=outcome, known=known)
-
-    def _chosen(self, surveyed: _Surveyed, token: bytes, choice: Choice) -> _Remembered:
-        assert self._offer is not None
-        everyone = Members(layout=surveyed.layout, ranks=np.arange(self._size))
-        groups = surveyed.own(choice.groups)
-        classes = [everyone] if choice.classes is None else decode_message(choice.classes)
-        return _Remembered(
-            offer=self._offer,
-            token=token,
-            columns=chosen_columns(surveyed.local.columns, choice.chosen, choice.heads, planning=token),
-            groups=groups,
-            words=surveyed.words(groups),
-            recipe=dataclasses.replace(choice.recipe, classes=classes),
-        )

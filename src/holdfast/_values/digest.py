@@ -16,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+_Int64s = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
 BLOCK_BYTES = 1 << 20
 """How many bytes one block digest covers; the last block of a chunk may be shorter."""
 
@@ -25,18 +28,52 @@ def digest(buffer: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(buffer)
 
 
-def name_words(names: Iterable[str]) -> npt.NDArray[np.uint64]:
+def name_words(names: Iterable[str]) -> _Words:
     """An odd number for each name, the same in every process."""
     words = [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) | 1 for name in names]
     return np.array(words, dtype=np.uint64)
 
 
-def combine(digests: npt.NDArray[np.uint64]) -> int:
+def scrambled(words: _Words) -> _Words:
+    """A word for each word, as good as random (the mixing steps of splitmix64)."""
+    words = (words + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= words >> np.uint64(shift)
+        words *= np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def box_words(lo: _Int64s, length: _Int64s) -> _Words:
+    """A word for each box; padding with 0 and 1 does not change it."""
+    words: _Words = np.full(len(lo), 1, dtype=np.uint64)
+    for dimension in range(lo.shape[1]):
+        begin, size = lo[:, dimension].astype(np.uint64), length[:, dimension].astype(np.uint64)
+        is_padding = (begin == 0) & (size == 1)
+        mixed = scrambled(scrambled(begin + np.uint64(dimension << 56)) ^ size)
+        words += np.where(is_padding, np.uint64(0), mixed)
+    return words
+
+
+def row_words(names: Iterable[str], key: _Int64s, lo: _Int64s, length: _Int64s) -> _Words:
+    """A word for the key and the box of each row, the same on every rank; ``key`` has numbers of ``names``."""
+    return name_words(names)[key] ^ scrambled(box_words(lo, length))
+
+
+def rows_digest(factors: _Words, key: _Int64s, lo: _Int64s, length: _Int64s) -> int:
+    """A digest of a table of rows, whatever their order; ``factors`` has an odd number for each key.
+
+    It is a sum over the rows, so that many tables which share keys and boxes are digested together.
+    """
+    return int((factors[key] * box_words(lo, length)).sum(dtype=np.uint64))
+
+
+def combine(digests: _Words) -> int:
     """The digest of a sequence of digests: xxh3-64 over the eight little-endian bytes of each, in order."""
     return digest(np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
 
-def block_counts(nbytes: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+def block_counts(nbytes: npt.NDArray[np.integer]) -> _Int64s:
     sizes = np.asarray(nbytes, dtype=np.int64)
     return np.asarray(sizes // BLOCK_BYTES + (sizes % BLOCK_BYTES != 0), dtype=np.int64)
 

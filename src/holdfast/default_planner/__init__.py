@@ -4,7 +4,7 @@ beside them, for planners that are made of those.
 
 from __future__ import annotations
 
-from holdfast._save_plan.plans import LocalLeaves, as_planned, without_replicas
+from holdfast._save_plan.plans import as_planned, local_leaves, without_replicas
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from holdfast.default_planner.save_planner import DefaultSavePlanner
@@ -28,7 +28,7 @@ __all__ = [
 
 def create_default_local_save_plan(state_dict: STATE_DICT_TYPE, is_coordinator: bool) -> SavePlan:
     """An item for each leaf of the flat ``state_dict`` that this rank holds, whether or not it coordinates."""
-    return SavePlan(LazyList(LocalLeaves(state_dict).columns))
+    return SavePlan(LazyList(local_leaves(state_dict).columns))
 
 
 def create_default_global_save_plan(

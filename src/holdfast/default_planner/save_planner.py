@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from holdfast._save_plan.plans import LocalLeaves, plan_together
+from holdfast._save_plan.plans import LocalLeaves, local_leaves, plan_together
 from holdfast._state.nested import Path, empty_dicts, flatten, path_mapping, unusual_versions
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.tensors import ComposedTensor, as_tensor
@@ -104,9 +104,10 @@ class DefaultSavePlanner(SavePlanner):
 
     def _surveyed(self, replica_check: str) -> tuple[LocalLeaves, SavePlan]:
         lenient = self._lenient() if self.ranks > 1 else frozenset[str]()
-        local = LocalLeaves(self.state_dict, replica_check=replica_check, lenient=lenient)
+        local = local_leaves(self.state_dict, lenient=lenient)
+        columns = local.columns if replica_check == "off" else local.looked_at(replica_check)
         self._pieces, self._memory_of = local.pieces, local.memory
-        self.plan = SavePlan(LazyList(local.columns), planner_data=self.mappings if self.flatten_state_dict else None)
+        self.plan = SavePlan(LazyList(columns), planner_data=self.mappings if self.flatten_state_dict else None)
         return local, self.plan
 
     def _lenient(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +27,27 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast._plan.shares import boxes_on_mesh, host_numbers, rows_digest
-from holdfast._save_plan.from_layouts import WHOLE, Layout, LayoutPlan, classes_of, described, layout_of
-from holdfast._save_plan.plans import LocalLeaves, plan_together, properties_of
+from holdfast._plan.balance import host_numbers
+from holdfast._plan.holdings import boxes_on_mesh
+from holdfast._save_plan.from_layouts import (
+    WHOLE,
+    Layout,
+    LayoutRows,
+    Mesh,
+    Rule,
+    classes_of,
+    described,
+    head_text,
+    layout_of,
+    layout_rows,
+    plan_layouts,
+    row_digests,
+)
+from holdfast._save_plan.plans import LocalLeaves, local_leaves, plan_together, properties_of
+from holdfast._save_plan.together import JointPlan
 from holdfast._values.box import Split
-from holdfast._values.digest import name_words
-from holdfast._values.lazy import LazyList
+from holdfast._values.digest import name_words, rows_digest
+from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.metadata import Metadata, TensorStorageMetadata, chunk_columns
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, write_columns
@@ -78,13 +94,13 @@ def test_every_member_holds_the_indices_that_are_left_to_it(
 ) -> None:
     size, mesh, splits = case
     found = boxes_on_mesh(size, mesh, splits)
-    assert found.member.tolist() == sorted(found.member.tolist())
+    assert found.rank.tolist() == sorted(found.rank.tolist())
     for member, place in enumerate(itertools.product(*map(range, mesh))):
         expected = np.zeros(size, dtype=np.int64)
         indices = [split_indices(size[dimension], splits[dimension], place) for dimension in range(len(size))]
         expected[np.ix_(*indices)] = 1
         held = np.zeros(size, dtype=np.int64)
-        rows = np.flatnonzero(found.member == member)
+        rows = np.flatnonzero(found.rank == member)
         for low, length in zip(found.lo[rows].tolist(), found.length[rows].tolist(), strict=True):
             held[tuple(slice(a, a + b) for a, b in zip(low, length, strict=True))] += 1
         assert np.array_equal(held, expected)
@@ -144,7 +160,7 @@ def test_the_coordinator_computes_what_each_rank_holds_of_its_dtensors(
                     state[f"w{number}"] = whole.redistribute(mesh, placements)
                 else:
                     state[f"w{number}"] = distribute_tensor(truth, mesh, placements, src_data_rank=None)
-            local = LocalLeaves(state)
+            local = local_leaves(state)
             found = layout_of(local, None)
         assert found is not None
         locals_.append(local)
@@ -152,22 +168,23 @@ def test_the_coordinator_computes_what_each_rank_holds_of_its_dtensors(
     numbers: dict[bytes, int] = {}
     of_rank = np.array([numbers.setdefault(layout.fingerprint, len(numbers)) for layout in layouts])
     distinct = list({layout.fingerprint: layout for layout in layouts}.values())
+    held = layout_rows(classes_of(distinct, of_rank), np.arange(world))
     try:
-        plan = LayoutPlan(classes_of(distinct, of_rank), keys_of(distinct), np.arange(world))
+        plan = plan_layouts(held, keys_of(distinct))
     except InvalidStateError:
         # Left-to-right splits of a strided placement may overlap: then the rows say so too.
         with pytest.raises(InvalidStateError):
             plan_together([SavePlan(LazyList(local.columns)) for local in locals_])
         return
-    digests = plan.row_digests()
+    digests = row_digests(plan)
     for rank, local in enumerate(locals_):
         columns = local.columns
-        assert rows(plan.rows_of(rank)) == sorted(rows(columns), key=itemgetter(0))
+        assert rows(held.of(rank)) == sorted(rows(columns), key=itemgetter(0))
         assert int(digests[rank]) == rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
 
 
 def keys_of(layouts: list[Layout]) -> list[str]:
-    return list(dict.fromkeys(key for layout in layouts for key in layout.keys))
+    return list(dict.fromkeys(key for layout in layouts for key in layout.said.keys))
 
 
 def rows(columns: WriteColumns) -> list[Row]:
@@ -244,27 +261,28 @@ def _layout(
             rules.append(WHOLE)
         else:
             rules.append(len(spreads))
-            spreads.append((0, tuple(map(tuple, splits))))
+            spreads.append(Rule(0, tuple(map(tuple, splits))))
         if draw(st.integers(0, 3)) == 0 and heads[-1] is not None:  # tied to what was just added
             keys.append(f"{key}.tied")
             heads.append(heads[-1]._replace(alias_of=key))
             rules.append(rules[-1])
-    return described(keys, heads, rules, spreads=spreads, meshes=[(mesh, ranks)])
+    return described(keys, texts_of(heads), rules, spreads=spreads, meshes=[Mesh(mesh, ranks)])
+
+
+def texts_of(heads: list[TensorHead | None]) -> list[Any]:
+    return [None if head is None else head_text(head) for head in heads]
 
 
 def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     """Both ways to plan give every rank the same rows and the same metadata, or the same error."""
-    plan = LayoutPlan.__new__(LayoutPlan)  # kept where planning fails: what ranks hold does not depend on that
+    held = layout_rows(classes_of(job.layouts, job.of_rank), job.names)
     errors: list[str] = []
     try:
-        classes = classes_of(job.layouts, job.of_rank)
-        plan.__init__(  # type: ignore[misc]
-            classes, keys_of(job.layouts), job.names, to_lowest_rank=to_lowest_rank, hosts=job.hosts
-        )
+        plan = plan_layouts(held, keys_of(job.layouts), to_lowest_rank=to_lowest_rank, hosts=job.hosts)
     except (InvalidStateError, RankDisagreementError) as error:
         errors.append(str(error))
     plans = [
-        SavePlan(LazyList(in_order(plan.rows_of(rank), job.layouts[layout].keys)))
+        SavePlan(LazyList(in_order(held.of(rank), job.layouts[layout].said.keys)))
         for rank, layout in enumerate(job.of_rank.tolist())
     ]
     if errors:
@@ -275,8 +293,8 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     expected, metadata = plan_together(plans, to_lowest_rank=to_lowest_rank, hosts=job.hosts)
     for rank in range(len(job.of_rank)):
         mine = rows(write_columns(expected[rank].items))
-        assert sorted(mine) == sorted(written_by(plan, rank))
-    assert described_by(plan.metadata()) == described_by(metadata)
+        assert sorted(mine) == sorted(written_by(plan, held, rank))
+    assert described_by(Metadata(LazyDict(plan.keys, plan))) == described_by(metadata)
 
 
 def in_order(columns: WriteColumns, keys: list[str]) -> WriteColumns:
@@ -296,9 +314,9 @@ def in_order(columns: WriteColumns, keys: list[str]) -> WriteColumns:
     )
 
 
-def written_by(plan: LayoutPlan, rank: int) -> list[Row]:
+def written_by(plan: JointPlan, rows_of: LayoutRows, rank: int) -> list[Row]:
     local, keys, numbers = plan.written.of(rank)
-    held = rows(plan.rows_of(rank))
+    held = rows(rows_of.of(rank))
     found = []
     for row, key, number in zip(local.tolist(), keys.tolist(), numbers.tolist(), strict=True):
         name, _, length, _ = held[row]
@@ -336,10 +354,10 @@ def test_so_it_is_on_thousands_of_ranks(replicas: int) -> None:
     heads = [TensorHead(properties_of(torch.bfloat16, False), torch.Size(size)) for size in sizes]
     layout = described(
         [f"w{number}" for number in range(len(sizes))] + ["step"],
-        [*heads, None],
+        texts_of([*heads, None]),
         [0, 0, 0, 0, WHOLE],
-        spreads=[(0, ((Split(1, mesh[1]),), ()))],
-        meshes=[(mesh, tuple(range(ranks)))],
+        spreads=[Rule(0, ((Split(1, mesh[1]),), ()))],
+        meshes=[Mesh(mesh, tuple(range(ranks)))],
     )
     assert_planned_alike(
         Job(

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._save_plan.plans import LocalLeaves, as_planned, plan_together
+from holdfast._save_plan.plans import as_planned, local_leaves, plan_together
 from holdfast._values.box import Box
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
@@ -62,7 +62,7 @@ class HalfHeld(torch.Tensor):
 
 def test_every_leaf_is_one_row_in_the_order_of_the_state() -> None:
     state = {"w": torch.ones(2, 3), "step": 3, "array": np.ones(4, dtype=np.int16), "scalar": torch.tensor(1.0)}
-    columns = LocalLeaves(state).columns
+    columns = local_leaves(state).columns
     assert columns.keys == list(state)
     assert columns.key.tolist() == [0, 1, 2, 3]
     assert columns.length.tolist() == [[2, 3], [1, 1], [4, 1], [1, 1]]
@@ -72,22 +72,20 @@ def test_every_leaf_is_one_row_in_the_order_of_the_state() -> None:
 
 
 def test_requires_grad_is_kept() -> None:
-    heads = LocalLeaves({"w": torch.nn.Parameter(torch.ones(2)), "b": torch.ones(2)}).columns.heads
+    heads = local_leaves({"w": torch.nn.Parameter(torch.ones(2)), "b": torch.ones(2)}).columns.heads
     assert [head is not None and head.properties.requires_grad for head in heads] == [True, False]
 
 
 def test_a_sharded_leaf_is_one_row_per_piece() -> None:
     held = HalfHeld(torch.arange(18.0).view(6, 3))
-    local = LocalLeaves({"table": held, "same": held}, replica_check="all")
+    local = local_leaves({"table": held, "same": held})
     columns = local.columns
     assert columns.lo.tolist() == [[2, 0], [5, 0], [2, 0], [5, 0]]
     assert columns.length.tolist() == [[1, 3]] * 4
     assert columns.is_shard.all()
     assert [None if head is None else head.alias_of for head in columns.heads] == [None, "table"]
     assert set(local.pieces) == {"table", "same"}
-    fingerprints = columns.fingerprint
-    assert fingerprints is not None
-    assert len(set(fingerprints.tolist())) == 2
+    assert len(set(local.fingerprints(np.arange(4), "all").tolist())) == 2
 
 
 def test_only_the_very_same_memory_is_tied() -> None:
@@ -102,7 +100,7 @@ def test_only_the_very_same_memory_is_tied() -> None:
         "empty": torch.empty(0),
         "empty too": torch.empty(0),
     }
-    heads = LocalLeaves(state).columns.heads
+    heads = local_leaves(state).columns.heads
     ties = {key: head.alias_of for key, head in zip(state, heads, strict=True) if head is not None and head.alias_of}
     assert ties == {"same": "first"}
 
@@ -110,21 +108,20 @@ def test_only_the_very_same_memory_is_tied() -> None:
 @pytest.mark.parametrize("check", ["sample", "all"])
 def test_fingerprints_are_made_only_when_they_are_asked_for(check: str) -> None:
     state = {"w": torch.ones(3), "step": 1, "array": np.ones(2)}
-    looked_at = LocalLeaves(state, replica_check=check).columns.fingerprint
-    not_looked_at = LocalLeaves(state).columns.fingerprint
+    looked_at = local_leaves(state).looked_at(check).fingerprint
     assert looked_at is not None
-    assert not_looked_at is not None
     assert (looked_at != 0).all()
-    assert (not_looked_at == 0).all()
+    assert local_leaves(state).columns.fingerprint is None
+    assert not local_leaves(state).fingerprints(np.arange(3), "off").any()
 
 
 def test_what_has_no_data_is_refused_by_name() -> None:
     with pytest.raises(InvalidStateError, match="'w'"):
-        LocalLeaves({"w": torch.ones(3, device="meta")})
+        local_leaves({"w": torch.ones(3, device="meta")})
 
 
 def test_an_empty_state_has_no_rows() -> None:
-    assert len(LocalLeaves({}).columns) == 0
+    assert len(local_leaves({}).columns) == 0
 
 
 # --- all ranks: one head per key, ties, values once, and who disagrees ------------------------------------------------
@@ -134,7 +131,7 @@ FLOAT = TensorProperties(torch.float32)
 
 
 def plan_of(state: dict[str, Any], replica_check: str = "sample") -> SavePlan:
-    return SavePlan(LazyList(LocalLeaves(state, replica_check=replica_check).columns))
+    return SavePlan(LazyList(local_leaves(state).looked_at(replica_check)))
 
 
 def shard(key: str, low: list[int], length: list[int], size: list[int]) -> WriteItem:
@@ -452,7 +449,7 @@ def test_what_may_differ_is_all_of_it_the_lowest_ranks() -> None:
     def plan(rank: int) -> SavePlan:
         state = {"weight": torch.ones(8 << 20), "mean": torch.full((8 << 20,), float(rank)), "step": rank, "same": 1}
         lenient = frozenset({"mean", "step", "same"}) if rank else frozenset[str]()
-        return SavePlan(LazyList(LocalLeaves(state, replica_check="sample", lenient=lenient).columns))
+        return SavePlan(LazyList(local_leaves(state, lenient=lenient).looked_at("sample")))
 
     plans, metadata = plan_together([plan(0), plan(1)])
     assert metadata.differing == {"mean": 0, "step": 0}
