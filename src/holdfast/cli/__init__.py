@@ -26,13 +26,13 @@ from rich.text import Text
 import holdfast
 from holdfast._native.sweep import Leftover
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
-from holdfast.cli.show import show_command
-from holdfast.cli.terminal import (
+from holdfast.cli.show import (
     counted,
     error_console,
     one_line,
     output_console,
     progress_bar,
+    show_command,
     shown_bytes,
     shown_name,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.cli.terminal import counted, one_line, shown_bytes, shown_name, shown_value
+from holdfast.cli.show import counted, one_line, shown_bytes, shown_name, shown_value
 
 
 @pytest.mark.parametrize("name", ["weight", "a.b", "[red]x[/red]", ":smile:", "日本", "é", "a b", "{}", "'quoted'"])
