@@ -24,7 +24,7 @@ import torch
 
 import holdfast
 from holdfast._native.verify import verify_checkpoint
-from holdfast._torch_format.verify import verify_torch_checkpoint
+from holdfast._torch_format.reader import verify_torch_checkpoint
 from holdfast.interop.conversions import convert
 from torture import hostile_keys, hostile_native, hostile_torch, watch
 from torture.forge import Change, Forgery, honest

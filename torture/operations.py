@@ -26,7 +26,7 @@ from holdfast._io import posix
 from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
 from holdfast._staging.one_at_a_time import TURNS
-from holdfast._torch_format.verify import verify_torch_checkpoint
+from holdfast._torch_format.reader import verify_torch_checkpoint
 from holdfast.interop.conversions import convert
 from torture import saves
 

@@ -18,8 +18,7 @@ from holdfast._native.reader import NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torch_format.file_systems import is_remote
-from holdfast._torch_format.reader import FileSystemReader, FsspecReader
-from holdfast._torch_format.verify import verify_torch_checkpoint
+from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner

@@ -21,6 +21,7 @@ from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, metadata_of_rank, set_up_reader
+from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.targets import chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
@@ -299,7 +300,7 @@ def _was_replaced(reader: StorageReader | None, find_reader: FindReader) -> bool
 
 def _close(reader: StorageReader | None) -> None:
     if reader is not None:
-        reader.watch(lambda: None)
+        reader.progress = Progress()  # the storage may live on, and is not to keep the ranks
         reader.close()
 
 
@@ -309,8 +310,8 @@ def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bo
     Where storage and ranks can share what they read, it is read once for all ranks of a host.
     """
     reader.own_rank = ranks.rank
-    reader.watch(ranks.check)
-    ranks.follow(lambda: reader.progress, lambda: reader.file_at_work)
+    reader.progress = progress = Progress(ranks.check)
+    ranks.follow(lambda: progress.done, lambda: reader.file_at_work)
     if share != "off" and ranks.size > 1:
         metadata = reader.read_metadata_once(ranks, between_hosts=share == "job")
         if metadata is not None:

@@ -16,7 +16,7 @@ from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
 from holdfast._values.box import Box, whole
 from holdfast._values.dtypes import DTYPES
-from holdfast.errors import CorruptError, Difference, InvalidStateError, MismatchError
+from holdfast.errors import CorruptError, Difference, InternalError, InvalidStateError, MismatchError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -101,6 +101,17 @@ def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str
         if columns.storage_keys[which] in stored
     }
     raise_for_dtypes(wanted, cast=cast)
+
+
+def check_resolved(columns: ReadColumns, row: int, tensor: torch.Tensor, dtype: torch.dtype, *, cast: bool) -> None:
+    """Raise unless ``tensor``, which the planner gave for ``row``, has its shape and can take elements of ``dtype``."""
+    which, lengths = columns.boxes[row]
+    key = columns.keys[which]
+    if lengths != tensor.shape:
+        raise InternalError(
+            f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
+        )
+    raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=cast)
 
 
 class _Part(NamedTuple):

@@ -109,6 +109,9 @@ class StorageReader(abc.ABC):
     What is not abstract tells more of a storage than torch's protocol asks for; the defaults fit any storage.
     """
 
+    progress = Progress()
+    """What to tell, between the pieces of long work, of bytes that were read; as for writers. Each load sets one."""
+
     bytes_read: int = 0
     """Bytes taken from the medium since the last reset, where the storage counts them."""
 
@@ -123,14 +126,6 @@ class StorageReader(abc.ABC):
 
     keeps_plans: bool = False
     """Whether ``prepare_local_plan`` and ``prepare_global_plan`` leave all plans as they are."""
-
-    @property
-    def progress(self) -> int:
-        """A number that grows while the storage gets on, which is shown to the other ranks."""
-        return self.bytes_read
-
-    def watch(self, check: Callable[[], None]) -> None:  # noqa: B027 - most storages have no long loops of their own
-        """Take what to call between the pieces of long work: it raises when another rank has failed."""
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

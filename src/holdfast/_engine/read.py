@@ -26,8 +26,9 @@ from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, uses_cuda
 from holdfast._plan.reads import coalesce
 from holdfast._state.tensor_bytes import move
 from holdfast._state.tensors import cuda_stream
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES
-from holdfast.errors import CorruptError, InternalError
+from holdfast.errors import CorruptError
 
 # A read of so many bytes stays in the processor's caches from its digest to its copy. For a GPU the number of copies
 # matters more.
@@ -91,9 +92,9 @@ TargetT = TypeVar("TargetT", bound=Destination)
 
 class SegmentFetch(abc.ABC, Generic[TargetT]):
     """One batch of reads. ``open_targets(numbers)`` gives the targets of boxes whose first bytes are about to come;
-    ``close_target(n, target)`` is called, one at a time, when one is complete. ``check`` is called between reads, and
-    raises when there is no point in going on. ``address`` has, where it is not 0, the memory that takes the bytes of
-    each box as they are: such a box may be filled without its target being opened and closed.
+    ``close_target(n, target)`` is called, one at a time, when one is complete. ``progress`` is told of each read, and
+    may raise to end it all. ``address`` has, where it is not 0, the memory that takes the bytes of each box as they
+    are: such a box may be filled without its target being opened and closed.
     """
 
     max_gap = 0
@@ -106,10 +107,10 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         boxes: int,
         open_targets: Callable[[list[int]], list[TargetT]],
         close_target: Callable[[int, TargetT], None],
-        check: Callable[[], None] = lambda: None,
+        progress: Progress,
         address: np.ndarray | None = None,
     ) -> None:
-        self._check = check
+        self.progress = progress
         self._address = np.zeros(boxes, dtype=np.int64) if address is None else address
         self._open_targets = open_targets
         self._close_target = close_target
@@ -223,7 +224,8 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             # One slab stays with the delivery, so that no read ever waits for one.
             with closing(run_ahead(reads, workers=workers, ahead=ring.count - 1)) as filled:
                 for job, (slab, base) in zip(jobs, filled, strict=True):
-                    self._check()
+                    # Here, and not where it was read: what this thread raises ends the reading ahead.
+                    self.progress.moved(job.nbytes)
                     job.open_unless_plain()
                     job.deliver(slab, base)
                     ring.release(slab)
@@ -231,7 +233,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             ring.close()
 
     def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
-        self._check()
+        self.progress.check()
         job = SegmentJob(self, span)
         job.open()
         return partial(job.run, ring)
@@ -266,15 +268,8 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def read(self, file_number: int, start: int, end: int, slab: Slab) -> int:
         """Put bytes [start, end) of a file into ``slab``; the offset in the file that its first byte has."""
-        base = start - start % ALIGNMENT
-        if end - base > slab.view.nbytes:
-            raise InternalError(f"a read of {end - start} bytes is larger than its buffer; please report it")
         with self.file(file_number) as (file, is_cached):
-            if is_cached or end - start < ALIGNMENT:
-                file.read_into(slab.view[start - base : end - base], start)
-            else:
-                file.read_direct_into(slab.view[: end - base + -(end - base) % ALIGNMENT], base)
-        return base
+            return file.read_range(slab.view, start, end, is_cached=is_cached)
 
     def _open(self, numbers: list[int]) -> None:
         opened = self._open_targets(numbers)
@@ -318,6 +313,10 @@ class SegmentJob(Generic[TargetT]):
         self._boxes: list[int] = []
         self._parts: list[_Part[TargetT]] = []
 
+    @property
+    def nbytes(self) -> int:
+        return int(self._fetch.segments.nbytes[self._span].sum())
+
     def open(self) -> None:
         """Get the targets; to be called by one thread at a time, and in file order."""
         self._boxes, self._parts = self._fetch.parts(self._span)
@@ -332,12 +331,13 @@ class SegmentJob(Generic[TargetT]):
         """Read, verify, deliver; from the page cache right into the targets where the bytes go there as they are."""
         if self._read_in_place():
             self._fetch.done(self._boxes)
-            return
-        slab, base = self.read(ring)
-        try:
-            self.deliver(slab, base)
-        finally:
-            ring.release(slab)
+        else:
+            slab, base = self.read(ring)
+            try:
+                self.deliver(slab, base)
+            finally:
+                ring.release(slab)
+        self._fetch.progress.moved(self.nbytes)
 
     def _read_in_place(self) -> bool:
         """Whether all segments could be, and were, read right into the targets."""

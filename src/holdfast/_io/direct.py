@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from holdfast._io import locks, posix
 from holdfast._process import CLOSED, Descriptor, Lock, forget_in_child
-from holdfast.errors import CorruptError, StorageError
+from holdfast.errors import CorruptError, InternalError, StorageError
 
 ALIGNMENT = 4096
 
@@ -42,7 +42,6 @@ class OutputFile:
         self._lock = threading.Lock()
         self.path = self._file.path
         self.direct = False
-        self.bytes_written = 0
 
     def make(self, expected_bytes: int) -> None:
         """Make the file, which did not exist before, locked, with room for ``expected_bytes`` where it can be reserved.
@@ -84,8 +83,6 @@ class OutputFile:
             if not direct:
                 # Has the kernel write it now, so that the sync at the end has little left to do.
                 _advise(self._file.descriptor, "POSIX_FADV_DONTNEED", offset, count)
-            with self._lock:
-                self.bytes_written += count
             rest = rest[count:]
             offset += count
 
@@ -208,6 +205,20 @@ class InputFile:
             if count == 0:
                 raise self._truncated(offset + done, offset + needed)
             done += count
+
+    def read_range(self, view: memoryview, start: int, end: int, *, is_cached: bool) -> int:
+        """Puts bytes [start, end) into ``view``, an aligned one; returns the offset in the file of its first byte.
+
+        What ``is_cached``, and less than a page, comes through the page cache.
+        """
+        base = start - start % ALIGNMENT
+        if end - base > view.nbytes:
+            raise InternalError(f"a read of {end - start} bytes is larger than its buffer; please report it")
+        if is_cached or end - start < ALIGNMENT:
+            self.read_into(view[start - base : end - base], start)
+        else:
+            self.read_direct_into(view[: end - base + -(end - base) % ALIGNMENT], base)
+        return base
 
     def close(self) -> None:
         descriptors = (self._descriptor, self._direct_descriptor)

@@ -45,6 +45,7 @@ from holdfast._ranks.carrier import Freight, OtherHosts
 from holdfast._ranks.exchange import Exchange
 from holdfast._state.tensor_bytes import Target
 from holdfast._values.box import Box
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, block_counts, digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError
@@ -75,7 +76,7 @@ class Fetch(SegmentFetch[Target]):
         open_targets: Callable[[list[int]], list[Target]],
         close_target: Callable[[int, Target], None],
         verify: bool,
-        check: Callable[[], None] = lambda: None,
+        progress: Progress,
     ) -> None:
         super().__init__(
             _segments(catalog, wanted, verify=verify),
@@ -83,7 +84,7 @@ class Fetch(SegmentFetch[Target]):
             address=wanted.address,
             open_targets=open_targets,
             close_target=close_target,
-            check=check,
+            progress=progress,
         )
         self._catalog = catalog
         self._files = files
@@ -211,7 +212,7 @@ class SharedFetch(Fetch):
             run_bounded(self._jobs(common), workers=workers, ahead=self._exchange.slots_each, at_once=True)
             self._transfer_first(alone)
             if carrier is not None:
-                carrier.wait(self._exchange.mail.rest)
+                carrier.wait(self._exchange.mail.check)
 
     def _workers(self) -> int:
         """As many, beside those of the other ranks."""

@@ -6,6 +6,7 @@ Where hosts are to pass blocks on to each other, they are connected here; where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,8 @@ from holdfast._ranks.carrier import Carrier, OtherHosts
 from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
 from holdfast._ranks.ranks import Ranks
 from holdfast._ranks.rendezvous import Address, Reception, Seat, seats
+from holdfast._values.deadline import Progress
 from holdfast.errors import CorruptError
-from holdfast.metadata import Metadata
 
 _MANIFEST, _INDEX = 0, 1
 _CONNECT_S = 10.0
@@ -33,14 +34,14 @@ class Opened:
     """
 
     catalog: Catalog
-    metadata: Metadata
     exchange: Exchange | None
     bytes_read: int
 
 
-def open_on_ranks(path: str, ranks: Ranks, *, between_hosts: bool) -> Opened:
+def open_on_ranks(path: str, ranks: Ranks, progress: Progress, *, between_hosts: bool) -> Opened:
     """Open the checkpoint at ``path`` on all ``ranks``.
 
+    ``progress`` counts each look at the exchange: who waits for what another rank reads is not the one that is stuck.
     With ``between_hosts`` the exchange is one with other hosts too, where there are enough of them and all can be
     connected.
     """
@@ -53,7 +54,7 @@ def open_on_ranks(path: str, ranks: Ranks, *, between_hosts: bool) -> Opened:
             opening.contacts = ranks.reduce_scatter("reading the metadata", opening.read, _invited)
             opening.welcome = ranks.reduce_scatter("opening the checkpoint", opening.open, _linked)
             is_job = between_hosts and ranks.reduce_scatter("connecting the hosts", opening.connect, _connected)
-            return opening.result(ranks, is_job=is_job)
+            return opening.result(ranks, partial(progress.moved, 1), is_job=is_job)
         except BaseException:
             opening.leave()
             raise
@@ -99,7 +100,6 @@ class _Opening:
         self._link: Link | None = None
         self._reception: Reception | None = None
         self._catalog: Catalog | None = None
-        self._metadata: Metadata | None = None
         # Where all hosts are that it shares with, or nothing; None where it is not invited to share.
         self.contacts: tuple[Address, ...] | None = None
         self.welcome = _Welcome(is_linked=False, goes_on=False)
@@ -147,7 +147,6 @@ class _Opening:
                 self._data = CatalogBytes(manifest=manifest, index=index)
         self._catalog = decode_catalog(self._path, self._data or self._read_bytes())
         self._data = None
-        self._metadata = self._catalog.metadata()
         goes_on = self._reception is None or self._reception.call(self.contacts or (), self._limit_s)
         return _Opened(
             attempt=self._catalog.manifest.attempt,
@@ -163,13 +162,12 @@ class _Opening:
             return bool(hosts), hosts
         return self._reception.answer(self._limit_s), hosts
 
-    def result(self, ranks: Ranks, *, is_job: bool) -> Opened:
+    def result(self, ranks: Ranks, check: Callable[[], None], *, is_job: bool) -> Opened:
         assert self._catalog is not None
-        assert self._metadata is not None
-        exchange = self._exchange(ranks, is_job=is_job)
-        return Opened(catalog=self._catalog, metadata=self._metadata, exchange=exchange, bytes_read=self._bytes_read)
+        exchange = self._exchange(ranks, check, is_job=is_job)
+        return Opened(catalog=self._catalog, exchange=exchange, bytes_read=self._bytes_read)
 
-    def _exchange(self, ranks: Ranks, *, is_job: bool) -> Exchange | None:
+    def _exchange(self, ranks: Ranks, check: Callable[[], None], *, is_job: bool) -> Exchange | None:
         """The exchange, if all of this host share and there is somebody to share with."""
         link, seat = self._link, self._seat
         if link is None or seat is None or not self.welcome.is_linked or (len(seat.members) == 1 and not is_job):
@@ -178,11 +176,11 @@ class _Opening:
         job_ranks, deadline_s = tuple(ranks.job_ranks[member] for member in seat.members), ranks.deadline_s
         if not is_job:
             self._close_reception()
-            return Exchange(link, job_ranks=job_ranks, check=ranks.check, deadline_s=deadline_s)
+            return Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s)
         carrier = None
         if self._reception is not None:
             carrier = Carrier(
-                Exchange(link, job_ranks=job_ranks, check=ranks.check, deadline_s=deadline_s, carries=True),
+                Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s, carries=True),
                 self._reception.take_sockets(),
                 job_ranks=tuple(ranks.job_ranks[leader] for leader in seat.hosts),
                 host=seat.host,
@@ -191,12 +189,12 @@ class _Opening:
         least = min(contact.slot_bytes for contact in self.contacts or ())
         hosts = OtherHosts(host=seat.host, slot_bytes=least, carrier=carrier)
 
-        def check() -> None:
-            ranks.check()
+        def check_both() -> None:
+            check()
             if carrier is not None:
                 carrier.check()
 
-        return Exchange(link, job_ranks=job_ranks, check=check, deadline_s=deadline_s, hosts=hosts)
+        return Exchange(link, job_ranks=job_ranks, check=check_both, deadline_s=deadline_s, hosts=hosts)
 
     def leave(self) -> None:
         self._close_reception()

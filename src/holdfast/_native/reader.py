@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,7 @@ from holdfast._values.lazy import cached_property
 from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, is_overridden, read_columns
-from holdfast.planner_helpers import raise_for_dtypes
+from holdfast.planner_helpers import check_resolved
 from holdfast.storage import StorageReader, ValueBuffer
 
 _NOWHERE = None, 0
@@ -60,8 +60,6 @@ class NativeReader(StorageReader):
         self._files: LocalFiles | None = None
         self._exchange: Exchange | None = None
         self._shares_next_read = False
-        self._is_open_on_ranks = False  # and whoever asks for the metadata next gets what was read for all
-        self._check: Callable[[], None] = _go_on
 
     is_always_whole = True
 
@@ -74,11 +72,6 @@ class NativeReader(StorageReader):
     def bytes_read(self) -> int:  # type: ignore[override]
         """Bytes of data files that the system delivered since the last reset."""
         return 0 if self._files is None else self._files.bytes_read
-
-    @property
-    def progress(self) -> int:
-        """While a rank waits for what another one reads, it is not the one that is stuck."""
-        return self.bytes_read + (0 if self._exchange is None else self._exchange.progress)
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -111,18 +104,13 @@ class NativeReader(StorageReader):
             if files is not None:
                 files.close()
 
-    def watch(self, check: Callable[[], None]) -> None:
-        self._check = check
-
     def was_replaced(self) -> bool:
         """Whether another save has been published at the path since its manifest was read."""
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
-        is_open, self._is_open_on_ranks = self._is_open_on_ranks, False
-        if not is_open:
-            self.close()
+        self.close()
         return metadata_for_both(self.catalog.metadata())
 
     def read_metadata_once(self, ranks: Ranks, *, between_hosts: bool) -> Metadata | None:
@@ -130,12 +118,11 @@ class NativeReader(StorageReader):
         if type(self) is not NativeReader:
             return None  # which may read the metadata in another way
         self.close()
-        opened = open_on_ranks(self.path, ranks, between_hosts=between_hosts)
+        opened = open_on_ranks(self.path, ranks, self.progress, between_hosts=between_hosts)
         self._exchange, self._shares_next_read = opened.exchange, True
         self._catalog, self.catalog_bytes_read = opened.catalog, opened.bytes_read
         self._files = opened.catalog.data_files()
-        self._is_open_on_ranks = True
-        return self.read_metadata()
+        return metadata_for_both(opened.catalog.metadata())
 
     def check_files(self) -> None:
         self.catalog.check_files()
@@ -175,7 +162,7 @@ class NativeReader(StorageReader):
             open_targets=delivery.open_targets,
             close_target=delivery.close_target,
             verify=self.verify,
-            check=self._check,
+            progress=self.progress,
         )
         try:
             fetch.run()
@@ -195,8 +182,7 @@ class NativeReader(StorageReader):
         return "://" not in os.fspath(checkpoint_id)
 
     def __getstate__(self) -> dict[str, object]:
-        left = dict.fromkeys(("_files", "_catalog", "_exchange"))
-        return {**self.__dict__, **left, "_check": _go_on}
+        return {**self.__dict__, "_files": None, "_catalog": None, "_exchange": None}
 
 
 class _Delivery:
@@ -319,22 +305,13 @@ class _Delivery:
                 continue
             tensor = resolve(columns, item)
             if dtype != tensor.dtype or boxes[item][1] != tensor.shape:
-                self._check_tensor(item, tensor, dtype)
+                check_resolved(columns, item, tensor, dtype, cast=self._cast)
             if tensor.is_quantized:
                 self._quantized[number] = tensor
                 tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
             box = None if is_whole else Box(tuple(columns.storage_lo[item, : len(shape)].tolist()), boxes[item][1])
             targets.append(Target(tensor, dtype, shape, box))
         return targets
-
-    def _check_tensor(self, item: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        which, lengths = self._columns.boxes[item]
-        key = self._columns.keys[which]
-        if lengths != tensor.shape:
-            raise InternalError(
-                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
-            )
-        raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def close_target(self, number: int, target: Target) -> None:
         tensor, item = target.tensor, self._items[number]
@@ -357,9 +334,6 @@ class _Delivery:
         if entry.kind == "json":
             return _value_buffer(decode_value_bytes(data, key=key))
         return io.BytesIO(data)
-
-
-def _go_on() -> None: ...
 
 
 def _value_buffer(value: object) -> ValueBuffer:

@@ -7,6 +7,7 @@ is bounded by the slabs and the table of one file at a time. Never changes a fil
 
 from __future__ import annotations
 
+import abc
 import errno
 import itertools
 import os
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._io import posix
-from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.direct import ALIGNMENT, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
@@ -31,12 +32,14 @@ from holdfast._native.manifest import FileEntry, Manifest
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.reads import Blocks, coalesce, locate
 from holdfast._values.box import Box
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, StorageError
 
 _Int64s = npt.NDArray[np.int64]
-_Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are done and all that there are."""
 
 Level = Literal["sizes", "coverage", "digests"]
 """How closely a checkpoint is looked at."""
@@ -90,7 +93,7 @@ def verify_checkpoint(
     *,
     level: Level = "digests",
     sample: float = 1.0,
-    on_progress: _Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> VerifyReport:
     """What a look at every byte of the checkpoint at ``path`` found.
 
@@ -118,16 +121,16 @@ def verify_checkpoint(
             break
         catalog = read_catalog(directory)
         manifest = catalog.manifest
-        check = _DataCheck(
+        checks = _DataChecks(
             catalog,
             already_read=manifest.index.bytes + _manifest_bytes(directory),
             sample=sample if level == "digests" else 0.0,
             on_progress=on_progress,
         )
-        damage = check.run()
+        damage = _with_aliases(catalog, _joined(checks.run()))
         if damage and was_replaced(directory, manifest.attempt):
             continue
-        read, unchecked = check.total_bytes, [data] if level != "digests" else []
+        read, unchecked = checks.total_bytes, [data] if level != "digests" else []
         if level == "digests" and sample < 1:
             unchecked = [f"{data} but for a sample of {100 * sample:g} % of its blocks"]
         break
@@ -168,44 +171,57 @@ class _DataFile:
     digests: npt.NDArray[np.uint64]
 
 
-class _DataCheck:
-    """One pass over all data files: jobs on threads, damage and progress collected under a lock."""
+class FileChecks(abc.ABC):
+    """One pass over ``files``, in threads: the damage that is found, and how much of ``total_bytes`` is done."""
 
-    def __init__(self, catalog: Catalog, *, already_read: int, sample: float, on_progress: _Progress | None) -> None:
+    def __init__(self, files: LocalFiles, total_bytes: int, on_progress: OnProgress | None) -> None:
+        self._files = files
+        self._damage: list[tuple[int, int, Damage]] = []
+        self._on_progress = on_progress
+        self.total_bytes = total_bytes
+        self.progress = Progress(self._tell)
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self.progress.done, self.total_bytes)
+
+    @abc.abstractmethod
+    def jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
+        """What there is to check, with slabs of ``ring``."""
+
+    def run(self) -> list[Damage]:
+        """All damage, in file order."""
+        workers = default_workers()
+        ring = SlabRing(workers)
+        try:
+            run_bounded(self.jobs(ring), workers=workers)
+        finally:
+            ring.close()
+            self._files.close()
+        return [damage for _, _, damage in sorted(self._damage, key=lambda found: found[:2])]
+
+    def note(self, number: int, damage: Damage) -> None:
+        """Take note of ``damage`` in file ``number``; any thread."""
+        self._damage.append((number, damage.span[0], damage))
+
+
+class _DataChecks(FileChecks):
+    def __init__(self, catalog: Catalog, *, already_read: int, sample: float, on_progress: OnProgress | None) -> None:
+        # Of a sample an estimate, until each file's share of it is known.
+        total_bytes = already_read + sum(_expected(entry, sample) for entry in catalog.manifest.files)
+        super().__init__(catalog.data_files(), total_bytes, on_progress)
+        self.progress.moved(already_read)
+        self._lock = threading.Lock()
         self._catalog = catalog
         self._sample = sample
         # A generator of its own: the program's random numbers are left alone.
         self._chosen = np.random.default_rng()
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-        self._files = catalog.data_files()
-        self._damage: list[tuple[int, int, Damage]] = []
-        self._done_bytes = already_read
-        # Of a sample an estimate, until each file's share of it is known.
-        files = catalog.manifest.files
-        self.total_bytes = already_read + sum(self._expected(entry) for entry in files)
         index = catalog.index
         self._first_block = index.first_block()
         self._order = np.lexsort((index.bytes, index.offset, index.file))
         self._bounds = np.searchsorted(index.file[self._order], np.arange(len(catalog.manifest.files) + 1)).tolist()
 
-    def run(self) -> tuple[Damage, ...]:
-        """All damage, in file order."""
-        self._advance(0)
-        workers = default_workers()
-        ring = SlabRing(workers)
-        try:
-            run_bounded(self._jobs(ring), workers=workers)
-        finally:
-            ring.close()
-            self._files.close()
-        found = sorted(self._damage, key=lambda place: place[:2])
-        return _with_aliases(self._catalog, _joined(damage for _, _, damage in found))
-
-    def _expected(self, entry: FileEntry) -> int:
-        return entry.header + int(self._sample * (entry.bytes - entry.header)) if self._sample else 0
-
-    def _jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
+    def jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
         for number, entry in enumerate(self._catalog.manifest.files):
             rows = self._order[self._bounds[number] : self._bounds[number + 1]]
             try:
@@ -213,7 +229,7 @@ class _DataCheck:
                     pass
             except CorruptError as error:
                 self._lose_file(number, rows, problem_of(error))
-                self._advance(self._expected(entry))
+                self.progress.moved(_expected(entry, self._sample))
                 continue
             if not self._sample:
                 continue
@@ -221,7 +237,7 @@ class _DataCheck:
             blocks = every if self._sample == 1 else self._blocks(rows, self._sample)
             if self._sample < 1:
                 with self._lock:
-                    self.total_bytes += entry.header + int(blocks.nbytes.sum()) - self._expected(entry)
+                    self.total_bytes += entry.header + int(blocks.nbytes.sum()) - _expected(entry, self._sample)
             groups = coalesce(
                 np.zeros_like(blocks.offset), blocks.offset, blocks.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT
             ).tolist()
@@ -264,7 +280,7 @@ class _DataCheck:
             problem = problem_of(error)
         if problem is not None:
             self._note(opened.number, None, (0, entry.header), problem)
-        self._advance(entry.header)
+        self.progress.moved(entry.header)
 
     def _agrees(self, opened: _DataFile, entries: list[HeaderEntry]) -> bool:
         """Whether the header has exactly the chunks of the index; those of no bytes may come in any order."""
@@ -285,7 +301,7 @@ class _DataCheck:
     def _check_group(self, opened: _DataFile, first: int, stop: int, ring: SlabRing) -> None:
         with ring.lend() as slab:
             self._check_blocks(opened, first, stop, slab.view)
-        self._advance(int(opened.blocks.nbytes[first:stop].sum()))
+        self.progress.moved(int(opened.blocks.nbytes[first:stop].sum()))
 
     def _check_blocks(self, opened: _DataFile, first: int, stop: int, memory: memoryview) -> None:
         blocks = opened.blocks
@@ -293,7 +309,7 @@ class _DataCheck:
         spans = [(offset, offset + nbytes) for offset, nbytes in zip(offsets, sizes, strict=True)]
         try:
             with self._files.lend(opened.number) as (file, is_cached):
-                base = _read(file, spans[0][0], spans[-1][1], memory, is_cached=is_cached)
+                base = file.read_range(memory, spans[0][0], spans[-1][1], is_cached=is_cached)
         except (CorruptError, StorageError) as error:
             problem = problem_of(error)
             if len(spans) == 1:
@@ -320,25 +336,12 @@ class _DataCheck:
     def _note(self, number: int, row: int | None, span: tuple[int, int], problem: str) -> None:
         manifest = self._catalog.manifest
         key = None if row is None else manifest.tensors[int(self._catalog.index.tensor[row])].key
-        damage = Damage(file=manifest.files[number].name, key=key, span=span, problem=problem)
-        with self._lock:
-            self._damage.append((number, span[0], damage))
-
-    def _advance(self, nbytes: int) -> None:
-        with self._lock:
-            self._done_bytes += nbytes
-            if self._on_progress is not None:
-                self._on_progress(self._done_bytes, self.total_bytes)
+        self.note(number, Damage(file=manifest.files[number].name, key=key, span=span, problem=problem))
 
 
-def _read(file: InputFile, begin: int, end: int, memory: memoryview, *, is_cached: bool) -> int:
-    """Read at least bytes ``begin`` to ``end`` to the start of ``memory``; returns the offset it starts with."""
-    if is_cached or end - begin < ALIGNMENT:
-        file.read_into(memory[: end - begin], begin)
-        return begin
-    base = begin - begin % ALIGNMENT
-    file.read_direct_into(memory[: end - base + -(end - base) % ALIGNMENT], base)
-    return base
+def _expected(entry: FileEntry, sample: float) -> int:
+    """How many bytes of a file are read, about."""
+    return entry.header + int(sample * (entry.bytes - entry.header)) if sample else 0
 
 
 def problem_of(error: CorruptError | StorageError) -> str:

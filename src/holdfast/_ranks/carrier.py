@@ -90,7 +90,6 @@ class Carrier:
         self._is_closing = False
         self._moved_at = time.monotonic()
         self._failure: BaseException | None = None
-        self.progress = 0
 
     def gather_wishes(self, own: bytes) -> list[bytes]:
         """What every host wants, by host, given what this one does; all are of the same length."""
@@ -108,7 +107,6 @@ class Carrier:
         while any(other.is_busy for other in self._others.values()):
             self._check()
             self._round(admit)
-            self.progress += 1  # others see that this rank is not the one that is stuck
         rows[self._host] = bytearray(own)
         return [bytes(rows[host]) for host in sorted(rows)]
 
@@ -129,11 +127,11 @@ class Carrier:
         if self._failure is not None:
             raise self._failure
 
-    def wait(self, rest: Callable[[], None]) -> None:
-        """Return when everything is carried, calling ``rest`` now and then; raise what the carrier has failed with."""
+    def wait(self, check: Callable[[], None]) -> None:
+        """Return when everything is carried, calling ``check`` now and then; raise what the carrier has failed with."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_SLICE_S)
-            rest()
+            check()
         self.check()
 
     def close(self) -> None:
@@ -213,7 +211,6 @@ class Carrier:
             if (at := polled.get(descriptor)) is not None:
                 moved += at.transmit() if events & ~select.POLLIN else 0
                 moved += at.receive(admit) if events & ~select.POLLOUT and at.owes else 0
-        self.progress += moved
         if moved or happened:
             self._moved_at = time.monotonic()
         else:

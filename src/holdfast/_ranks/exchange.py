@@ -196,7 +196,6 @@ class _Mail:
         self.job_ranks = (*job_ranks, job_ranks[0])  # the carrier is the leader
         self.check = check
         self.deadline_s = deadline_s
-        self.waits = 0
         self._place = place
         self._outboxes = link.outboxes
         self._clock = clock
@@ -211,7 +210,7 @@ class _Mail:
         """
         deadline = Deadline(self.deadline_s, self._clock)
         while not (messages := self.inbox.collect(_SLICE_S)):
-            self.rest()
+            self.check()
             if deadline.passed:
                 place, file = awaited()
                 job_rank, phase = self.job_ranks[place], "passing on what was read"
@@ -223,11 +222,6 @@ class _Mail:
                     phase=phase,
                 )
         return messages
-
-    def rest(self) -> None:
-        """Show the others that this rank only waits, and raise what another one has failed with."""
-        self.waits += 1
-        self.check()
 
 
 class Exchange:
@@ -392,12 +386,6 @@ class Exchange:
     def wait(self) -> None:
         """Return when a message has changed something; raise what another rank has failed with."""
         self._take(self.mail.wait(self._awaited))
-
-    @property
-    def progress(self) -> int:
-        """A number that changes while this rank passes on or waits, and so is not the one that is stuck."""
-        carrier = None if self.hosts is None else self.hosts.carrier
-        return self.mail.waits + (0 if carrier is None else carrier.progress)
 
     def close(self) -> None:
         """Leave the others; what they still want is in their memory too."""

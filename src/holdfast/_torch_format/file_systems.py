@@ -173,6 +173,26 @@ class RemoteFileSystem(FileSystemBase):
         return int(self._fs.size(os.fspath(path)))
 
 
+class Located:
+    """What readers and writers of torch's format have in common: the ``path`` of the checkpoint on ``fs``."""
+
+    fs: FileSystemBase
+    path: PathLike
+    kind: type[FileSystemBase] = FileSystem
+
+    def locate(self, path: PathLike, fs: FileSystemBase) -> None:
+        self.fs = fs
+        self.path = fs.init_path(path)
+
+    @property
+    def checkpoint_id(self) -> PathLike:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return cls.kind.validate_checkpoint_id(checkpoint_id)
+
+
 def _file_system(url: str, options: dict[str, object]) -> Any:
     try:
         from fsspec.core import url_to_fs

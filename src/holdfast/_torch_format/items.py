@@ -26,10 +26,10 @@ from holdfast._torch_codec.archive import Elements, Read, find_tensor
 from holdfast._torch_codec.metadata_file import StorageInfo, find_place
 from holdfast._torch_codec.pickles import deserialize_object, serialize_object
 from holdfast._values.box import Box
-from holdfast.errors import CorruptError, InternalError, InvalidStateError
+from holdfast.errors import CorruptError, InvalidStateError
 from holdfast.metadata import MetadataIndex
 from holdfast.planner import LoadPlanner, ReadColumns, SavePlan, SavePlanner, WriteItem, WriteItemType, write_columns
-from holdfast.planner_helpers import raise_for_dtypes
+from holdfast.planner_helpers import check_resolved
 from holdfast.storage import WriteResult
 
 Content = torch.Tensor | bytes | memoryview
@@ -330,22 +330,12 @@ class Delivery:
                 path=item.place.relative_path,
                 key=item.key,
             )
-        self._check(row, tensor, elements.dtype)
+        check_resolved(self._columns, row, tensor, elements.dtype, cast=self._cast)
         shape, order = elements.shape, elements.order
         if order != tuple(range(len(order))):
             shape, tensor = permuted(shape, order), tensor.permute(order)
             box = Box(permuted(box.offsets, order), permuted(box.lengths, order))
         return Target(tensor, elements.dtype, shape, None if box.lengths == shape else box)
-
-    def _check(self, row: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        which, lengths = self._columns.boxes[row]
-        key = self._columns.keys[which]
-        if lengths != tensor.shape:
-            raise InternalError(
-                f"the planner gave a tensor of shape {list(tensor.shape)} for a box of {list(lengths)} of {key!r}"
-            )
-        if dtype != tensor.dtype:
-            raise_for_dtypes({key: (dtype, tensor.dtype)}, cast=self._cast)
 
     def deliver(self, item: Item, data: bytearray) -> None:
         """Take the whole item: keep the bytes of a value, fill and commit what wants a tensor, or parts of it."""
@@ -379,7 +369,7 @@ class Delivery:
         if not isinstance(loaded, torch.Tensor):
             raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, no tensor", key=item.key)
         for row, tensor in zip(item.rows, tensors, strict=True):
-            self._check(row, tensor, loaded.dtype)
+            check_resolved(self._columns, row, tensor, loaded.dtype, cast=self._cast)
             box = self.box(row)
             if loaded.layout is torch.strided and not box.fits(loaded.shape):
                 raise CorruptError(f"the item of {item.key!r} has another size than its metadata says", key=item.key)

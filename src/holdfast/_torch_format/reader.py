@@ -1,51 +1,66 @@
-"""The reader of torch's own on-disk format: ``.metadata`` and the files that it names."""
+"""torch's own on-disk format, ``.metadata`` and the files that it names: read, and checked as far as the format goes.
+
+A check finds all the damage there is. The metadata decodes and says where every chunk is; chunks tile their tensors;
+files are there and large enough; no two items overlap; each archive is one, is of the size that the metadata says, and
+every record has its checksum. What has no checksum is counted and reported. Memory is bounded by the slabs. A check
+never changes a file, and never decodes a value.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import itertools
+import os
+import time
 import uuid
-from collections.abc import Collection, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from holdfast._io import posix
-from holdfast._io.direct import LocalFiles
+from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
+from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.publish import MANIFEST_NAME
+from holdfast._native.verify import Damage, FileChecks, OnProgress, VerifyReport, problem_of
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
 from holdfast._torch_classes.translate import metadata_for_both
+from holdfast._torch_codec.archive import find_tensor, records
 from holdfast._torch_codec.metadata_file import (
     METADATA_NAME,
     decode_metadata,
+    find_place,
     is_of_a_save,
     merge_metadata,
     metadata_name,
 )
 from holdfast._torch_format.file_systems import (
     FileSystem,
-    FileSystemBase,
+    Located,
     PathLike,
     RemoteFileSystem,
     is_local,
     local_path,
 )
 from holdfast._torch_format.items import Delivery, Item, wanted_items
-from holdfast._torch_format.reading import Layouts, StreamRead, TransformRegistry, read_ranges
+from holdfast._torch_format.reading import Ends, Layouts, StreamRead, TransformRegistry, read_ranges
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import MAX_METADATA_BYTES
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
-from holdfast.metadata import Metadata, StorageMeta
+from holdfast.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
-from holdfast.planner_helpers import ReadRows, check_dtypes, check_tiling
+from holdfast.planner_helpers import ReadRows, check_dtypes, check_tiling, tiling_faults
 from holdfast.storage import StorageReader
 
 
-class FileSystemReader(StorageReader):
+class FileSystemReader(Located, StorageReader):
     """Reads a checkpoint in torch's own format from the directory ``path``.
 
     On the local file system only the bytes that are wanted are read, in parallel; on another one (set ``fs``, as
@@ -66,8 +81,7 @@ class FileSystemReader(StorageReader):
         allow_pickle: bool = False,
         verify: bool | None = None,
     ) -> None:
-        self.fs: FileSystemBase = FileSystem()
-        self.path: PathLike = self.fs.init_path(path)
+        self.locate(path, FileSystem())
         self.cast = cast
         self.allow_pickle = allow_pickle
         self.verify = verify
@@ -77,21 +91,10 @@ class FileSystemReader(StorageReader):
         self._layouts: Layouts = {}
         self._seen: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._bytes_read = 0
-        self._reading: tuple[LocalFiles | StreamRead, ...] = ()
-
-    @property
-    def checkpoint_id(self) -> PathLike:
-        return self.path
 
     @property
     def metadata_path(self) -> PathLike:
         return self.fs.concat_path(self.path, METADATA_NAME)
-
-    @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        """Bytes of data files that were read since the last reset."""
-        return self._bytes_read + sum(running.bytes_read for running in self._reading)
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -104,7 +107,7 @@ class FileSystemReader(StorageReader):
             self.path = self.fs.init_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
         self._layouts = {}
-        self._bytes_read = 0
+        self.bytes_read = 0
 
     def close(self) -> None:
         """Nothing is open between two reads; forget the layouts."""
@@ -225,36 +228,26 @@ class FileSystemReader(StorageReader):
         return planner.state_dict
 
     def _read(self, delivery: Delivery, items: list[Item]) -> None:
-        by_range: list[Item] = []
-        by_stream: list[Item] = []
+        by_range = [item for item in items if is_local(self.fs) and not item.place.transform_descriptors]
+        by_stream = [item for item in items if not is_local(self.fs) or item.place.transform_descriptors]
         ends: dict[str, int] = {}
-        for item in items:
-            place = item.place
-            if not is_local(self.fs) or place.transform_descriptors:
-                by_stream.append(item)
-                continue
-            by_range.append(item)
+        for place in (item.place for item in by_range):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         numbers = {name: number for number, name in enumerate(ends)}
         for item in by_range:
             item.file = numbers[item.place.relative_path]
         paths = [local_path(self.path, name) for name in ends]
         files = LocalFiles(paths, list(ends.values()), at_least=True)
-        streams = StreamRead(self.fs, self.path, delivery, self._registry)
-        self._reading = files, streams
+        streams = StreamRead(self.fs, self.path, delivery, self._registry, self.progress)
         try:
-            read_ranges(by_range, files, delivery, self._layouts, verify=self.verify)
+            read_ranges(by_range, files, delivery, self._layouts, verify=self.verify, progress=self.progress)
             streams.run(by_stream)
         finally:
             files.close()
-            self._bytes_read, self._reading = self.bytes_read, ()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+            self.bytes_read += files.bytes_read + streams.bytes_read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reading": (), "_layouts": {}}
+        return {**self.__dict__, "_layouts": {}}
 
 
 def own_rank() -> int:
@@ -269,6 +262,8 @@ class FsspecReader(FileSystemReader):
     ``cast``, ``allow_pickle`` and ``verify`` are those of ``FileSystemReader``.
     """
 
+    kind = RemoteFileSystem
+
     def __init__(
         self,
         path: PathLike,
@@ -279,9 +274,169 @@ class FsspecReader(FileSystemReader):
         **options: object,
     ) -> None:
         super().__init__(path, cast=cast, allow_pickle=allow_pickle, verify=verify)
-        self.fs = RemoteFileSystem(**options)
-        self.path = self.fs.init_path(path)
+        self.locate(path, RemoteFileSystem(**options))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+_DIRECT_BYTES = 1 << 20
+_WITHOUT_CHECKSUM = "were written without checksums"
+_OPAQUE = "are no plain archives, so that only their places were checked"
+_TRANSFORMED = "went through stream transforms, so that only their places were checked"
+
+
+def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> VerifyReport:
+    """What a look at every item of the checkpoint at ``path`` found; ``unchecked`` says what nobody could tell.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        CorruptError, UnsafeError: the metadata does not decode, so that nothing else can be said.
+        StorageError: the file system refused; this tells nothing about the bytes.
+    """
+    begin = time.perf_counter()
+    while True:
+        report, was_replaced = _verified(path, begin, on_progress)
+        if not was_replaced:
+            return report
+
+
+def _verified(path: str | os.PathLike[str], begin: float, on_progress: OnProgress | None) -> tuple[VerifyReport, bool]:
+    """The report, and whether a saver replaced the checkpoint meanwhile, so that damage means nothing."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    names = reader.metadata_names()
+    # Ranks that saved apart may have other things under the same key: each of them is somebody's.
+    apart = {name: reader.read_metadata(rank=rank) for rank, name in enumerate(names) if name != METADATA_NAME}
+    checks = _ItemChecks(reader.path, metadata, apart or {METADATA_NAME: metadata}, on_progress)
+    damage = tuple(checks.run())
+    report = VerifyReport(
+        files=len(checks.names) + len(names),
+        bytes=checks.total_bytes,
+        keys=len(metadata.state_dict_metadata),
+        seconds=time.perf_counter() - begin,
+        damage=damage,
+        unchecked=("the metadata has no checksum", *(f"{count} items {why}" for why, count in checks.unchecked())),
+    )
+    return report, bool(damage) and reader.was_replaced()
+
+
+class _ItemChecks(FileChecks):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Metadata,
+        parts: Mapping[str, Metadata],
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._metadata = metadata
+        self._unchecked: list[str] = []
+        self._unplaced: list[Damage] = []
+        self._items = [item for name, part in parts.items() for item in self._places(name, part)]
+        self.names = list(dict.fromkeys(item.place.relative_path for item, _ in self._items))
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._items.sort(key=lambda pair: (self._numbers[pair[0].place.relative_path], pair[0].place.offset))
+        paths = [local_path(path, name) for name in self.names]
+        statuses = zip(self.names, map(posix.file_status, paths), strict=True)
+        self._sizes = {name: None if status is None else status.st_size for name, status in statuses}
+        total_bytes = sum(item.place.length for item, _ in self._items)
+        super().__init__(LocalFiles(paths, [0] * len(paths), at_least=True), total_bytes, on_progress)
+
+    def _places(self, name: str, metadata: Metadata) -> Iterator[tuple[Item, ChunkStorageMetadata | None]]:
+        """Every item of ``metadata`` with its chunk; None for a value. Those without a place are damage of ``name``."""
+        storage_data = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+        for key, stored in metadata.state_dict_metadata.items():
+            chunks = list(stored.chunks) if isinstance(stored, TensorStorageMetadata) else [None]
+            for chunk in chunks:
+                place = find_place(storage_data, key, None if chunk is None else chunk.offsets)
+                if place is not None:
+                    yield Item(key=key, place=place, is_value=chunk is None), chunk
+                else:
+                    where = "" if chunk is None else f" at {list(chunk.offsets)}"
+                    problem = f"does not say where{where} it is stored"
+                    self._unplaced.append(Damage(file=name, key=key, span=(0, 0), problem=problem))
+
+    def jobs(self, ring: SlabRing) -> Iterator[Callable[[], None]]:
+        """Every item; what is wrong with the metadata is noted first."""
+        faults = (
+            Damage(file=METADATA_NAME, key=key, span=(0, 0), problem=problem)
+            for key, problem in tiling_faults(self._metadata)
+        )
+        for damage in (*self._unplaced, *faults):
+            self.note(-1, damage)
+        self._check_overlaps()
+        yield from (partial(self._check_item, *pair, ring) for pair in self._items)
+
+    def unchecked(self) -> Iterable[tuple[str, int]]:
+        """Why items could not be checked, and how many."""
+        return Counter(self._unchecked).items()
+
+    def _check_overlaps(self) -> None:
+        """Two items in the same bytes: an honest writer may name one item twice, but never parts of it."""
+        spans = sorted(
+            {(self._numbers[item.place.relative_path], item.place.offset, item.place.length) for item, _ in self._items}
+        )
+        keys = {(item.place.relative_path, item.place.offset): item.key for item, _ in self._items}
+        reached = (-1, 0)
+        for number, offset, length in spans:
+            if reached[0] == number and offset < reached[1]:
+                name = self.names[number]
+                span = (offset, offset + length)
+                self._note(name, keys[name, offset], span, "it overlaps what is stored before it")
+            reached = (number, max(offset + length, reached[1] if reached[0] == number else 0))
+
+    def _check_item(self, item: Item, chunk: ChunkStorageMetadata | None, ring: SlabRing) -> None:
+        place = item.place
+        span = (place.offset, place.offset + place.length)
+        size = self._sizes[place.relative_path]
+        try:
+            if size is None:
+                self._note(place.relative_path, item.key, span, "the file is missing")
+            elif span[1] > size:
+                self._note(place.relative_path, item.key, span, f"the file ends at byte {size}")
+            elif place.transform_descriptors:
+                self._unchecked.append(_TRANSFORMED)
+            else:
+                self._check_archive(item, chunk, ring)
+        except (CorruptError, StorageError) as error:
+            self._note(place.relative_path, item.key, span, problem_of(error))
+        self.progress.moved(place.length)
+
+    def _check_archive(self, item: Item, chunk: ChunkStorageMetadata | None, ring: SlabRing) -> None:
+        name, offset, length = item.place.relative_path, item.place.offset, item.place.length
+        with self._files.lend(self._numbers[name]) as (file, is_cached):
+            read = Ends(file, item.place).read
+            found = records(read, length)
+            if found is None:
+                self._unchecked.append(_OPAQUE)
+                return
+            elements = None if chunk is None else find_tensor(read, length)
+            if chunk is not None and elements is not None and elements.shape != tuple(chunk.sizes):
+                problem = f"it has {list(elements.shape)} elements instead of {list(chunk.sizes)}"
+                self._note(name, item.key, (offset, offset + length), problem)
+            for record in found:
+                start, stop = offset + record.begin, offset + record.begin + record.nbytes
+                if record.checksum is None:
+                    continue
+                if record.nbytes < _DIRECT_BYTES:
+                    checksum = zlib.crc32(read(record.begin, record.begin + record.nbytes))
+                else:
+                    checksum = _checksum(file, start, stop, ring, is_cached=is_cached)
+                if checksum != record.checksum:
+                    self._note(name, item.key, (start, stop), "not the bytes that were written")
+        if any(record.checksum is None and record.nbytes for record in found):
+            self._unchecked.append(_WITHOUT_CHECKSUM)
+
+    def _note(self, file: str, key: str, span: tuple[int, int], problem: str) -> None:
+        self.note(self._numbers[file], Damage(file=file, key=key, span=span, problem=problem))
+
+
+def _checksum(file: InputFile, begin: int, end: int, ring: SlabRing, *, is_cached: bool) -> int:
+    """The CRC-32 of bytes [begin, end) of ``file``, read through a slab."""
+    checksum = 0
+    with ring.lend() as slab:
+        while begin < end:
+            stop = min(end, begin - begin % ALIGNMENT + SLAB_BYTES)
+            base = file.read_range(slab.view, begin, stop, is_cached=is_cached)
+            checksum = zlib.crc32(slab.view[begin - base : stop - base], checksum)
+            begin = stop
+    return checksum

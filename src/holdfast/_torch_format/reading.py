@@ -34,6 +34,7 @@ from holdfast._torch_codec.metadata_file import StorageInfo
 from holdfast._torch_format.file_systems import FileSystemBase, PathLike
 from holdfast._torch_format.items import Delivery, Item, damaged, locate, permuted
 from holdfast._values.box import Box
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import combine_checksums
 from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
 
@@ -52,7 +53,13 @@ Layouts = dict[tuple[str, int], Elements | None]
 
 
 def read_ranges(
-    items: Sequence[Item], files: LocalFiles, delivery: Delivery, layouts: Layouts, *, verify: bool | None
+    items: Sequence[Item],
+    files: LocalFiles,
+    delivery: Delivery,
+    layouts: Layouts,
+    *,
+    verify: bool | None,
+    progress: Progress,
 ) -> None:
     """Read ``items``, each from the file of its number, and deliver them.
 
@@ -61,19 +68,19 @@ def read_ranges(
     """
     small = [item for item in items if item.place.length <= _SMALL_BYTES]
     large = [item for item in items if item.place.length > _SMALL_BYTES]
-    _find_layouts(large, files, layouts)
+    _find_layouts(large, files, layouts, progress)
     plain = [item for item in large if item.is_value or layouts[_name(item)] is not None]
     odd = [item for item in large if not item.is_value and layouts[_name(item)] is None]
     for together in (small, plain, *([item] for item in odd)):
         if together:
-            _ItemFetch(together, files, delivery, layouts, verify=verify).run()
+            _ItemFetch(together, files, delivery, layouts, verify=verify, progress=progress).run()
 
 
 def _name(item: Item) -> tuple[str, int]:
     return item.place.relative_path, item.place.offset
 
 
-def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts) -> None:
+def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts, progress: Progress) -> None:
     """Find out where the elements of the archives lie that nobody has looked at."""
     unknown = [item for item in items if not item.is_value and _name(item) not in layouts]
     unknown.sort(key=lambda item: (item.file, item.place.offset))
@@ -82,6 +89,7 @@ def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts) ->
         for item in batch:
             with files.lend(item.file) as (file, _):
                 layouts[_name(item)] = locate(item, Ends(file, item.place).read, item.place.length)
+            progress.moved(HEAD_BYTES + TAIL_BYTES)
 
     is_cached = all([files.is_cached(number) for number in dict.fromkeys(item.file for item in unknown)])
     # From memory it takes less time than threads need to start.
@@ -141,6 +149,7 @@ class _ItemFetch(SegmentFetch[Destination]):
         layouts: Layouts,
         *,
         verify: bool | None,
+        progress: Progress,
     ) -> None:
         self._files = files
         self._delivery = delivery
@@ -172,6 +181,7 @@ class _ItemFetch(SegmentFetch[Destination]):
             boxes=len(self._boxes),
             open_targets=lambda boxes: [self._open_box(box) for box in boxes],
             close_target=self._close_box,
+            progress=progress,
         )
 
     def _elements(self, item: Item) -> Elements | None:
@@ -293,8 +303,14 @@ class StreamRead:
     """One batch of reads through streams of ``fs``; ``bytes_read`` counts what came."""
 
     def __init__(
-        self, fs: FileSystemBase, directory: PathLike, delivery: Delivery, registry: TransformRegistry | None
+        self,
+        fs: FileSystemBase,
+        directory: PathLike,
+        delivery: Delivery,
+        registry: TransformRegistry | None,
+        progress: Progress,
     ) -> None:
+        self._progress = progress
         self._fs = fs
         self._directory = directory
         self._delivery = delivery
@@ -331,6 +347,7 @@ class StreamRead:
         while missing and (piece := stream.read(missing)):
             pieces.append(piece)
             missing -= len(piece)
+            self._progress.moved(len(piece))
         with self._lock:
             self.bytes_read += place.length - missing
         if missing:

@@ -25,7 +25,7 @@ from holdfast._torch_classes.translate import CURRENT_DCP_VERSION, metadata_from
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX, StorageInfo, StoragePrefix, metadata_name
 from holdfast._torch_format.file_systems import (
     FileSystem,
-    FileSystemBase,
+    Located,
     PathLike,
     RemoteFileSystem,
     check_replaceable,
@@ -62,7 +62,7 @@ def _generate_uuid() -> str:
     return str(uuid.uuid4())
 
 
-class _FileSystemWriter(StorageWriter):
+class _FileSystemWriter(Located, StorageWriter):
     """Writes a checkpoint in torch's format to the directory ``path``; FileSystemWriter stages it as well.
 
     Args:
@@ -96,8 +96,7 @@ class _FileSystemWriter(StorageWriter):
             raise ValueError(f"thread_count must be at least 1, not {thread_count}")
         if getattr(serialization_format, "name", None) != SerializationFormat.TORCH_SAVE.name:
             raise ValueError("only Hugging Face storage keeps items as safetensors; use SerializationFormat.TORCH_SAVE")
-        self.fs: FileSystemBase = FileSystem()
-        self.path: PathLike = self.fs.init_path(path)
+        self.locate(path, FileSystem())
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -117,10 +116,6 @@ class _FileSystemWriter(StorageWriter):
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
         return posix.file_at_work(self.path)
-
-    @property
-    def checkpoint_id(self) -> PathLike:
-        return self.path
 
     @property
     def metadata_path(self) -> PathLike:
@@ -223,10 +218,6 @@ class _FileSystemWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": None}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
-
 
 def _with_arrays_as_values(plan: SavePlan) -> SavePlan:
     """``plan`` where numpy arrays, which are tensors to the default planner, are values: torch has it so."""
@@ -296,6 +287,8 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
 class FsspecWriter(FileSystemWriter):
     """Writes a checkpoint in torch's format to the URL ``path``; ``options`` go to the file system of its scheme."""
 
+    kind = RemoteFileSystem
+
     def __init__(
         self,
         path: PathLike,
@@ -310,9 +303,4 @@ class FsspecWriter(FileSystemWriter):
     ) -> None:
         files = path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead
         super().__init__(*files, False, overwrite, _extensions, serialization_format)
-        self.fs = RemoteFileSystem(**options)
-        self.path = self.fs.init_path(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return RemoteFileSystem.validate_checkpoint_id(checkpoint_id)
+        self.locate(path, RemoteFileSystem(**options))

@@ -30,7 +30,7 @@ from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Sour
 from holdfast._torch_codec.archive_writing import write_pt
 from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object
 from holdfast._torch_format.file_systems import is_remote
-from holdfast._torch_format.verify import verify_torch_checkpoint
+from holdfast._torch_format.reader import verify_torch_checkpoint
 from holdfast._torch_format.writer import _FileSystemWriter
 from holdfast._values.box import flat_range_boxes
 from holdfast._values.lazy import LazyList

@@ -45,7 +45,6 @@ def test_a_written_file_has_exactly_its_bytes(directory: Path, size: int) -> Non
     data = os.urandom(size)
     file = write_file(directory / "file", data)
     assert (directory / "file").read_bytes() == data
-    assert file.bytes_written == -(-size // ALIGNMENT) * ALIGNMENT
     assert file.path == str(directory / "file")
 
 
@@ -84,7 +83,6 @@ def test_nothing_written_makes_an_empty_file(directory: Path) -> None:
     file.finish(0)
     file.close()
     assert (directory / "file").read_bytes() == b""
-    assert file.bytes_written == 0
 
 
 def test_what_exists_is_not_written_over(tmp_path: Path) -> None:
@@ -156,7 +154,6 @@ def test_a_refusal_at_the_first_write_means_buffered_for_good(directory: Path, m
     file.finish(len(data))
     file.close()
     assert refused == [0]
-    assert file.bytes_written == len(data)
     assert (directory / "file").read_bytes() == data
 
 
@@ -234,7 +231,6 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pie
     file.close()
     assert calls == list(range(0, len(data), piece))
     assert file.direct == (was_direct and stays_direct)
-    assert file.bytes_written == len(data)
     assert (tmp_path / "file").read_bytes() == data
 
 

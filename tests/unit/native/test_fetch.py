@@ -15,6 +15,7 @@ from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._state.tensor_bytes import Target
 from holdfast._values.box import Box
+from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES
 
 ROWS, COLUMNS = 1500, 1000  # of float32: 6 MB, 5.7 blocks
@@ -79,6 +80,7 @@ class Reading:
                 open_targets=lambda numbers: [self._open(number) for number in numbers],
                 close_target=self._close,
                 verify=self._verify,
+                progress=Progress(),
             ).run()
         finally:
             self.bytes_read = self.files.bytes_read

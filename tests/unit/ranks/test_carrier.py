@@ -118,7 +118,7 @@ def work(link: Link, carrier: Carrier, job: CommonReads, host: int) -> list[int]
             if reads.takers[read, exchange.place]:
                 exchange.tell_taken(read, slot)
         elif exchange.is_done:
-            carrier.wait(exchange.mail.rest)
+            carrier.wait(exchange.mail.check)
             return sorted(right)
         else:
             exchange.wait()
