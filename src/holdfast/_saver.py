@@ -269,10 +269,9 @@ class Saving:
 
         ``before`` is called first: what it raises is raised on every rank.
         """
-        host = host_id() if self.ranks.size > 1 else UNKNOWN_HOST
-        self._planned = plan_save(
-            self.planner, self.writer, self.ranks, partial(self._set_up, state, before), job_rank=mesh_rank(), host=host
-        )
+        job_rank, host = (mesh_rank(), host_id()) if self.ranks.size > 1 else (0, UNKNOWN_HOST)
+        set_up = partial(self._set_up, state, before)
+        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=job_rank, host=host)
         return self._planned.plan
 
     def expose(self, state: State) -> STATE_DICT_TYPE:

@@ -147,8 +147,8 @@ class WriteColumns:
     @cached_property
     def rows(self) -> list[tuple[int, list[int], list[int], int, bool]]:
         """Every row as Python numbers, made all at once: one by one they cost more than what is made of them."""
-        columns = (self.key, self.lo, self.length, self.hint, self.is_shard)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        lows, lengths = self.lo.tolist(), self.length.tolist()
+        return list(zip(self.key.tolist(), lows, lengths, self.hint.tolist(), self.is_shard.tolist(), strict=True))
 
     def item(self, row: int) -> WriteItem:
         """The item of ``row`` as an object that nobody else holds."""

@@ -78,7 +78,7 @@ class PlayedAccelerator:
         return tensor
 
     def holds(self, source: Source) -> bool:
-        return isinstance(source, MemorySource) and source._address in self.addresses
+        return isinstance(source, MemorySource) and source.address in self.addresses
 
     def pin(self, address: int, nbytes: int) -> None:
         assert address not in self.pinned

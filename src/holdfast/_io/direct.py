@@ -27,6 +27,7 @@ ALIGNMENT = 4096
 
 _RESERVE_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _COPIED_READ_BYTES = 16 << 20
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _IDLE_FILES = 32
 
 
@@ -57,10 +58,10 @@ class OutputFile:
                     if error.errno not in _RESERVE_UNSUPPORTED:
                         raise
         # Set afterwards, because an O_CREAT | O_DIRECT open that is refused may leave the file behind.
-        if _direct_flag():
+        if _O_DIRECT:
             with contextlib.suppress(OSError):
                 flags = fcntl.fcntl(self._file.descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags | _direct_flag())
+                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
                 self.direct = True
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -111,7 +112,7 @@ class OutputFile:
         with self._lock:
             if self.direct:
                 flags = fcntl.fcntl(self._file.descriptor, fcntl.F_GETFL)
-                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags & ~_direct_flag())
+                fcntl.fcntl(self._file.descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
                 self.direct = False
 
 
@@ -129,7 +130,7 @@ class InputFile:
         self.path = path
         self.size = size
         self.bytes_read = 0
-        self.direct = _direct_flag() != 0
+        self.direct = _O_DIRECT != 0
         forget_in_child(self)
 
     def forget_parent(self) -> None:
@@ -247,7 +248,7 @@ class InputFile:
                 return -1
             if self._direct_descriptor < 0:
                 with contextlib.suppress(StorageError, CorruptError, OSError):
-                    descriptor = posix.open_regular(self.path, flags=_direct_flag())
+                    descriptor = posix.open_regular(self.path, flags=_O_DIRECT)
                     # The name may have been given to another file since, or to none; the first descriptor has ours.
                     if os.path.samestat(os.fstat(descriptor), os.fstat(self._descriptor)):
                         self._direct_descriptor = descriptor
@@ -260,11 +261,6 @@ class InputFile:
             path=self.path,
             span=(begin, end),
         )
-
-
-def _direct_flag() -> int:
-    flag: int = getattr(os, "O_DIRECT", 0)
-    return flag
 
 
 def _advise(descriptor: int, advice: str, offset: int = 0, count: int = 0) -> None:

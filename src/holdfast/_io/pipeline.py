@@ -208,10 +208,14 @@ class _Crew:
         with contextlib.suppress(Empty):
             while True:
                 job = self._to_do.get_nowait()
-                if job is not None and all(isinstance(failure, Exception) for failure in self.failures):
+                if job is not None and not any(map(_is_interrupt, self.failures)):
                     _do(job, self.failures)
                 del job
                 self._done.put(None)
+
+
+def _is_interrupt(failure: BaseException) -> bool:
+    return not isinstance(failure, Exception)
 
 
 def _work(

@@ -30,17 +30,16 @@ from holdfast._native.report import (
     WriteReport,
     WrittenFile,
     WrittenTensor,
-    planned_tensor,
+    planned_tensors,
     report_on,
     written_tensor,
 )
 from holdfast._native.values import Json, encode_value
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
-from holdfast._values import dtypes
 from holdfast._values.box import Box, whole
 from holdfast._values.digest import BLOCK_BYTES
-from holdfast._values.dtypes import MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
+from holdfast._values.dtypes import DTYPES, MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
 from holdfast._values.lazy import cached_property
 from holdfast.errors import InvalidStateError
 from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, write_columns
@@ -90,7 +89,8 @@ class WriterFiles:
         tensors: dict[str, WrittenTensor],
     ) -> None:
         self.keys = [each.key for each in planned]
-        self.planned_bytes = sum(each.nbytes for each in planned)
+        self._sizes = [each.nbytes for each in planned]
+        self.planned_bytes = sum(self._sizes)
         self._columns = columns
         self._planner = planner
         self._planned = planned
@@ -110,7 +110,7 @@ class WriterFiles:
             path,
             os.path.basename(path),
             header_bytes=HEADER_FRAME_BYTES + sum(header_bytes[:count]),
-            expected_bytes=sum(each.nbytes for each in self._planned[start : start + count]),
+            expected_bytes=sum(self._sizes[start : start + count]),
         )
 
     def chunks(self) -> Iterator[Chunk]:
@@ -142,9 +142,10 @@ class WriterFiles:
         written = written_tensor(head, tensor.dtype, tuple(size), quantizer=quantizer_of(tensor))
         if self._asked.setdefault(key, written) != written:
             raise InvalidStateError(f"the pieces of {key!r} have different dtypes or shapes", key=key)
-        if written != planned_tensor(head):
+        if written != planned_tensors([key], [head])[key]:
             self._tensors[key] = written
-        return _chunk(name, tensor.dtype, box, source_of(tensor, is_ordered=self._is_ordered), header_bytes)
+        stored, source = DTYPES[written.dtype], source_of(tensor, is_ordered=self._is_ordered)
+        return Chunk(name, *stored_as(stored, box.lengths), source, header_bytes)
 
     def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
         """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
@@ -258,7 +259,7 @@ def _planned_chunks(
                 source: Source = MemorySource(tensor, address, size)
             else:
                 source = ScatteredSource(tensor.detach(), is_ordered=is_ordered)
-            chunk = _chunk(name, tensor.dtype, box, source, header_bytes)
+            chunk = Chunk(name, *stored_as(DTYPES[DTYPE_NAMES[tensor.dtype]], box.lengths), source, header_bytes)
         planned.append(_Planned(row, key, box, size, name, header_bytes, chunk))
     return planned
 
@@ -274,11 +275,6 @@ class StagedFiles:
     def forget_sources(self) -> None:
         self.chunks.clear()
         self.image.copies.clear()
-
-
-def _chunk(name: str, dtype: torch.dtype, box: Box, source: Source, header_bytes: int) -> Chunk:
-    stored = dtypes.DTYPES[DTYPE_NAMES[dtype]]
-    return Chunk(name, *stored_as(stored, box.lengths), source, header_bytes)
 
 
 class Copy(NamedTuple):

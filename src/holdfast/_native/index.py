@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -205,13 +204,16 @@ def file_digest(header: bytes, block_digests: _UInt64s) -> str:
 
 
 def encode_index(index: ChunkIndex) -> bytes:
-    columns = {name: np.asarray(getattr(index, name)) for name in _COLUMNS}
-    if any(column.size and column.min() < 0 for column in columns.values()):
-        raise InternalError("the index has a negative number; please report it")
-    dtypes = {name: _narrowest(column) for name, column in columns.items()}
-    entries = _layout(dtypes, {name: column.shape for name, column in columns.items()})
+    dtypes: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in _COLUMNS:
+        column = np.asarray(getattr(index, name))
+        if column.size and column.min() < 0:
+            raise InternalError("the index has a negative number; please report it")
+        dtypes[name], shapes[name] = _narrowest(column), column.shape
+    entries = _layout(dtypes, shapes)
     parts = [encode_header(entries, metadata=INDEX_METADATA)]
-    parts += [columns[entry.name].astype(f"<u{_WIDTHS[entry.dtype]}").tobytes() for entry in entries]
+    parts += [np.asarray(getattr(index, each.name)).astype(f"<u{_WIDTHS[each.dtype]}").tobytes() for each in entries]
     return b"".join(parts)
 
 
@@ -279,18 +281,19 @@ def check_index(index: ChunkIndex, *, files: Sequence[FileEntry], tensors: Seque
 
 
 def _narrowest(column: npt.NDArray[np.integer]) -> str:
-    largest = int(column.max()) if column.size else 0
-    return next(name for name, width in _WIDTHS.items() if largest < 1 << 8 * width)
+    return f"U{8 * np.min_scalar_type(int(column.max()) if column.size else 0).itemsize}"
 
 
 def _layout(dtypes: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> list[HeaderEntry]:
     """The columns as they lie in the file: wide ones first, so that each begins at a multiple of its width."""
     entries: list[HeaderEntry] = []
     position = 0
-    for width, name in sorted(((_WIDTHS[dtypes[name]], name) for name in _COLUMNS), key=itemgetter(0), reverse=True):
-        end = position + math.prod(shapes[name]) * width
-        entries.append(HeaderEntry(name=name, dtype=dtypes[name], shape=shapes[name], begin=position, end=end))
-        position = end
+    for dtype, width in reversed(_WIDTHS.items()):
+        for name in _COLUMNS:
+            if dtypes[name] == dtype:
+                end = position + math.prod(shapes[name]) * width
+                entries.append(HeaderEntry(name=name, dtype=dtype, shape=shapes[name], begin=position, end=end))
+                position = end
     return entries
 
 

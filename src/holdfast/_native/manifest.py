@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -256,11 +257,14 @@ def _check(manifest: Manifest) -> None:
         if key in seen:
             raise _BadManifest("is the key of two entries", key)
         seen.add(key)
+    has_aliases = False
     for entry in manifest.tensors:
         _check_tensor(entry)
+        has_aliases |= entry.alias_of is not None
         if entry.kind == "pickle" and "pickle" not in manifest.requires:
             raise _BadManifest("is a pickle, which the manifest does not say that it requires", entry.key)
-    _check_aliases(manifest.tensors)
+    if has_aliases:
+        _check_aliases(manifest.tensors)
     last = -1
     for value in manifest.values:
         decode_value(value.value, key=value.key)
@@ -297,7 +301,7 @@ def _check_files(manifest: Manifest) -> None:
             raise _BadManifest(f"the data of file {file.name!r} does not start at a multiple of {HEADER_ALIGNMENT}")
         if _DIGEST.fullmatch(file.digest) is None:
             raise _BadManifest(f"the digest of file {file.name!r} is malformed")
-    if len({file.name for file in manifest.files}) != len(manifest.files):
+    if len(set(map(attrgetter("name"), manifest.files))) != len(manifest.files):
         raise _BadManifest("two files have the same name")
     index = manifest.index
     if index.name != f"index-{manifest.attempt}.safetensors":
@@ -361,11 +365,10 @@ def _check_quantizer(entry: TensorEntry) -> None:
 
 
 def _check_aliases(tensors: Sequence[TensorEntry]) -> None:
-    aliases = [entry for entry in tensors if entry.alias_of is not None]
-    if not aliases:
-        return
     by_key = {entry.key: entry for entry in tensors}
-    for entry in aliases:
+    for entry in tensors:
+        if entry.alias_of is None:
+            continue
         target = by_key.get(entry.alias_of or "")
         if target is None or target.alias_of is not None:
             raise _BadManifest(f"is an alias of {str(entry.alias_of)[:200]!r}, which holds no data", entry.key)

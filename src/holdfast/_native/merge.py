@@ -16,9 +16,9 @@ import numpy as np
 from holdfast._native.index import ChunkIndex, encode_index
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer, TensorEntry, ValueEntry, WriterEntry
 from holdfast._native.paths import encode_path
-from holdfast._native.report import WriteReport, WrittenTensor, planned_tensor
+from holdfast._native.report import WriteReport, WrittenTensor, planned_tensors
 from holdfast._native.values import Json
-from holdfast._plan.coverage import check_coverage, widened
+from holdfast._plan.coverage import check_coverage
 from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import Path, stored_paths
 from holdfast._values.digest import block_counts, digest, to_hex
@@ -44,8 +44,13 @@ def merge_reports(
     paths = stored_paths(metadata)
     plan = _plan_of_all(metadata, reports)
     written = _written_as_reported(reports) if plan is None else _written_as_planned(plan, reports)
-    tensors = {key: _settled(key, written) for key in metadata.state_dict_metadata if key in written}
-    values = {key: json for report in reports for key, json in report.values.items()}
+    tensors: dict[str, WrittenTensor] = {}
+    values: dict[str, Json] = {}
+    for key in metadata.state_dict_metadata:
+        if key in written:
+            tensors[key] = _settled(key, written)
+    for report in reports:
+        values.update(report.values)
     missing = [key for key in metadata.state_dict_metadata if key not in tensors and key not in values]
     if missing:
         raise InternalError(f"{missing[0]!r} was planned but no rank wrote it ({len(missing)} keys in all)")
@@ -79,20 +84,19 @@ def _plan_of_all(metadata: Metadata, reports: Sequence[WriteReport]) -> JointPla
     """The plan that all reports are on; None where they are not on one, or it is not known."""
     entries = metadata.state_dict_metadata
     plan = entries.source if isinstance(entries, LazyDict) else None
-    plannings = {report.planning for report in reports}
-    is_of_all = len(plannings) == 1 and all(plannings)
-    return plan if isinstance(plan, JointPlan) and plan.ranks == len(reports) and is_of_all else None
+    if not isinstance(plan, JointPlan) or plan.ranks != len(reports) or not reports[0].planning:
+        return None
+    return plan if all(report.planning == reports[0].planning for report in reports) else None
 
 
 def _written_as_planned(plan: JointPlan, reports: Sequence[WriteReport]) -> dict[str, WrittenTensor]:
     """What was written under each key that is not a value in the manifest."""
-    written = {key: planned_tensor(head) for key, head in zip(plan.keys, plan.heads, strict=True) if head is not None}
     said: dict[str, WrittenTensor] = {}
     for report in reports:
         for key, tensor in report.tensors.items():
             if said.setdefault(key, tensor) != tensor:
                 raise InvalidStateError(f"{key!r} was written in different ways by two ranks", key=key)
-    return {**written, **said}
+    return {**planned_tensors(plan.keys, plan.heads), **said}
 
 
 def _written_as_reported(reports: Sequence[WriteReport]) -> dict[str, WrittenTensor]:
@@ -147,26 +151,25 @@ class _Chunks(NamedTuple):
 
 def _chunks_as_reported(tensors: Mapping[str, WrittenTensor], reports: Sequence[WriteReport]) -> _Chunks:
     """The chunks of all reports by tensor and place; InvalidStateError unless they tile the tensors exactly."""
-    ids = {key: number for number, key in enumerate(tensors)}
+    ids = dict(zip(tensors, range(len(tensors)), strict=True))
     boxes = [report.boxes for report in reports]
     shapes = [tensor.shape if tensor.alias_of is None else (0,) for tensor in tensors.values()]
     width = max([*(each.lo.shape[1] for each in boxes), *map(len, shapes)], default=0)
     numbers = [np.array([ids.get(key, -1) for key in report.columns.keys], dtype=np.int64) for report in reports]
-    tensor = _joined([number[each.key] for number, each in zip(numbers, boxes, strict=True)])
+    tensor = np.concatenate([number[each.key] for number, each in zip(numbers, boxes, strict=True)])
     if (tensor < 0).any():
         raise InternalError("a rank wrote a key that the metadata does not have")
-    lo = _joined([widened(each.lo, width, 0) for each in boxes]).reshape(len(tensor), width)
-    length = _joined([widened(each.length, width, 1) for each in boxes]).reshape(len(tensor), width)
+    lo, length = _stacked([each.lo for each in boxes], 0, width), _stacked([each.length for each in boxes], 1, width)
     order = np.lexsort((*lo.T[::-1], tensor))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     tensor, lo, length = tensor[order], lo[order], length[order]
-    sizes = widened(padded(shapes, fill=1), width, 1)
+    sizes = _stacked([padded(shapes, fill=1)], 1, width)
     is_whole = np.array_equal(tensor, np.arange(len(sizes))) and not lo.any() and np.array_equal(length, sizes)
     for fault in () if is_whole else check_coverage(tensor, lo, length, sizes):
         key = list(tensors)[fault.tensor]
         raise InvalidStateError(f"what was written of {key!r} is not whole: {fault.detail}", key=key)
-    nbytes = _joined([each.nbytes for each in boxes])[order]
+    nbytes = np.concatenate([each.nbytes for each in boxes])[order]
     return _Chunks(tensor, lo, length, nbytes, np.split(place, np.cumsum([len(each.key) for each in boxes])[:-1]))
 
 
@@ -197,22 +200,18 @@ def _chunks_as_planned(
     for rank, report in enumerate(reports):
         _, keys, numbers = plan.written.of(rank)
         of_report.append(first[keys[report.row]] + numbers[report.row])
+    width = max((table.shape[1] for table in lows), default=0)
     return _Chunks(
         tensor=np.repeat(np.array(stored, dtype=np.uint32), list(map(len, sizes))),
-        lo=_stacked(lows, 0),
-        length=_stacked(lengths, 1),
-        nbytes=_joined(sizes),
+        lo=_stacked(lows, 0, width),
+        length=_stacked(lengths, 1, width),
+        nbytes=np.concatenate([np.zeros(0, dtype=np.int64), *sizes]),
         of_report=of_report,
     )
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _stacked(tables: Sequence[np.ndarray], fill: int) -> np.ndarray:
+def _stacked(tables: Sequence[np.ndarray], fill: int, width: int) -> np.ndarray:
     """The tables one below the other, the narrow ones filled up with ``fill``."""
-    width = max((table.shape[1] for table in tables), default=0)
     stacked = np.full((sum(map(len, tables)), width), fill, dtype=np.int64)
     start = 0
     for table in tables:

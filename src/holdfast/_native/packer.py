@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -133,7 +134,7 @@ class Packer:
         *,
         pinned: bool = False,
         slabs: int | None = None,
-        on_filled: Callable[[], None] = lambda: None,
+        on_filled: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._pinned = pinned
@@ -157,10 +158,11 @@ class Packer:
             run_bounded(self._runners(chunks, open_file, ring), workers=workers, ahead=max(2, slabs - workers))
         finally:
             ring.close()
-        bounds = [file.first_digest for file in self.files] + [len(self.digests)]
-        return [
-            file.complete(self.digests[bounds[number] : bounds[number + 1]]) for number, file in enumerate(self.files)
-        ]
+        written: list[WrittenFile] = []
+        for file, after in zip_longest(self.files, self.files[1:]):
+            stop = len(self.digests) if after is None else after.first_digest
+            written.append(file.complete(self.digests[file.first_digest : stop]))
+        return written
 
     def close(self) -> None:
         """Close the files, which ends the sign that their writer lives."""
@@ -184,8 +186,12 @@ class Packer:
                 if job is not None:
                     job.is_last = True
                     yield job
-                job = self._next_file(chunk, open_file)
-                file = self.files[-1]
+                file = open_file(len(self.files), len(self.placed))
+                file.first_digest = len(digests)
+                file.make_room(chunk)
+                self.files.append(file)  # first: whatever comes, it is known
+                file.output.make(file.header_bytes + file.expected_bytes)
+                job = _Job(file.output, file.header_bytes, file.header_bytes)
             source, nbytes = chunk.source, chunk.source.nbytes
             self.placed.append(Placed(len(self.files) - 1, file.end))
             file.enter(chunk)
@@ -203,21 +209,14 @@ class Packer:
             job.is_last = True
             yield job
 
-    def _next_file(self, chunk: Chunk, open_file: Callable[[int, int], DataFile]) -> _Job:
-        file = open_file(len(self.files), len(self.placed))
-        file.first_digest = len(self.digests)
-        file.make_room(chunk)
-        self.files.append(file)  # first: whatever comes, it is known
-        file.output.make(file.header_bytes + file.expected_bytes)
-        return _Job(file.output, file.header_bytes, file.header_bytes)
-
     def _runners(
         self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing
     ) -> Iterator[Callable[[], None]]:
         for job in self._jobs(chunks, open_file):
             self._progress.check()
             yield partial(write_pages, job, filled_slab(job, ring, self._fill), ring, self._progress)
-        self._on_filled()
+        if self._on_filled is not None:
+            self._on_filled()
 
     def _fill(self, job: _Job, slab: Slab) -> None:
         """Put the blocks of ``job`` into ``slab``, and take their digests there."""

@@ -11,6 +11,8 @@ modules. Readers that do not know the names take them for the user's, and miss n
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
@@ -38,24 +40,24 @@ class PathFault(NamedTuple):
     problem: str
 
 
+@dataclass(slots=True)
 class _Tree:
     """All places that paths lead to, by number; 0 is the state itself.
 
     Lists by number rather than an object per place, because a large tree of objects sets the garbage collector off.
     """
 
-    def __init__(self) -> None:
-        # What a place is, None for a leaf.
-        self.kinds: list[str | None] = ["dict"]
-        # By place and writing, because numbers could be chosen to meet in this table; below zero are those of what is
-        # not text, so that 1 and "1" are two.
-        self.children: dict[tuple[int, str | bytes], int] = {}
-        # The largest position of each list and tuple, and how many positions are taken in all of them.
-        self.last_positions: dict[int, int] = {}
-        self.taken_positions = 0
-        # What writings mean, but for those of plain integers; and those of the keys in each dict that are not text.
-        self.keys: dict[str | bytes, Hashable] = {}
-        self.typed: dict[int, list[str | bytes]] = {}
+    # What a place is, None for a leaf.
+    kinds: list[str | None] = field(default_factory=partial(list, ["dict"]))
+    # By place and writing, because numbers could be chosen to meet in this table; below zero are those of what is not
+    # text, so that 1 and "1" are two.
+    children: dict[tuple[int, str | bytes], int] = field(default_factory=dict)
+    # The largest position of each list and tuple, and how many positions are taken in all of them.
+    last_positions: dict[int, int] = field(default_factory=dict)
+    taken_positions: int = 0
+    # What writings mean, but for those of plain integers; and those of the keys in each dict that are not text.
+    keys: dict[str | bytes, Hashable] = field(default_factory=dict)
+    typed: dict[int, list[str | bytes]] = field(default_factory=dict)
 
     def typed_keys(self) -> Iterator[list[Hashable]]:
         """The keys of each dict that has some which are not text."""
@@ -90,7 +92,7 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) ->
         if positions - tree.taken_positions > MAX_EMPTY_POSITIONS:
             raise _BadPath("or another path leaves too many positions of a list empty")
         effort = Effort()
-        for keys in tree.typed_keys():
+        for keys in tree.typed_keys() if tree.typed else ():
             if len(effort.fill(dict[object, None](), [(each, None) for each in keys], keys)) < len(keys):
                 raise _BadPath("or another one has a path with a key that equals another one")
     except (_BadPath, TooMuchEffort) as fault:
@@ -192,27 +194,21 @@ def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
     return tuple(elements)
 
 
-RESERVED_NAME = "holdfast.planner_data"
-VERSIONS_NAME = "holdfast.versions"
+RESERVED_NAMES = _DATA_NAME, _VERSIONS_NAME = "holdfast.planner_data", "holdfast.versions"
+"""Names in the user's metadata that are not the user's."""
+
 _INSTEAD, _ADDED = "instead", "added"
-
-
-def check_user_metadata(user_metadata: Mapping[str, object]) -> None:
-    """InvalidStateError when the user's metadata uses a reserved name."""
-    for name in (RESERVED_NAME, VERSIONS_NAME):
-        if name in user_metadata:
-            raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
 
 
 def with_planner_data(user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions) -> dict[str, object]:
     """What the manifest keeps: the user's metadata, versions of modules, and the planner's data where it is more."""
     data, paths = metadata.planner_data, stored_paths(metadata)
-    kept = {**user_metadata, VERSIONS_NAME: versions} if versions else dict(user_metadata)
+    kept = {**user_metadata, _VERSIONS_NAME: versions} if versions else dict(user_metadata)
     if data is None or data is paths or (path_mapping(data) is not None and data == paths):
         return kept
     if paths and isinstance(data, dict) and paths.items() <= data.items():
-        return {**kept, RESERVED_NAME: {_ADDED: {name: value for name, value in data.items() if name not in paths}}}
-    return {**kept, RESERVED_NAME: {_INSTEAD: data}}
+        return {**kept, _DATA_NAME: {_ADDED: {name: value for name, value in data.items() if name not in paths}}}
+    return {**kept, _DATA_NAME: {_INSTEAD: data}}
 
 
 def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, Any], Any, Versions]:
@@ -221,14 +217,14 @@ def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, 
         return {}, paths, {}
     user: dict[str, Any] = dict(kept)
     versions: Versions = {}
-    if _are_versions(kept.get(VERSIONS_NAME)):
-        versions = user.pop(VERSIONS_NAME)
-    data = user.pop(RESERVED_NAME, None)
+    if _are_versions(kept.get(_VERSIONS_NAME)):
+        versions = user.pop(_VERSIONS_NAME)
+    data = user.pop(_DATA_NAME, None)
     if isinstance(data, dict) and data.keys() == {_ADDED} and isinstance(data[_ADDED], dict):
         return user, {**paths, **data[_ADDED]}, versions
     if isinstance(data, dict) and data.keys() == {_INSTEAD}:
         return user, data[_INSTEAD], versions
-    return {**user, RESERVED_NAME: data} if RESERVED_NAME in kept else user, paths, versions
+    return {**user, _DATA_NAME: data} if _DATA_NAME in kept else user, paths, versions
 
 
 def _are_versions(kept: object) -> bool:

@@ -30,7 +30,7 @@ import itertools
 import os
 import stat
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -44,9 +44,13 @@ from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError
 
 MANIFEST_NAME = "manifest.json"
 _MOST_NOTE_BYTES = 256
-_FIRST_APART = metadata_name(0)  # of rank 0, where ranks saved apart
 
 Format = Literal["native", "torch"]
+_HEADS: tuple[tuple[Format, str], ...] = (
+    ("native", MANIFEST_NAME),
+    ("torch", METADATA_NAME),
+    ("torch", metadata_name(0)),  # of rank 0, where ranks saved apart
+)
 
 
 def format_at(path: str | os.PathLike[str]) -> Format | None:
@@ -86,7 +90,7 @@ def formats_at(path: str | os.PathLike[str]) -> list[Format]:
 
 
 class Turn:
-    """The turn to publish in ``directory``, in the format ``own``, from ``take`` to ``pass_on``.
+    """The turn to publish in ``directory``, in the format ``own``, from ``take`` until ``lock`` is released.
 
     ``note`` is where a note goes, if there is to be one; ``name`` is of this save alone.
     """
@@ -99,24 +103,20 @@ class Turn:
         self._files: list[str] = []
         self._heads: list[str] = []
         self._is_alone = False
-        self._lock = locks.DirectoryLock(directory)
+        self.lock = locks.DirectoryLock(directory)
 
     def take(self) -> None:
-        self._is_alone = self._lock.acquire()
+        self._is_alone = self.lock.acquire()
 
-    def pass_on(self) -> None:
-        """Let others have it; also again."""
-        self._lock.release()
-
-    def announce(self, head: bytes, *, overwrite: bool) -> bool:
+    def announce(self, head: bytes, *, overwrite: bool) -> Collection[Format]:
         """Have ``head``, the contents of the file that is about to get its name, count and not the other format's.
 
-        Whether a note was needed, which is to be removed if it does not get it. The note is durable once the directory
-        is synced. AlreadyPublishedError where the other must stay.
+        The formats that are there. For the other one a note is left, which is to be removed if ``head`` does not get
+        its name, and is durable once the directory is synced. AlreadyPublishedError where the other must stay.
         """
         found = _heads(self._directory)
         if self._other not in found:
-            return False
+            return found
         if not (overwrite and self._is_alone):
             raise other_format_stays(self._directory, self._own)
         self._heads = _all_heads(self._directory, self._other)
@@ -124,7 +124,7 @@ class Turn:
         other = _read(self._directory, found[self._other])
         digests = {self._own: digest(head), self._other: digest(other)}
         posix.write_new(self.note, _note(self._own, digests))
-        return True
+        return found
 
     def remove_other(self) -> None:
         """Remove the checkpoint of the other format, durably; what is published counts, and is durable."""
@@ -149,9 +149,11 @@ def other_format_stays(directory: str, own: Format) -> AlreadyPublishedError:
 
 def _heads(directory: str) -> dict[Format, str]:
     """The file whose presence is the checkpoint, for each format that has one."""
-    torchs = next((name for name in (METADATA_NAME, _FIRST_APART) if _exists(directory, name)), None)
-    found: dict[Format, str] = {"native": MANIFEST_NAME} if _exists(directory, MANIFEST_NAME) else {}
-    return found if torchs is None else {**found, "torch": torchs}
+    found: dict[Format, str] = {}
+    for kind, name in _HEADS:
+        if kind not in found and _exists(directory, name):
+            found[kind] = name
+    return found
 
 
 def _all_heads(directory: str, kind: Format) -> list[str]:
@@ -217,7 +219,7 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
     index_path = os.path.join(directory, manifest.index.name)
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
     turn = Turn(directory, "native", name=attempt)
-    passing = Ending(turn.pass_on)
+    passing = Ending(turn.lock.release)
     replaced: list[str] = []
     # All that there may be, because an interrupt may come right after the fact.
     written = [index_path, staged, turn.note]
@@ -225,11 +227,15 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
         try:
             held.enter_context(locks.new_file(index_path, index))
             for file in manifest.files:
-                _check_data_file(os.path.join(directory, file.name), file.bytes)
+                path = os.path.join(directory, file.name)
+                status = posix.file_status(path)
+                if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != file.bytes:
+                    message = f"{path!r} is not what was written a moment ago; save again"
+                    raise StorageError(message, errno=errno.ESTALE, path=path)
             posix.write_new(staged, encoded)
             turn.take()
-            replaced = _published_files(directory) if overwrite else []
-            turn.announce(encoded, overwrite=overwrite)
+            if "native" in turn.announce(encoded, overwrite=overwrite) and overwrite:
+                replaced = _published_files(directory)
             # Otherwise a crash might keep the name of the manifest, and lose that of the index.
             posix.sync_directory(directory)
             if overwrite:
@@ -271,12 +277,6 @@ def _is_published(directory: str, attempt: str) -> bool:
         return read_manifest(directory).attempt == attempt
     except CheckpointError:
         return False
-
-
-def _check_data_file(path: str, size: int) -> None:
-    status = posix.file_status(path)
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        raise StorageError(f"{path!r} is not what was written a moment ago; save again", errno=errno.ESTALE, path=path)
 
 
 def may_be_published(directory: str, attempt: str) -> bool:
@@ -342,31 +342,25 @@ class Files(Protocol):
 class Held:
     """The files of one attempt, open and locked, which tells others that their writer lives.
 
-    They are nothing to a forked child, whatever becomes of the child's copies of writer and finalizer.
+    They are let go when ``writer`` is gone, which tells of a failure where nobody else does; ``removing`` is for the
+    coordinator, who knows that it did not publish, as others cannot. They are nothing to a forked child, whatever
+    becomes of the child's copies of writer and finalizer.
     """
 
-    def __init__(self, files: Files, path: str, attempt: str) -> None:
+    def __init__(self, files: Files, path: str, attempt: str, *, writer: object, removing: bool) -> None:
         self.files = files
         self.attempt = attempt
         self._path = path
         self._is_closed = False
-        self._when_forgotten: weakref.finalize[[], object] | None = None
         self._is_inherited = False
         forget_in_child(self)
+        self._when_forgotten = weakref.finalize(writer, self.remove if removing else self.close)
 
     def forget_parent(self) -> None:
         self._is_inherited = True
 
-    def end_with(self, writer: object, *, removing: bool) -> None:
-        """Let go when ``writer`` is gone, which tells of a failure where nobody else does.
-
-        ``removing`` is for the coordinator, who knows that it did not publish; others cannot know.
-        """
-        self._when_forgotten = weakref.finalize(writer, self.remove if removing else self.close)
-
     def close(self) -> None:
-        if self._when_forgotten is not None:
-            self._when_forgotten.detach()
+        self._when_forgotten.detach()
         self._is_closed = True
         if not self._is_inherited:
             self.files.close()

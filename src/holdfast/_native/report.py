@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import msgspec
@@ -114,12 +114,7 @@ class WriteReport:
     @cached_property
     def written(self) -> dict[str, WrittenTensor]:
         """What was written under each key of the plan that is not a value in the manifest."""
-        planned = {
-            key: planned_tensor(head)
-            for key, head in zip(self.columns.keys, self.columns.heads, strict=True)
-            if head is not None
-        }
-        return {**planned, **self.tensors}
+        return {**planned_tensors(self.columns.keys, self.columns.heads), **self.tensors}
 
     @cached_property
     def boxes(self) -> ChunkBoxes:
@@ -130,8 +125,10 @@ class WriteReport:
             place[plan.planned] = np.arange(len(place))
             row = place[row]
         key = plan.key[row]
-        width = max([plan.lo.shape[1], *(len(tensor.shape) for tensor in self.tensors.values())])
-        lo, length = widened(plan.lo[row], width, 0), widened(plan.length[row], width, 1)
+        lo, length = plan.lo[row], plan.length[row]
+        if self.tensors:
+            width = max([lo.shape[1], *(len(tensor.shape) for tensor in self.tensors.values())])
+            lo, length = widened(lo, width, 0), widened(length, width, 1)
         itemsizes = np.array([1 if head is None else head.properties.dtype.itemsize for head in plan.heads])
         for number, (name, head) in enumerate(zip(plan.keys, plan.heads, strict=True) if self.tensors else ()):
             tensor = self.tensors.get(name)
@@ -183,17 +180,17 @@ def report_on(
     versions: Versions,
 ) -> WriteReport:
     """The report of a rank that wrote ``rows`` of its plan to ``places``: each the number of a file, and an offset."""
-    heads = dict(zip(plan.keys, plan.heads, strict=True)) if tensors else {}
-    is_as_planned = all(
-        (head := heads[key]) is None or msgspec.structs.replace(tensor, quantizer=None) == planned_tensor(head)
-        for key, tensor in tensors.items()
-    )
+    planned = planned_tensors(plan.keys, plan.heads) if tensors else {}
+    is_as_planned = True
+    for key, tensor in tensors.items():
+        is_as_planned &= planned.get(key) in (None, msgspec.structs.replace(tensor, quantizer=None))
     row = np.array(rows, dtype=np.int64)
+    file, offset = np.array(places, dtype=np.int64).reshape(-1, 2).T
     return WriteReport(
         files=files,
         row=narrowed(row if plan.planned is None else plan.planned[row]),
-        file=narrowed(np.array([file for file, _ in places], dtype=np.int64)),
-        offset=narrowed(np.array([offset for _, offset in places], dtype=np.int64)),
+        file=narrowed(file),
+        offset=narrowed(offset),
         digests=np.array(digests, dtype=np.uint64),
         tensors=tensors,
         values=values,
@@ -203,9 +200,13 @@ def report_on(
     )
 
 
-def planned_tensor(head: TensorHead) -> WrittenTensor:
-    """What is written of a tensor where it is written as planned."""
-    return written_tensor(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
+def planned_tensors(keys: Iterable[str], heads: Iterable[TensorHead | None]) -> dict[str, WrittenTensor]:
+    """What is written under each key that is no value's, where it is written as planned."""
+    planned: dict[str, WrittenTensor] = {}
+    for key, head in zip(keys, heads, strict=True):
+        if head is not None:
+            planned[key] = written_tensor(head, head.properties.dtype, tuple(head.size), alias_of=head.alias_of)
+    return planned
 
 
 def written_tensor(

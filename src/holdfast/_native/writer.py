@@ -7,7 +7,8 @@ import dataclasses
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,18 +19,18 @@ from holdfast._io import posix
 from holdfast._io.slabs import uses_cuda
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
 from holdfast._native.merge import merge_reports
-from holdfast._native.packer import Chunk, Packer, slabs_for
-from holdfast._native.paths import check_key, check_user_metadata, encode_path, with_planner_data
+from holdfast._native.packer import Packer, slabs_for
+from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
 from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, may_be_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
-from holdfast._torch_classes.adapt import final_save_plan
+from holdfast._torch_classes.adapt import final_save_plan, is_torchs
 from holdfast._torch_classes.translate import metadata_from_torch, save_plan_from_torch
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
-from holdfast.errors import InternalError, StorageError
+from holdfast.errors import InternalError, InvalidStateError, StorageError
 from holdfast.metadata import Metadata, StorageMeta, Versions
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
@@ -101,13 +102,16 @@ class NativeWriter(StorageWriter):
         self._begin_attempt()
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
-        check_user_metadata(self.user_metadata)
+        for name in RESERVED_NAMES:
+            if name in self.user_metadata:
+                raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
         encode_value(self.user_metadata, key="user_metadata")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError for a key that no manifest can hold, before anything is written."""
         paths = path_mapping(plan.planner_data) or {}
-        for key in write_columns(save_plan_from_torch(plan).items).keys:
+        ours = save_plan_from_torch(plan) if is_torchs(plan) else plan
+        for key in write_columns(ours.items).keys:
             check_key(key)
             path = paths.get(key, ())
             for element in path:
@@ -130,7 +134,8 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         packer = Packer(pinned=uses_cuda(), slabs=slabs_for(work.planned_bytes), progress=self.progress)
-        done.set_result(self._pack(work, packer, work.chunks()))
+        write = partial(packer.write, work.chunks(), work.next_file)
+        done.set_result(self._written(work, packer, packer, write))
         return done
 
     def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles:
@@ -151,7 +156,8 @@ class NativeWriter(StorageWriter):
     ) -> MutableSequence[WriteResult]:
         """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
         packer = Packer(pinned=uses_cuda(), slabs=slabs, on_filled=on_copied, progress=self.progress)
-        return self._pack(staged.work, packer, staged.chunks)
+        write = partial(packer.write, staged.chunks, staged.work.next_file)
+        return self._written(staged.work, packer, packer, write)
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
         """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
@@ -176,15 +182,11 @@ class NativeWriter(StorageWriter):
         path = os.path.join(self.path, f"data-{number.attempt}-{number.writer}")
         return files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
 
-    def _pack(self, work: WriterFiles, packer: Packer, chunks: Iterable[Chunk]) -> MutableSequence[WriteResult]:
-        return self._written(work, packer, packer, lambda: packer.write(chunks, work.next_file))
-
     def _written(
         self, work: WriterFiles, places: Packer | Image, files: Files, write: Callable[[], list[WrittenFile]]
     ) -> MutableSequence[WriteResult]:
         """What ``write`` wrote; ``files`` are held from here on, and removed if it fails."""
-        self._held = Held(files, self.path, self._attempt)
-        self._held.end_with(self, removing=self.is_coordinator)
+        self._held = Held(files, self.path, self._attempt, writer=self, removing=self.is_coordinator)
         try:
             posix.make_directories(self.path)
             written = write()
@@ -199,7 +201,7 @@ class NativeWriter(StorageWriter):
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
         reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
         try:
-            self._publish(metadata_from_torch(metadata), reports)
+            self._publish(metadata_from_torch(metadata) if is_torchs(metadata) else metadata, reports)
         except BaseException:
             if not may_be_published(self.path, self._attempt):
                 for name in (file.name for report in reports for file in report.files):
@@ -233,15 +235,14 @@ class NativeWriter(StorageWriter):
     def _named(self, report: WriteReport, writer: int) -> WriteReport:
         """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""
         prefix = f"data-{self._attempt}-"
-        if all(file.name.startswith(prefix) for file in report.files):
-            return report
-        files = list(report.files)
-        for number, file in enumerate(files):
+        for number, file in enumerate(report.files):
             if not file.name.startswith(prefix):
                 name = f"{prefix}{writer}-{number}.safetensors"
                 posix.replace(os.path.join(self.path, file.name), os.path.join(self.path, name))
+                files = list(report.files)
                 files[number] = dataclasses.replace(file, name=name)
-        return dataclasses.replace(report, files=files)
+                report = dataclasses.replace(report, files=files)
+        return report
 
     def _begin_attempt(self) -> None:
         """Have a new attempt; the coordinator, who alone knows how the last one ended, removes what it left."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,13 +62,13 @@ class _BadContainer(Exception):
         self.trail: list[str] = []
 
 
+@dataclass(slots=True)
 class _EntryCount:
     """How many entries containers stand for, and how many there are."""
 
-    def __init__(self) -> None:
-        # By address, with the container itself, so that no other gets its address; None while it is being counted.
-        self._counts: dict[int, tuple[object, int | None]] = {}
-        self._entries = 0
+    # By address, with the container itself, so that no other gets its address; None while it is being counted.
+    _counts: dict[int, tuple[object, int | None]] = field(default_factory=dict)
+    _entries: int = 0
 
     def count(self, value: _Container, depth: int) -> int:
         """The entries at and below ``value``, those of a container each time that it is met."""
@@ -241,7 +242,8 @@ def path_mapping(planner_data: object) -> dict[str, Path] | None:
     """``planner_data`` if it is what the default planner puts there, keys to paths; None for a planner's own data."""
     if not isinstance(planner_data, dict):
         return None
-    return planner_data if all(type(path) is tuple and path for path in planner_data.values()) else None
+    paths = planner_data.values()
+    return planner_data if {tuple}.issuperset(map(type, paths)) and all(paths) else None
 
 
 def stored_paths(metadata: Metadata) -> dict[str, Path]:
@@ -288,8 +290,8 @@ def flatten(
     """
     found: list[tuple[str, Path, object]] = []
     _collect(found, "", (), state, {} if versioned is None else versioned)
-    leaves = {key: leaf for key, _, leaf in found}
-    paths = {key: path for key, path, _ in found}
+    keys, ways, values = zip(*found, strict=True) if found else ((), (), ())
+    leaves, paths = dict(zip(keys, values, strict=True)), dict(zip(keys, ways, strict=True))
     if len(leaves) < len(found):
         seen: dict[str, Path] = {}
         for key, path, _ in found:
@@ -316,7 +318,7 @@ def _collect(
         )
     prefix = f"{key}." if path else ""
     if isinstance(value, Mapping) and (value or not path):
-        if not all(type(name) is str for name in value):
+        if not {str}.issuperset(map(type, value)):
             _check_dict_keys(path, value)
         if type(value) is not dict and versions_in(value) is not None:
             versioned[key] = value

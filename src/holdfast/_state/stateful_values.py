@@ -64,10 +64,10 @@ def _exposed(value: object, trail: Path, owners: Owners) -> object:
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     if isinstance(value, Mapping):
-        entries = {
-            key: entry if isinstance(entry, torch.Tensor) else _exposed(entry, (*trail, path_element(key)), owners)
-            for key, entry in value.items()
-        }
+        entries = dict(value)
+        for key, entry in value.items():
+            if not isinstance(entry, torch.Tensor):
+                entries[key] = _exposed(entry, (*trail, path_element(key)), owners)
         return entries if type(value) is dict else with_versions(entries, versions_in(value))
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
         made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]

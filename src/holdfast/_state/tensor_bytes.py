@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -101,25 +102,23 @@ class DistantSource:
     """A source that has to fetch its bytes from somewhere: it wants to be asked for much at a time."""
 
 
+@dataclass(slots=True, eq=False)
 class MemorySource:
     """Bytes that lie in this process's memory; ``owner`` keeps them there."""
 
-    __slots__ = ("_address", "_owner", "nbytes")
-
-    def __init__(self, owner: object, address: int, nbytes: int) -> None:
-        self._owner = owner
-        self._address = address
-        self.nbytes = nbytes
+    owner: object
+    address: int
+    nbytes: int
 
     def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
         nbytes = stop - start
-        (_move_large if nbytes >= _LARGE_BYTES else _move_small)(buffer.address + at, self._address + start, nbytes)
+        (_move_large if nbytes >= _LARGE_BYTES else _move_small)(buffer.address + at, self.address + start, nbytes)
 
     def pieces(self, limit: int) -> Iterator[torch.Tensor]:
         """All bytes in order, at most ``limit`` at a time, as uint8 tensors that share the memory."""
         for start in range(0, self.nbytes, limit):
             count = min(limit, self.nbytes - start)
-            memory = (ctypes.c_uint8 * count).from_address(self._address + start)
+            memory = (ctypes.c_uint8 * count).from_address(self.address + start)
             yield torch.frombuffer(memory, dtype=torch.uint8)
 
 

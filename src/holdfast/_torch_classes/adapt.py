@@ -111,11 +111,10 @@ def final_load_plan(plan: LoadPlan, planner: LoadPlanner, *, allow_pickle: bool)
 
 def _takes(function: Callable[..., object], *names: str) -> bool:
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # nothing to look at: then it is no override of the old kind
+        taken = inspect.getfullargspec(function)
+    except TypeError:  # nothing to look at: then it is no override of the old kind
         return True
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return takes_any or all(name in parameters for name in names)
+    return taken.varkw is not None or {*names} <= {*taken.args, *taken.kwonlyargs}
 
 
 def _warn_of_old_style(thing: object, method: str, missing: str) -> None:

@@ -267,7 +267,7 @@ def publish(
     staged = fs.concat_path(directory, f"{name}-{save_id}.tmp")
     check_replaceable(fs, directory, name, overwrite=overwrite)
     turn = Turn(os.fspath(directory), "torch", name=save_id) if is_local(fs) else None
-    passing = Ending(turn.pass_on if turn is not None else lambda: None)
+    passing = Ending(turn.lock.release if turn is not None else lambda: None)
     replaced: set[str] = set()
 
     def conclude() -> None:
@@ -286,7 +286,7 @@ def publish(
                 stream.write(data)
                 if sync:
                     posix.sync_stream(stream, str(staged))
-            if turn is not None and turn.announce(data, overwrite=overwrite and name == METADATA_NAME):
+            if turn is not None and "native" in turn.announce(data, overwrite=overwrite and name == METADATA_NAME):
                 posix.sync_directory(directory)
             _move(fs, staged, target, overwrite=overwrite)
         except BaseException as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from holdfast._process import Lock
@@ -20,6 +20,7 @@ from holdfast._process import Lock
 Clock = Callable[[], float]
 
 
+@dataclass(slots=True, eq=False)
 class Progress:
     """How many bytes of some work are ``done``.
 
@@ -27,19 +28,18 @@ class Progress:
     ``told``, one call at a time, which raises to have the work given up. A copy or pickle is a new one.
     """
 
-    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
-        self.done = 0
-        self._told = told
-        self._lock = Lock()
+    told: Callable[[], None] = lambda: None
+    done: int = field(default=0, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
 
     def moved(self, nbytes: int) -> None:
         with self._lock:
             self.done += nbytes
-            self._told()
+            self.told()
 
     def check(self) -> None:
         with self._lock:
-            self._told()
+            self.told()
 
     def __reduce__(self) -> tuple[type[Progress], tuple[()]]:
         return Progress, ()
@@ -170,21 +170,21 @@ class TooMuchEffort(Exception):
         return "it has keys that were chosen to make reading slow"
 
 
+@dataclass(slots=True)
 class Effort:
     """The processor time that one decoding may still spend on keys."""
 
-    def __init__(self, clock: Clock = time.thread_time) -> None:
-        self._clock = clock
-        self._since = 0.0
-        self._left_s = FLOOR_S
+    clock: Clock = time.thread_time
+    _since: float = 0.0
+    _left_s: float = FLOOR_S
 
     def begin(self) -> None:
         """What happens from now on counts."""
-        self._since = self._clock()
+        self._since = self.clock()
 
     def count(self, allowed_s: float) -> None:
         """Count what happened since the last call, for which ``allowed_s`` more is allowed; or TooMuchEffort."""
-        since, self._since = self._since, self._clock()
+        since, self._since = self._since, self.clock()
         self._left_s += allowed_s - (self._since - since)
         if self._left_s < 0:
             raise TooMuchEffort
@@ -192,7 +192,7 @@ class Effort:
     def fill(self, table: Table, entries: Sequence[object], keys: Iterable[object]) -> Table:
         """``table``, updated with ``entries``, whose keys are ``keys``; or TooMuchEffort."""
         kinds = set(map(type, keys))
-        is_nested = any(issubclass(kind, (tuple, frozenset)) for kind in kinds)
+        is_nested = not kinds <= {str} and any(issubclass(kind, (tuple, frozenset)) for kind in kinds)
         if kinds <= {str} or (len(table) + len(entries) <= _FEW and not is_nested):
             table.update(entries)
             return table

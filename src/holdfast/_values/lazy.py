@@ -7,6 +7,7 @@ the objects are the truth (so that mutations count) and ``columns`` is None. A `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, KeysView, MutableMapping, MutableSequence
 from typing import Any, Generic, Protocol, TypeVar, overload
 
@@ -135,7 +136,7 @@ class LazyDict(MutableMapping[str, T]):
 
     def __init__(self, keys: Iterable[str], columns: Columns[T]) -> None:
         self.source = columns
-        self._rows: dict[str, int] = {key: row for row, key in enumerate(keys)}
+        self._rows: dict[str, int] = dict(zip(keys, itertools.count()))
         self._count = len(self._rows)
         self._made: dict[str, T] = {}
 

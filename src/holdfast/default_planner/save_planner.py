@@ -7,6 +7,7 @@ import io
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -21,8 +22,10 @@ from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta, Versions
-from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType
+from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, WriteItem, WriteItemType, is_overridden
 from holdfast.storage import ValueBuffer
+
+_DATA_HOOKS = "resolve_data", "lookup_object", "transform_object"
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -98,7 +101,7 @@ class DefaultSavePlanner(SavePlanner):
 
         None where a subclass makes plans of its own.
         """
-        if self._overrides("create_local_plan", "create_global_plan", "finish_plan"):
+        if is_overridden(self, DefaultSavePlanner, "create_local_plan", "create_global_plan", "finish_plan"):
             return None
         return self._surveyed("off")
 
@@ -119,12 +122,6 @@ class DefaultSavePlanner(SavePlanner):
         ]
         return self.buffers.intersection(self.state_dict).union(named)
 
-    def _overrides(self, *names: str) -> bool:
-        """Whether a subclass, or somebody else, has put something in the place of one of these methods."""
-        return any(
-            getattr(getattr(self, name), "__func__", None) is not vars(DefaultSavePlanner)[name] for name in names
-        )
-
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
         all_plans, metadata = plan_together(
@@ -134,7 +131,7 @@ class DefaultSavePlanner(SavePlanner):
             hosts=self.hosts,
         )
         # A subclass may have put something else into the plans.
-        metadata = self.with_paths(metadata, [self.mappings, *(plan.planner_data for plan in all_plans)])
+        metadata = self.with_paths(metadata, [self.mappings, *map(attrgetter("planner_data"), all_plans)])
         self.global_plan, self.metadata = all_plans, metadata
         return all_plans, metadata
 
@@ -155,7 +152,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def versions(self) -> Versions:
         """With which versions the modules of this rank's state are saved."""
-        return unusual_versions(self.versioned)
+        return unusual_versions(self.versioned) if self.versioned else {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """``new_plan``."""
@@ -172,17 +169,18 @@ class DefaultSavePlanner(SavePlanner):
 
     def resolve_row(self, columns: WriteColumns, row: int) -> torch.Tensor | io.BytesIO:
         """The same for a row; the item is made only where a subclass may look at it."""
-        if not self._overrides("resolve_data", "lookup_object", "transform_object"):
+        if not is_overridden(self, DefaultSavePlanner, *_DATA_HOOKS):
             which, _, length, _, is_shard = columns.rows[row]
             leaf = self.state_dict[columns.keys[which]]
+            if columns.heads[which] is None:
+                return _value_buffer(leaf)
             if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
                 return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
 
     def plain_memory(self) -> Mapping[str, Memory]:
         """What was found when the leaves were looked at; nothing where a subclass may hand out something else."""
-        hooks = "resolve_row", "resolve_data", "lookup_object", "transform_object"
-        return {} if self._overrides(*hooks) else self._memory_of
+        return {} if is_overridden(self, DefaultSavePlanner, "resolve_row", *_DATA_HOOKS) else self._memory_of
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The leaf that ``index`` names, or the piece of it that this rank holds there; override it to save another."""
@@ -213,9 +211,12 @@ class DefaultSavePlanner(SavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
         """What storage gets for ``object``; override it to change values on their way out."""
         if write_item.type is WriteItemType.BYTE_IO:
-            value = object.context if isinstance(object, ComposedTensor) else object
-            return ValueBuffer(value, serialize_object)
+            return _value_buffer(object)
         if isinstance(object, np.ndarray):
             return as_tensor(write_item.index.fqn, object)
         tensor: torch.Tensor = object.detach() if object.requires_grad else object
         return tensor
+
+
+def _value_buffer(leaf: object) -> ValueBuffer:
+    return ValueBuffer(leaf.context if isinstance(leaf, ComposedTensor) else leaf, serialize_object)
