@@ -217,7 +217,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     ),
     ("the other format is left where it is", "Turn.remove_other", always("self._heads"), _FORMATS),
     ("the native format counts, whatever is beside it", "format_at", always("len(found)"), _FORMATS),
-    ("savers publish without taking turns", "Turn.take", instead("self._lock.acquire()", "True"), _FORMATS),
+    ("savers publish without taking turns", "Turn.take", instead("self.lock.acquire()", "True"), _FORMATS),
     # Interrupts.
     (
         "what was opened is kept in a second step",
