@@ -28,7 +28,7 @@ from holdfast._save_plan.plans import check_contents
 from holdfast._save_plan.together import Chosen, JointPlan, chosen_columns
 from holdfast._torch_codec.pickles import encode_message
 from holdfast._values.lazy import LazyDict, LazyList, cached_property
-from holdfast.default_planner.save_planner import DefaultSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.metadata import STORAGE_TYPES, Metadata
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, WriteColumns

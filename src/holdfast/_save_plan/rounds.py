@@ -41,7 +41,7 @@ from holdfast._state.nested import path_mapping
 from holdfast._torch_codec.pickles import decode_message
 from holdfast._values.digest import name_words, row_words, rows_digest, scrambled
 from holdfast._values.lazy import LazyDict, LazyList
-from holdfast.default_planner.save_planner import DefaultSavePlanner
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import InternalError
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteColumns, write_columns
