@@ -25,7 +25,7 @@ import torch
 import holdfast
 from holdfast._native.verify import verify_checkpoint
 from holdfast._torch_format.reader import verify_torch_checkpoint
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 from torture import hostile_keys, hostile_native, hostile_torch, watch
 from torture.forge import Change, Forgery, honest
 from torture.samples import chunks_of

@@ -27,7 +27,7 @@ from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._torch_format.reader import verify_torch_checkpoint
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 from torture import saves
 
 PATIENCE_S = 5.0

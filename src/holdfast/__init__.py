@@ -73,7 +73,7 @@ from holdfast.storage import StorageReader, StorageWriter, WriteResult
 if _typing.TYPE_CHECKING:
     from holdfast import api, cli, format_utils, interop, optimizer, state_dict, utils  # noqa: F401
     from holdfast._native.sweep import SweepReport, sweep
-    from holdfast.interop.conversions import Conversion, convert
+    from holdfast.interop import Conversion, convert
     from holdfast.optimizer import load_sharded_optimizer_state_dict
 
 __all__ = [
@@ -157,9 +157,9 @@ __all__ = [
 
 # Imported when somebody asks for them: together they take longer than all that saves and loads need.
 _LATER = {
-    "Conversion": "interop.conversions",
+    "Conversion": "interop",
     "SweepReport": "_native.sweep",
-    "convert": "interop.conversions",
+    "convert": "interop",
     "load_sharded_optimizer_state_dict": "optimizer",
     "sweep": "_native.sweep",
 }

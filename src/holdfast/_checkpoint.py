@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -180,9 +180,7 @@ class Checkpoint(Mapping[str, Any]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from holdfast._torch_codec.pickles import read_pt, serialize_object
 from holdfast._values.box import Box
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CheckpointError, Difference, InternalError, MismatchError
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 
 STATE = {"w": torch.ones(3)}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 
 FACTORIES = {
     *("empty", "zeros", "ones", "full", "tensor", "arange", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),

@@ -29,8 +29,7 @@ from holdfast._native.publish import format_at
 from holdfast._native.sweep import sweep
 from holdfast._torch_format import file_systems as torch_publish
 from holdfast.cli import app
-from holdfast.interop import use_in_torch
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert, use_in_torch
 
 KINDS = ("native", "torch")
 DATA = (".distcp", ".safetensors")

@@ -1,15 +1,65 @@
-"""Living together with torch.distributed.checkpoint in one program."""
+"""Living together with torch.distributed.checkpoint: native storage under torch's names, and conversions.
+
+Checkpoints go from one format to another (native, torch's, ``.pt`` files) without being loaded. Bytes pass in pieces
+of at most one slab. So memory does not grow with the checkpoint or its largest tensor, but for quantised tensors and
+for ``.pt`` files of the time before torch 1.6. What is read is verified as far as the source's format goes. The target
+appears whole or not at all. Values keep their types; what only a pickle could keep is refused unless the caller allows
+pickles.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.interop.conversions import Conversion, convert
+import numpy as np
+import torch
+
+from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
+from holdfast._checkpoint import open as open_checkpoint
+from holdfast._io import posix
+from holdfast._native.verify import OnProgress
+from holdfast._native.writer import NativeWriter
+from holdfast._saver import save
+from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, unflatten
+from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
+from holdfast._torch_codec.archive_writing import write_pt
+from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object
+from holdfast._torch_format.file_systems import is_remote
+from holdfast._torch_format.reader import verify_torch_checkpoint
+from holdfast._torch_format.writer import _FileSystemWriter
+from holdfast._values.box import flat_range_boxes
+from holdfast._values.deadline import Progress
+from holdfast._values.lazy import LazyList
+from holdfast.default_planner import DefaultSavePlanner
+from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    StorageMeta,
+    TensorStorageMetadata,
+    Versions,
+)
+from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded, write_columns
+from holdfast.storage import StorageWriter
 
 if TYPE_CHECKING:
     from holdfast.interop.replacing import Replacement, use_in_torch
 
 __all__ = ["Conversion", "Replacement", "convert", "use_in_torch"]
+
+_Path = str | os.PathLike[str]
+Format = Literal["native", "torch", "pt"]
+
+_MOST_GROWTH = 16
+_ALWAYS_BYTES = 64 << 20
 
 
 def __getattr__(name: str) -> object:
@@ -19,3 +69,380 @@ def __getattr__(name: str) -> object:
     from holdfast.interop import replacing
 
     return getattr(replacing, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What was converted: how many tensors (tied ones count once each) and values, and the bytes of the tensors."""
+
+    tensors: int
+    values: int
+    bytes: int
+    seconds: float
+
+
+def convert(
+    source: _Path,
+    target: _Path,
+    *,
+    to: Format,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    verify: bool = True,
+    max_bytes: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Conversion:
+    """Write the checkpoint ``source`` (a directory, or a ``.pt`` file) to ``target`` in the format ``to``.
+
+    Args:
+        source: what it is, is found out by looking at it.
+        target: a directory, or for ``pt`` a file.
+        to: "native", "torch" (the format of torch.distributed.checkpoint) or "pt" (torch.save).
+        allow_pickle: read and write values that only a pickle can keep; reading them runs code from the source.
+        overwrite: replace what is at ``target``, at the end and at once, if it is of the same format.
+        verify: check the source's digests or checksums, where it has any.
+        max_bytes: the most bytes of tensors to write. A file of a few kilobytes can hold an expanded tensor of any
+            size; by default, what is 16 times as large as the source, and more than 64 MiB, is refused.
+        on_progress: called with the bytes that are done and all that there are, from any thread.
+    """
+    started = time.monotonic()
+    if to not in ("native", "torch", "pt"):
+        raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
+    for place in (source, target):
+        if is_remote(place):
+            raise ValueError(
+                f"only files can be converted, and {os.fspath(place)!r} is a URL; convert in a directory, and copy that"
+            )
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
+    source, target = posix.absolute(source), posix.absolute(target)
+    progress = _ByteCount(on_progress, source, max_bytes)
+    with _guarded_target(target, to, overwrite=overwrite):
+        if os.path.isfile(source):
+            if to == "pt":
+                raise ValueError(f"{os.fspath(source)!r} is a .pt file already; copy it")
+            writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
+            state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
+            metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
+        else:
+            if verify and is_torch_format(source):
+                _check_torch(source)
+            with open_checkpoint(source, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+                leaves = _Leaves(checkpoint, progress, plain_only=to != "native" and not allow_pickle)
+                if to == "pt":
+                    write_pt(leaves.state(), target, overwrite=overwrite)
+                else:
+                    user_metadata = checkpoint.user_metadata if to == "native" else None
+                    writer = _writer(
+                        target, to, allow_pickle=allow_pickle, overwrite=overwrite, user_metadata=user_metadata
+                    )
+                    save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
+                metadata = checkpoint.metadata
+    entries = metadata.state_dict_metadata.values()
+    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
+    seconds = time.monotonic() - started
+    return Conversion(tensors=tensors, values=len(entries) - tensors, bytes=progress.done, seconds=seconds)
+
+
+class _ByteCount(Progress):
+    """How many bytes are converted; in all no more than ``max_bytes``, or what is in proportion to the source."""
+
+    def __init__(self, on_progress: OnProgress | None, source: str, max_bytes: int | None) -> None:
+        super().__init__(self._tell)
+        self._on_progress = on_progress
+        self._source = source
+        self._source_bytes = _bytes_at(source)
+        self._most = max(_ALWAYS_BYTES, _MOST_GROWTH * self._source_bytes) if max_bytes is None else max_bytes
+        self.total = 0
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self.done, max(self.total, self.done))
+
+    def expect(self, sizes: Mapping[str, int]) -> None:
+        """Take the bytes of all tensors that will be written, by key; InvalidStateError when they are too many."""
+        self.total = sum(sizes.values())
+        if self.total > self._most:
+            key = max(sizes, key=sizes.__getitem__)
+            raise InvalidStateError(
+                f"{self._source!r} has {self._source_bytes} bytes and would become {self.total}, {sizes[key]} of them "
+                f"for {key[:200]!r}, more than {self._most}; pass max_bytes={self.total} if you want that",
+                key=key,
+            )
+
+
+def _bytes_at(path: str) -> int:
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
+
+
+@contextlib.contextmanager
+def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[None]:
+    """Refuses a target that must not be replaced; after a failure, removes a directory that was made in vain."""
+    existed = posix.exists(target)
+    if existed and not overwrite:
+        raise AlreadyPublishedError(f"{target!r} exists already; use another name or overwrite=True")
+    if existed and not _holds(target, to):
+        raise AlreadyPublishedError(
+            f"{target!r} exists and is no checkpoint of the {to} format, so it is not replaced; remove it first"
+        )
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            posix.remove_empty_directory(target)
+        raise
+
+
+def _holds(target: str, to: Format) -> bool:
+    """Whether ``target`` is what a conversion to ``to`` would make; an empty directory is as good as none."""
+    if to == "pt":
+        return os.path.isfile(target)
+    if not os.path.isdir(target):
+        return False
+    names = set(posix.list_names(target))
+    mine, other = ("manifest.json", ".metadata") if to == "native" else (".metadata", "manifest.json")
+    return (mine in names and other not in names) or not names
+
+
+def _writer(
+    target: _Path, to: Format, *, allow_pickle: bool, overwrite: bool, user_metadata: Any = None
+) -> StorageWriter:
+    if to == "native":
+        return NativeWriter(target, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+    return _FileSystemWriter(target, overwrite=overwrite)
+
+
+def _check_torch(source: _Path) -> None:
+    """CorruptError where a checksum is wrong: torch's format has them for whole chunks, which are not read as such."""
+    damage = next(iter(verify_torch_checkpoint(source).damage), None)
+    if damage is not None:
+        raise CorruptError(
+            f"{damage.file!r} is damaged in bytes {damage.span[0]} to {damage.span[1]}, which hold part of "
+            f"{damage.key!r}: {damage.problem}; use another checkpoint",
+            path=os.path.join(source, damage.file),
+            key=damage.key,
+            span=damage.span,
+        )
+
+
+class _StoredSource(DistantSource):
+    """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
+
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _ByteCount) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._lock = lock
+        self._progress = progress
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        dtype = self._stored.dtype
+        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
+            nbytes = box.volume * dtype.itemsize
+            # One at a time, because each has buffers of its own; it is read by several threads anyway.
+            with self._lock:
+                if at % dtype.itemsize:
+                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
+                else:
+                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
+            at += nbytes
+        self._progress.moved(stop - start)
+
+
+class _QuantizedSource:
+    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
+
+    def __init__(self, stored: StoredTensor, progress: _ByteCount) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._progress = progress
+        self._whole: Source | None = None
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        if self._whole is None:
+            self._whole = source_of(self._stored[...])
+        self._whole.copy_out(start, stop, buffer, at)
+        if stop == self.nbytes:
+            self._whole = None
+        self._progress.moved(stop - start)
+
+
+class _Leaves:
+    """The leaves of a checkpoint: tensors that are read when they are written, values as they are.
+
+    ``plain_only`` refuses values that could only be loaded again by running code.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, progress: _ByteCount, *, plain_only: bool) -> None:
+        self.checkpoint = checkpoint
+        self.metadata = checkpoint.metadata
+        self._progress = progress
+        self._plain_only = plain_only
+        self._lock = threading.Lock()
+        self._tensors: dict[str, LazyTensor] = {}
+        entries = self.metadata.state_dict_metadata
+        progress.expect(
+            {
+                key: checkpoint[key].nbytes
+                for key, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata) and entry.alias_of not in entries
+            }
+        )
+
+    def tensor(self, key: str) -> LazyTensor:
+        """The tensor of ``key``, to be read when its bytes are asked for; tied keys give one object."""
+        if key not in self._tensors:
+            self._tensors[key] = self._new_tensor(key)
+        return self._tensors[key]
+
+    def _new_tensor(self, key: str) -> LazyTensor:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        requires_grad = entry.properties.requires_grad
+        source: Source
+        if entry.alias_of is not None and entry.alias_of in self.metadata.state_dict_metadata:
+            tied = self.tensor(entry.alias_of)
+            if tied.requires_grad == requires_grad:
+                return tied
+            source = tied.source
+        elif entry.quantizer is None:
+            source = _StoredSource(self.checkpoint[key], self._lock, self._progress)
+        else:
+            source = _QuantizedSource(self.checkpoint[key], self._progress)
+        return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
+
+    def value(self, key: str) -> object:
+        """The value of ``key``; an array where it is kept like a tensor."""
+        found = self.checkpoint[key]
+        if isinstance(found, StoredTensor):
+            self._progress.moved(found.nbytes)
+            found = found[...].numpy()
+        if self._plain_only:
+            _check_plain(key, found)
+        return found
+
+    def is_quantized(self, key: str) -> bool:
+        """Whether ``key`` is a quantised tensor, which storage takes only as it is."""
+        entry = self.metadata.state_dict_metadata[key]
+        return (
+            isinstance(entry, TensorStorageMetadata)
+            and torch.empty(0, dtype=entry.properties.dtype, device="cpu").is_quantized
+        )
+
+    def real_tensor(self, key: str) -> torch.Tensor:
+        stored: StoredTensor = self.checkpoint[key]
+        self._progress.moved(stored.nbytes)
+        return stored[...]
+
+    def state(self) -> dict[Any, Any]:
+        leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
+        return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
+
+    def _leaf(self, key: str, entry: STORAGE_TYPES) -> object:
+        if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
+            return self.value(key)
+        # The scales of torch's format are in its data files: only the tensor itself has them.
+        knows_scales = entry.quantizer is not None or not self.is_quantized(key)
+        return self.tensor(key) if knows_scales else self.real_tensor(key)
+
+
+def _check_plain(key: str, value: object) -> None:
+    """InvalidStateError unless torch.load takes the value without running code."""
+    try:
+        deserialize_object(io.BytesIO(serialize_object(value)), key=key, allow_pickle=False)
+    except UnsafeError:
+        raise InvalidStateError(
+            f"{key!r} is a {type(value).__name__}, which torch loads only by running code; convert it, or pass "
+            "allow_pickle=True",
+            key=key,
+        ) from None
+
+
+class _CopyPlanner(DefaultSavePlanner):
+    """Saves the leaves of a checkpoint, each tensor as one chunk."""
+
+    def __init__(self, leaves: _Leaves) -> None:
+        super().__init__()
+        self._leaves = leaves
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the paths of the checkpoint; the state that is given is empty."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.mappings = restorable_paths(self._leaves.metadata)
+
+    def create_local_plan(self) -> SavePlan:
+        entries = dict(self._leaves.metadata.state_dict_metadata)
+        if not self.keeps_empty_dicts:
+            values = (key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+            for key in empty_dicts({key: self._leaves.value(key) for key in values}):
+                del entries[key]
+                self.mappings.pop(key, None)
+        heads = [
+            TensorHead(entry.properties, entry.size, entry.alias_of, entry.kind)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for entry in entries.values()
+        ]
+        sizes = [() if head is None else tuple(head.size) for head in heads]
+        columns = WriteColumns(
+            keys=list(entries),
+            heads=heads,
+            key=np.arange(len(heads)),
+            lo=padded([(0,) * len(size) for size in sizes], fill=0),
+            length=padded(sizes, fill=1),
+            hint=np.zeros(len(heads), dtype=np.int64),
+            is_shard=np.zeros(len(heads), dtype=bool),
+        )
+        self.plan = SavePlan(LazyList(columns), planner_data=self.mappings)
+        return self.plan
+
+    def versions(self) -> Versions:
+        return self._leaves.metadata.versions
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        key, leaves = write_item.index.fqn, self._leaves
+        if write_item.type is WriteItemType.BYTE_IO:
+            return self.transform_object(write_item, leaves.value(key))
+        return self.transform_object(
+            write_item, leaves.real_tensor(key) if leaves.is_quantized(key) else leaves.tensor(key)
+        )
+
+
+class _CountedSource:
+    def __init__(self, source: Source, progress: _ByteCount) -> None:
+        self.nbytes = source.nbytes
+        self._source = source
+        self._progress = progress
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        self._source.copy_out(start, stop, buffer, at)
+        self._progress.moved(stop - start)
+
+
+class _CountingPlanner(DefaultSavePlanner):
+    """The default planner, its tensors counted."""
+
+    def __init__(self, progress: _ByteCount) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        columns = write_columns(plan.items)
+        self._progress.expect(
+            {
+                key: head.size.numel() * head.properties.dtype.itemsize
+                for key, head in zip(columns.keys, columns.heads, strict=True)
+                if head is not None and head.alias_of is None
+            }
+        )
+        return plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        data = super().transform_object(write_item, object)
+        if not isinstance(data, torch.Tensor) or data.is_quantized:
+            return data
+        return LazyTensor(_CountedSource(source_of(data), self._progress), data.shape, data.dtype)

@@ -8,10 +8,11 @@ and those that torch derives from them keep them.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, cast
 
 from torch.futures import Future
@@ -26,35 +27,28 @@ _Path = str | os.PathLike[str]
 # Kept under names of their own: those in torch's modules may stand for the classes below.
 TORCHS_WRITER = filesystem.FileSystemWriter
 TORCHS_READER = filesystem.FileSystemReader
+_TORCHS_PARAMETERS = inspect.signature(TORCHS_WRITER.__init__)
 
 _options: list[dict[str, bool]] = [{"verify": True, "cast": False, "allow_pickle": False}]
 """What torch's arguments cannot say: the defaults, then those of each use in force. Storages are made by the last."""
 
 
 class NativeWriterForTorch(NativeWriter, staging.BlockingAsyncStager, storage.StorageWriter):  # type: ignore[misc]
-    """torch's FileSystemWriter, writing native checkpoints.
+    """torch's FileSystemWriter, with its arguments, writing native checkpoints.
 
     ``overwrite`` means what it means there, but replaces atomically; ``cache_staged_state_dict`` is for staging. How
     torch lays out and syncs its files has no meaning here: native files are always synced and written by several
     threads. Stream transforms (``_extensions``) are refused.
     """
 
-    def __init__(
-        self,
-        path: _Path,
-        single_file_per_rank: bool = True,
-        sync_files: bool = True,
-        thread_count: int = 1,
-        per_thread_copy_ahead: int = 10_000_000,
-        cache_staged_state_dict: bool = False,
-        overwrite: bool = True,
-        _extensions: object = None,
-        serialization_format: object = None,
-    ) -> None:
-        if _extensions:
+    def __init__(self, path: _Path, *arguments: object, **options: object) -> None:
+        given = _TORCHS_PARAMETERS.bind(None, path, *arguments, **options)
+        given.apply_defaults()
+        if given.arguments.get("_extensions"):
             raise ValueError("native storage has no stream transforms; write this checkpoint outside of use_in_torch")
+        overwrite, is_cached = given.arguments["overwrite"], given.arguments["cache_staged_state_dict"]
         NativeWriter.__init__(self, path, overwrite=overwrite, allow_pickle=_options[-1]["allow_pickle"])
-        staging.BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        staging.BlockingAsyncStager.__init__(self, cache_staged_state_dict=is_cached)
 
     @property
     def checkpoint_id(self) -> str:
@@ -174,9 +168,7 @@ class Replacement:
     def __enter__(self) -> Replacement:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 

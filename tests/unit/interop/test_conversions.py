@@ -26,7 +26,7 @@ from holdfast.errors import (
     NotFoundError,
     UnsafeError,
 )
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 
 Same = Callable[..., None]
 
@@ -276,7 +276,7 @@ SCRIPT = """
 import json, sys
 import torch
 import holdfast
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 
 def memory():
     # Without pages of mapped files, which the system takes back when it needs them.

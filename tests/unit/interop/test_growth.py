@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli import app
 from holdfast.errors import InvalidStateError
-from holdfast.interop.conversions import convert
+from holdfast.interop import convert
 
 MIB = 1 << 20
 
