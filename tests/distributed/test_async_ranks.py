@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast._async_saver import AsyncCheckpointerType, async_save, prewarm, release
-from holdfast._engine.images import ImageFiles
+from holdfast._io.images import ImageFiles
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast.errors import BusyError, StorageError
 from holdfast.staging import BlockingAsyncStager, DefaultStager, StagingOptions

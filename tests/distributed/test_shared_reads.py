@@ -26,7 +26,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import holdfast
 from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
-from holdfast._engine import read as segments
+from holdfast import _engine as segments
 from holdfast._io import sharing
 from holdfast._io.direct import InputFile
 from holdfast._ranks import exchange

@@ -138,7 +138,7 @@ def test_an_interrupt_while_threads_are_started(tmp_path: Path, operation: str, 
     call = {"load": lambda: holdfast.load(tmp_path), "async_save": lambda: holdfast.async_save(STATE, tmp_path)}
     with (
         within_time(),
-        mock.patch("holdfast._engine.read._SMALL_BYTES", 0),
+        mock.patch("holdfast._engine._SMALL_BYTES", 0),
         mock.patch.object(threading.Thread, "start", interrupted),
         pytest.raises(KeyboardInterrupt),
     ):

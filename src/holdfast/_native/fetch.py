@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast._engine.read import READERS, SegmentFetch, SegmentJob, Segments
+from holdfast._engine import READERS, SegmentFetch, SegmentJob, Segments
 from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, pinned, uses_cuda

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast._engine.images import FileImage, WrittenImage
 from holdfast._io.direct import ALIGNMENT
+from holdfast._io.images import FileImage, WrittenImage
 from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
 from holdfast._native.report import (

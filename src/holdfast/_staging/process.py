@@ -34,8 +34,8 @@ import numpy as np
 import xxhash
 
 from holdfast import _process
-from holdfast._engine.images import FileImage, ImageFiles, WrittenImage
 from holdfast._io import posix
+from holdfast._io.images import FileImage, ImageFiles, WrittenImage
 from holdfast._io.mapping import attach
 from holdfast._io.pipeline import run_ahead
 from holdfast._values.deadline import Progress

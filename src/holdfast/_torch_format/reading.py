@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from holdfast import _process as forks
-from holdfast._engine.read import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
+from holdfast._engine import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
 from holdfast._io.direct import InputFile, LocalFiles
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import Slab
