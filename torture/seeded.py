@@ -215,7 +215,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
         first("for name in self._files:\n    posix.remove(os.path.join(self._directory, name))"),
         _FORMATS,
     ),
-    ("the other format is left where it is", "Turn.remove_other", always("self._heads"), _FORMATS),
+    ("the other format is left where it is", "Turn.remove_other", first("return"), _FORMATS),
     ("the native format counts, whatever is beside it", "format_at", always("len(found)"), _FORMATS),
     ("savers publish without taking turns", "Turn.take", instead("self.lock.acquire()", "True"), _FORMATS),
     # Interrupts.

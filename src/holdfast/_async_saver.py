@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast._background import BackgroundSave, BackgroundThread
 from holdfast._io import slabs
 from holdfast._native.writer import NativeWriter
-from holdfast._ranks.ranks import Ranks, SoloRanks
-from holdfast._ranks.rendezvous import DEADLINE_S, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, SoloRanks, participants
 from holdfast._saver import SaveOptions, Saving, planner_for, writer_for
 from holdfast._staging.copies import Staging, trained_keys
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse, TerminalProgress, interpreter_ends

@@ -33,6 +33,7 @@ from holdfast._staging.copies import Changes, Fingerprints, Staging
 from holdfast._staging.memory import CUDA, Region
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
 from holdfast._staging.process import ProcessOutput
+from holdfast._state.stateful_values import expose
 from holdfast._state.tensor_bytes import source_of
 from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError
@@ -105,7 +106,7 @@ class BackgroundSave:
         def begin() -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
             self._take_turn()
             handle.enter("staging")
-            staged = stager.stage(saving.expose(state))
+            staged = stager.stage(expose(state, saving.owners))
             if isinstance(staged, Future):
                 handle.guard_with(lambda: concurrent.futures.wait([staged]))
             else:

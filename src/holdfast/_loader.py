@@ -14,8 +14,7 @@ import torch
 
 from holdfast._checkpoint import reader_for
 from holdfast._process import collector_paused
-from holdfast._ranks.ranks import Ranks, SoloRanks, agreed
-from holdfast._ranks.rendezvous import DEADLINE_S, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, SoloRanks, agreed, participants
 from holdfast._state.nested import add_versions, restorable_paths, tell_versions, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.balance import UNKNOWN_HOST
 from holdfast._process import collector_paused
-from holdfast._ranks.ranks import Ranks, SoloRanks
-from holdfast._ranks.rendezvous import DEADLINE_S, host_id, mesh_rank, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, SoloRanks, participants
+from holdfast._ranks.rendezvous import host_id, mesh_rank
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
 from holdfast._staging.one_at_a_time import TURNS, OnProgress
@@ -23,7 +23,7 @@ from holdfast._torch_format.writer import FsspecWriter
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
-from holdfast.metadata import STATE_DICT_TYPE, Metadata
+from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -258,7 +258,7 @@ class Saving:
         self.ranks = ranks
         self._use_collectives = use_collectives
         self._planned: PlannedSave | None = None
-        self._owners = Owners()
+        self.owners = Owners()
         # Raises what another rank has failed with; any thread. No method: this is not to be kept by its own progress,
         # and the state with it.
         self.check = partial(_check, ranks, os.getpid())
@@ -273,10 +273,6 @@ class Saving:
         set_up = partial(self._set_up, state, before)
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=job_rank, host=host)
         return self._planned.plan
-
-    def expose(self, state: State) -> STATE_DICT_TYPE:
-        """``state`` with the state of the objects in it; what is a buffer is remembered, whoever copies it."""
-        return expose(state, self._owners)
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
         """What ``prepare`` returns, which this rank needs to write; what goes wrong there is raised on every rank.
@@ -294,8 +290,8 @@ class Saving:
 
         def publish(results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
             assert planned.metadata is not None
-            self.writer.finish(planned.metadata, planned.with_plans(results))
-            return planned.told()
+            self.writer.finish(planned.metadata, results if planned.outcome is None else planned.with_plans(results))
+            return planned.metadata if planned.known is None else planned.told()
 
         told = self.ranks.all_reduce("writing the checkpoint", write, publish)
         metadata = self.ranks.locally("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
@@ -310,9 +306,9 @@ class Saving:
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
             planner.keeps_empty_dicts = writer.keeps_empty_dicts
-        exposed, meta, leads = self.expose(state), writer.storage_meta(), ranks.is_coordinator
+        exposed, meta, leads = expose(state, self.owners), writer.storage_meta(), ranks.is_coordinator
         if isinstance(planner, DefaultSavePlanner):
-            planner.buffers = frozenset(self._owners.buffers)
+            planner.buffers = frozenset(self.owners.buffers)
         set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
         self.check()  # what was called here may have forked

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast._loader import LoadOptions, State, Target, load, load_with, read_with, reader_finder
-from holdfast._ranks.rendezvous import participants
+from holdfast._ranks.ranks import participants
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.planner import LoadPlanner
 from holdfast.storage import StorageReader

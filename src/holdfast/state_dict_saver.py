@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from holdfast._async_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
-from holdfast._ranks.rendezvous import participants
+from holdfast._ranks.ranks import participants
 from holdfast._saver import State, save, save_with
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata

@@ -32,7 +32,7 @@ from holdfast._native import fetch as shared_fetch
 from holdfast._plan import reads as job_reads
 from holdfast._ranks import carrier, exchange, rendezvous
 from holdfast._ranks.connections import HELLO, MAGIC
-from holdfast._ranks.rendezvous import participants
+from holdfast._ranks.ranks import participants
 
 if TYPE_CHECKING:
     from tools.crew import Crew

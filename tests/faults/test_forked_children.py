@@ -25,7 +25,7 @@ from holdfast._io import locks, mapping, posix
 from holdfast._io.images import ImageFiles
 from holdfast._io.pipeline import run_ahead, run_bounded
 from holdfast._process import Descriptor
-from holdfast._ranks.rendezvous import participants
+from holdfast._ranks.ranks import participants
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._staging.process import ProcessOutput
 from holdfast.staging import DefaultStager

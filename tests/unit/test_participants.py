@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import holdfast
-from holdfast._ranks.ranks import SoloRanks
-from holdfast._ranks.rendezvous import participants
+from holdfast._ranks.ranks import SoloRanks, participants
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int 
     try:
         with crew, crew, contextlib.closing(iterator) if isinstance(iterator, Generator) else contextlib.nullcontext():
             for job in iterator:
-                crew.queue(job)
+                crew.taken += 1
+                crew.to_do.put(job)
                 del job
                 if crew.limit == 1:
                     crew.drain()
@@ -75,7 +76,8 @@ def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int, ahead: int
     crew = _Crew(workers=workers, limit=ahead)
     with crew, crew:
         for task in tasks:
-            crew.queue(partial(results.put, crew.taken, task))
+            crew.to_do.put(partial(results.put, crew.taken, task))
+            crew.taken += 1
             crew.reinforce(crew.taken)
             if crew.taken - results.taken == ahead:
                 yield results.take()
@@ -134,7 +136,7 @@ class _Crew:
     def __init__(self, *, workers: int, limit: int) -> None:
         self._workers = workers
         self.limit = limit
-        self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._done: SimpleQueue[None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._finished = 0
@@ -159,7 +161,7 @@ class _Crew:
             self.failures.append(error)
         self.drain()
         for _ in self._threads:
-            self._to_do.put(None)
+            self.to_do.put(None)
         interrupt: BaseException | None = None
         for thread in self._threads:
             # One whose start was interrupted may begin later, and then finds that there is nothing to do.
@@ -171,14 +173,10 @@ class _Crew:
         if interrupt is not None:
             raise interrupt
 
-    def queue(self, job: Callable[[], None]) -> None:
-        self.taken += 1
-        self._to_do.put(job)
-
     def reinforce(self, wanted: int) -> None:
         """Starts threads while there are fewer than ``wanted``, or may be; without any, works itself."""
         while len(self._threads) < min(self._workers, wanted):
-            work, name = partial(_work, self._to_do, self._done, self.failures), f"holdfast-io-{len(self._threads)}"
+            work, name = partial(_work, self.to_do, self._done, self.failures), f"holdfast-io-{len(self._threads)}"
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
             try:
                 start_thread(self._threads[-1])
@@ -207,7 +205,7 @@ class _Crew:
         """Runs queued jobs until none is left; after an interrupt drops them."""
         with contextlib.suppress(Empty):
             while True:
-                job = self._to_do.get_nowait()
+                job = self.to_do.get_nowait()
                 if job is not None and not any(map(_is_interrupt, self.failures)):
                     _do(job, self.failures)
                 del job

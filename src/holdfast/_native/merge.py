@@ -20,7 +20,7 @@ from holdfast._native.report import WriteReport, WrittenTensor, planned_tensors
 from holdfast._native.values import Json
 from holdfast._plan.coverage import check_coverage
 from holdfast._save_plan.together import JointPlan
-from holdfast._state.nested import Path, stored_paths
+from holdfast._state.nested import stored_paths
 from holdfast._values.digest import block_counts, digest, to_hex
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyDict
@@ -48,7 +48,15 @@ def merge_reports(
     values: dict[str, Json] = {}
     for key in metadata.state_dict_metadata:
         if key in written:
-            tensors[key] = _settled(key, written)
+            tensors[key] = tensor = written[key]
+            if tensor.alias_of is not None:  # it has become what the tensor that it shares has become
+                first = written.get(tensor.alias_of)
+                if first is None:
+                    message = f"{key!r} is planned as the same as {tensor.alias_of!r}, which nobody wrote"
+                    raise InvalidStateError(message, key=key)
+                tensors[key] = msgspec.structs.replace(
+                    tensor, dtype=first.dtype, shape=first.shape, quantizer=first.quantizer
+                )
     for report in reports:
         values.update(report.values)
     missing = [key for key in metadata.state_dict_metadata if key not in tensors and key not in values]
@@ -59,7 +67,19 @@ def merge_reports(
         for report in reports
         for file in report.files
     )
-    entries = tuple(_entry(key, tensor, paths.get(key)) for key, tensor in tensors.items())
+    entries = tuple(
+        TensorEntry(
+            key=key,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            path=encode_path(key, paths.get(key)),
+            alias_of=tensor.alias_of,
+            requires_grad=tensor.requires_grad,
+            kind=tensor.kind,
+            quantizer=None if tensor.quantizer is None else msgspec.convert(tensor.quantizer, Quantizer),
+        )
+        for key, tensor in tensors.items()
+    )
     chunks = _chunks_as_reported(tensors, reports) if plan is None else _chunks_as_planned(plan, tensors, reports)
     data = encode_index(_index(chunks, reports))
     holdfast, torch, python = versions
@@ -112,31 +132,6 @@ def _written_as_reported(reports: Sequence[WriteReport]) -> dict[str, WrittenTen
                     key=key,
                 )
     return written
-
-
-def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
-    """What was written under ``key``; an alias has become what the tensor it shares has become."""
-    tensor = written[key]
-    if tensor.alias_of is None:
-        return tensor
-    first = written.get(tensor.alias_of)
-    if first is None:
-        raise InvalidStateError(f"{key!r} is planned as the same as {tensor.alias_of!r}, which nobody wrote", key=key)
-    return msgspec.structs.replace(tensor, dtype=first.dtype, shape=first.shape, quantizer=first.quantizer)
-
-
-def _entry(key: str, tensor: WrittenTensor, path: Path | None) -> TensorEntry:
-    quantizer = tensor.quantizer
-    return TensorEntry(
-        key=key,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        path=encode_path(key, path),
-        alias_of=tensor.alias_of,
-        requires_grad=tensor.requires_grad,
-        kind=tensor.kind,
-        quantizer=None if quantizer is None else msgspec.convert(quantizer, Quantizer),
-    )
 
 
 class _Chunks(NamedTuple):

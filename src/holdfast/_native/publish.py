@@ -101,7 +101,7 @@ class Turn:
         self._own: Format = own
         self._other: Format = "torch" if own == "native" else "native"
         self._files: list[str] = []
-        self._heads: list[str] = []
+        self.replaced: list[str] = []
         self._is_alone = False
         self.lock = locks.DirectoryLock(directory)
 
@@ -119,8 +119,8 @@ class Turn:
             return found
         if not (overwrite and self._is_alone):
             raise other_format_stays(self._directory, self._own)
-        self._heads = _all_heads(self._directory, self._other)
-        self._files = _files_of(self._directory, self._heads)
+        self.replaced = _all_heads(self._directory, self._other)
+        self._files = _files_of(self._directory, self.replaced)
         other = _read(self._directory, found[self._other])
         digests = {self._own: digest(head), self._other: digest(other)}
         posix.write_new(self.note, _note(self._own, digests))
@@ -128,9 +128,7 @@ class Turn:
 
     def remove_other(self) -> None:
         """Remove the checkpoint of the other format, durably; what is published counts, and is durable."""
-        if not self._heads:
-            return
-        for head in self._heads:
+        for head in self.replaced:
             posix.remove(os.path.join(self._directory, head))
         posix.sync_directory(self._directory)
         for name in (*_notes(self._directory), *self._files):
@@ -265,7 +263,8 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
 def _conclude(directory: str, turn: Turn, replaced: Iterable[str]) -> None:
     """Make the name durable, then remove what was ``replaced``, in either format."""
     posix.sync_directory(directory)
-    turn.remove_other()
+    if turn.replaced:
+        turn.remove_other()
     for name in replaced:
         # What cannot be removed is invisible, and a later sweep's business.
         with contextlib.suppress(StorageError):

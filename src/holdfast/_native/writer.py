@@ -200,8 +200,20 @@ class NativeWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
         reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
+        versions: Versions = {}
+        for report in reversed(reports):  # of a module on several ranks, what the first of them says
+            for key, modules in report.versions.items():
+                versions.setdefault(key, {}).update(modules)
+        ours = metadata_from_torch(metadata) if is_torchs(metadata) else metadata
         try:
-            self._publish(metadata_from_torch(metadata) if is_torchs(metadata) else metadata, reports)
+            manifest, index = merge_reports(
+                ours,
+                reports,
+                attempt=self._attempt,
+                versions=(__version__, str(torch.__version__), platform.python_version()),
+                user_metadata=encode_value(with_planner_data(self.user_metadata, ours, versions), key="planner_data"),
+            )
+            publish(self.path, manifest, index, overwrite=self.overwrite)
         except BaseException:
             if not may_be_published(self.path, self._attempt):
                 for name in (file.name for report in reports for file in report.files):
@@ -211,20 +223,6 @@ class NativeWriter(StorageWriter):
             raise
         self._unfinished = None
         self.close()
-
-    def _publish(self, metadata: Metadata, reports: list[WriteReport]) -> None:
-        versions: Versions = {}
-        for report in reversed(reports):  # of a module on several ranks, what the first of them says
-            for key, modules in report.versions.items():
-                versions.setdefault(key, {}).update(modules)
-        manifest, index = merge_reports(
-            metadata,
-            reports,
-            attempt=self._attempt,
-            versions=(__version__, str(torch.__version__), platform.python_version()),
-            user_metadata=encode_value(with_planner_data(self.user_metadata, metadata, versions), key="planner_data"),
-        )
-        publish(self.path, manifest, index, overwrite=self.overwrite)
 
     def abandon(self) -> None:
         """Remove the files of a save that failed, unless it failed after it was published."""

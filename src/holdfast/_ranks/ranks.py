@@ -1,4 +1,4 @@
-"""The steps that all ranks of a save or load take together, and one process that takes them alone.
+"""The steps that all ranks of a save or load take together, one process that takes them alone, and who takes part.
 
 A phase runs ``local`` on every rank and ``merge`` on the coordinator. Whatever fails, on whichever rank, is raised on
 every rank as a CheckpointError: one of this library's own as it is, anything else wrapped, with the original as its
@@ -11,8 +11,10 @@ its traceback; nothing here raises because of what somebody else's exception doe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import os
 import time
 import traceback
 from collections import Counter
@@ -23,11 +25,16 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import torch.distributed
+from torch.distributed import ProcessGroup
 
 from holdfast import errors
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Clock, Patience, Pulse, Sign
 from holdfast.errors import CheckpointError, RankDisagreementError, RankLostError
+
+DEADLINE_S = 120.0
+"""Seconds without progress after which a rank that others wait for is given up."""
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -138,6 +145,42 @@ class SoloRanks:
     def check(self) -> None: ...
 
     def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None: ...
+
+
+def participants(
+    process_group: ProcessGroup | None,
+    *,
+    no_dist: bool,
+    call: str,
+    place: object = None,
+    coordinator_rank: int = 0,
+    deadline_s: float = DEADLINE_S,
+) -> Ranks:
+    """The ranks of one operation, which meet where ``call`` and ``place``, the path if that is one, are the same.
+
+    ``deadline_s`` may be infinite; ValueError unless it is positive.
+    """
+    if not deadline_s > 0:
+        raise ValueError(f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {deadline_s}")
+    if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return SoloRanks()
+    if torch.distributed.get_world_size(process_group) == 1:
+        return SoloRanks()
+    # Only now: these are made of what is here, and one process alone has no use for them.
+    from holdfast._ranks.channel_ranks import ChannelRanks
+    from holdfast._ranks.rendezvous import connect, inherited
+
+    if torch.distributed.group.WORLD in inherited:
+        raise CheckpointError(
+            f"this process was forked from rank {torch.distributed.get_rank()} and is no rank itself; pass "
+            "no_dist=True to save or load in it alone"
+        )
+
+    path = None
+    with contextlib.suppress(Exception):  # of a path of the caller's own making; the operation itself will say so
+        path = os.fspath(place) if isinstance(place, (str, bytes, os.PathLike)) else None
+    channel = connect(process_group, coordinator=coordinator_rank)
+    return ChannelRanks(channel, key=f"{call} {path!r}", patience=Patience.within(deadline_s))
 
 
 MEETING = "meeting the other ranks"

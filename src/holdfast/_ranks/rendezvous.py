@@ -1,4 +1,4 @@
-"""Who takes part in a save or load, how ranks of a process group find each other, and which of them share a host.
+"""How ranks of a process group find each other, and which of them share a host.
 
 The coordinator listens and tells its address through the group's own store, or, where the group has none, by one
 broadcast. The others connect to it. After that the process group is not used again.
@@ -34,13 +34,10 @@ from holdfast._plan import reads as shared_reads
 from holdfast._process import forget_in_child, reset_in_child
 from holdfast._ranks.channel import Channel
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by
-from holdfast._ranks.ranks import MEETING, Ranks, SoloRanks
-from holdfast._values.deadline import Deadline, Patience
+from holdfast._ranks.ranks import MEETING
+from holdfast._values.deadline import Deadline
 from holdfast._values.digest import digest
-from holdfast.errors import CheckpointError, RankLostError
-
-DEADLINE_S = 120.0
-"""Seconds without progress after which a rank that others wait for is given up."""
+from holdfast.errors import RankLostError
 
 # With more ranks, the messages that can be under way to one of them might not fit into the smallest pipe there is.
 MOST_MEMBERS = 32
@@ -57,7 +54,7 @@ _ANSWER_S = 1.0  # what a caller, who has said all it had to say before, may tak
 _channels: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = weakref.WeakKeyDictionary()
 _meetings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_inherited: list[object] = []  # the default group of the process that this one was forked from
+inherited: list[object] = []  # the default group of the process that this one was forked from
 
 
 @reset_in_child
@@ -66,7 +63,7 @@ def _forget_parent() -> None:
     _channels, _meetings = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
     _lock = threading.Lock()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _inherited[:] = [torch.distributed.group.WORLD]
+        inherited[:] = [torch.distributed.group.WORLD]
 
 
 def mesh_rank() -> int:
@@ -78,40 +75,6 @@ def mesh_rank() -> int:
 def host_id() -> int:
     """A number that processes have in common when they are on one host."""
     return digest("\0".join(host_identity()).encode())
-
-
-def participants(
-    process_group: ProcessGroup | None,
-    *,
-    no_dist: bool,
-    call: str,
-    place: object = None,
-    coordinator_rank: int = 0,
-    deadline_s: float = DEADLINE_S,
-) -> Ranks:
-    """The ranks of one operation, which meet where ``call`` and ``place``, the path if that is one, are the same.
-
-    ``deadline_s`` may be infinite; ValueError unless it is positive.
-    """
-    if not deadline_s > 0:
-        raise ValueError(f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {deadline_s}")
-    if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return SoloRanks()
-    if torch.distributed.get_world_size(process_group) == 1:
-        return SoloRanks()
-    if torch.distributed.group.WORLD in _inherited:
-        raise CheckpointError(
-            f"this process was forked from rank {mesh_rank()} and is no rank itself; pass no_dist=True to save or load "
-            "in it alone"
-        )
-    # Only now: without a job of several ranks there is nothing to import it for.
-    from holdfast._ranks.channel_ranks import ChannelRanks
-
-    path = None
-    with contextlib.suppress(Exception):  # of a path of the caller's own making; the operation itself will say so
-        path = os.fspath(place) if isinstance(place, (str, bytes, os.PathLike)) else None
-    channel = connect(process_group, coordinator=coordinator_rank)
-    return ChannelRanks(channel, key=f"{call} {path!r}", patience=Patience.within(deadline_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,7 +195,7 @@ def plan_together(
     hold different contents where they should hold the same. ``hosts`` has the number of each rank's host, where known.
     """
     if len(plans) == 1 and _is_whole(table := write_columns(plans[0].items)):
-        entries = _Entries(table.heads, np.arange(len(table) + 1), table.lo, table.length)
+        entries = _Entries(table.heads, np.arange(len(table.key) + 1), table.lo, table.length)
         return plans, Metadata(LazyDict(table.keys, entries))
     tables, heads = _tables(plans)
     differing = check_contents(tables)
@@ -323,17 +323,18 @@ def _is_whole(table: WriteColumns) -> bool:
     """Whether each key is there once, all of it, as most are where one process saves alone: then all is planned."""
     if not np.array_equal(table.key, np.arange(len(table.keys))) or table.lo.any():
         return False
-    sizes = padded([() if head is None else head.size for head in table.heads], fill=1)
-    width = table.length.shape[1]
-    if sizes.shape[1] > width or not np.array_equal(widened(sizes, width, 1), table.length):
-        return False
-    tied = [head for head in table.heads if head is not None and head.alias_of is not None]
-    heads = dict(zip(table.keys, table.heads, strict=True)) if tied else {}
-    firsts = [heads.get(head.alias_of or "") for head in tied]
-    return all(
-        first is not None and first.alias_of is None and first.size == head.size
-        for head, first in zip(tied, firsts, strict=True)
-    )
+    heads = dict(zip(table.keys, table.heads, strict=True))
+    ones = [1] * table.length.shape[1]
+    for head, length in zip(table.heads, table.length.tolist(), strict=True):
+        size = [] if head is None else list(head.size)
+        if length != size + ones[len(size) :]:
+            return False
+        first = heads.get(head.alias_of) if head is not None and head.alias_of is not None else head
+        if first is not head and (
+            first is None or first.alias_of is not None or head is None or first.size != head.size
+        ):
+            return False
+    return True
 
 
 def _check_values_once(table: WriteColumns) -> None:

@@ -229,11 +229,6 @@ PathElement = str | int
 Path = tuple[PathElement, ...]
 
 
-def path_element(key: Hashable) -> str:
-    """What stands for a dict's ``key`` in a path."""
-    return key if type(key) is str else TypedKey(key)
-
-
 def path_key(path: Path) -> str:
     return ".".join(map(str, path))
 

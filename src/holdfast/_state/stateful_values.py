@@ -18,11 +18,11 @@ from holdfast._state.nested import (
     AnyMapping,
     AnyTarget,
     Path,
+    TypedKey,
     check_containers,
     is_one_value,
     is_stateful,
     pass_on_versions,
-    path_element,
     path_key,
     tuple_like,
     versions_in,
@@ -67,7 +67,7 @@ def _exposed(value: object, trail: Path, owners: Owners) -> object:
         entries = dict(value)
         for key, entry in value.items():
             if not isinstance(entry, torch.Tensor):
-                entries[key] = _exposed(entry, (*trail, path_element(key)), owners)
+                entries[key] = _exposed(entry, (*trail, key if type(key) is str else TypedKey(key)), owners)
         return entries if type(value) is dict else with_versions(entries, versions_in(value))
     if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
         made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
@@ -93,7 +93,7 @@ def _without_state(groups: list[AnyDict], exposed: AnyDict, trail: Path) -> Iter
         for group, named in zip(groups, exposed["param_groups"], strict=True):
             for parameter, name in zip(group["params"], named["params"], strict=True):
                 if isinstance(parameter, torch.Tensor) and not state.get(name):
-                    yield (*trail, "state", path_element(name)), parameter
+                    yield (*trail, "state", name if type(name) is str else TypedKey(name)), parameter
     except (AttributeError, LookupError, TypeError, ValueError):
         return  # it gives its state another form, which tells nothing of parameters
 

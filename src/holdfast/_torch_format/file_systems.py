@@ -274,7 +274,8 @@ def publish(
         if turn is not None:
             if sync:
                 posix.sync_directory(directory)
-            turn.remove_other()
+            if turn.replaced:
+                turn.remove_other()
         _remove(fs, directory, replaced, metadata)
 
     with passing, passing:

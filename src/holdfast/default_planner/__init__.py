@@ -200,8 +200,8 @@ class DefaultSavePlanner(SavePlanner):
         if not is_overridden(self, DefaultSavePlanner, *_DATA_HOOKS):
             which, _, length, _, is_shard = columns.rows[row]
             leaf = self.state_dict[columns.keys[which]]
-            if columns.heads[which] is None:
-                return _value_buffer(leaf)
+            if columns.heads[which] is None and not isinstance(leaf, ComposedTensor):
+                return ValueBuffer(leaf, serialize_object)
             if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
                 return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
@@ -239,15 +239,12 @@ class DefaultSavePlanner(SavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
         """What storage gets for ``object``; override it to change values on their way out."""
         if write_item.type is WriteItemType.BYTE_IO:
-            return _value_buffer(object)
+            value = object.context if isinstance(object, ComposedTensor) else object
+            return ValueBuffer(value, serialize_object)
         if isinstance(object, np.ndarray):
             return as_tensor(write_item.index.fqn, object)
         tensor: torch.Tensor = object.detach() if object.requires_grad else object
         return tensor
-
-
-def _value_buffer(leaf: object) -> ValueBuffer:
-    return ValueBuffer(leaf.context if isinstance(leaf, ComposedTensor) else leaf, serialize_object)
 
 
 def create_default_local_save_plan(state_dict: STATE_DICT_TYPE, is_coordinator: bool) -> SavePlan:
