@@ -355,7 +355,7 @@ CHECKED = {
     "_native/merge.py": ("tests/unit/native/test_merge.py",),
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
-    "_native/publish.py": (*_PUBLISH, "tests/faults/test_storage_failures.py"),
+    "_native/publish.py": (*_PUBLISH, *_FORMATS, "tests/faults/test_storage_failures.py"),
     "_save_plan/plans.py": ("tests/unit/save_plan/test_plans.py",),
 }
 """The files whose checks are turned off one after the other, and the tests that have to notice."""

@@ -1,20 +1,21 @@
+"""The commit: in which order things are done to the file system, and what is left where one of them fails."""
+
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import holdfast
-from holdfast._io import locks, posix
-from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, WriterEntry
-from holdfast._native.publish import MANIFEST_NAME, check_unpublished, publish, read_manifest
-from holdfast._native.values import encode_value
+
+MANIFEST_NAME = "manifest.json"
 
 
 def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overwrite: bool = True) -> None:
@@ -22,41 +23,52 @@ def save(path: Path, attempt: str, state: dict[str, Any] | None = None, *, overw
     holdfast.save({"a": torch.ones(3), "attempt": attempt} if state is None else state, storage_writer=writer)
 
 
-DATA_BYTES = 4096
-
-
-def publish_new(path: Path, *data_files: str, overwrite: bool = True) -> None:
-    digest = "0" * 16
-    manifest = Manifest(
-        requires=(),
-        attempt="new",
-        writer=WriterEntry(holdfast="1", torch="2", python="3", world_size=1),
-        files=tuple(FileEntry(name=name, bytes=DATA_BYTES, header=4096, digest=digest) for name in data_files),
-        index=IndexEntry(name="index-new.safetensors", bytes=4096, digest=digest),
-        tensors=(),
-        values=(),
-        metadata=encode_value({}, key="metadata"),
-    )
-    publish(str(path), manifest, b"index", overwrite=overwrite)
+def attempt_at(path: Path) -> str:
+    return str(json.loads((path / MANIFEST_NAME).read_bytes())["attempt"])
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What is done to the file system from now on, and to which name."""
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no /proc here")
     steps: list[tuple[str, str]] = []
+    real_open, real_sync = os.open, os.fsync
 
-    def recording(name: str, module: ModuleType = posix) -> Any:
-        real = getattr(module, name)
+    def opening(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:
+            steps.append(("create", os.path.basename(name)))
+        return real_open(name, flags, *args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            steps.append((name, os.path.basename(args[-1] if name in ("replace", "link_new") else args[0])))
-            return real(*args, **kwargs)
+    def syncing(descriptor: int) -> None:
+        steps.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real_sync(descriptor)
 
-        return call
+    def recording(call: str) -> Callable[..., None]:
+        real = getattr(os, call)
 
-    for name in ("sync_directory", "write_new", "replace", "link_new", "remove"):
-        monkeypatch.setattr(posix, name, recording(name))
-    monkeypatch.setattr(locks, "new_file", recording("new_file", locks))
+        def done(*names: Any, **kwargs: Any) -> None:
+            steps.append((call, os.path.basename(names[-1])))
+            real(*names, **kwargs)
+
+        return done
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "fsync", syncing)
+    for call in ("rename", "link", "unlink"):
+        monkeypatch.setattr(os, call, recording(call))
     return steps
+
+
+def before_publishing(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Do it once the data of the attempt "new" is written, and nothing of its commit."""
+    real = os.open
+
+    def opening(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(name) == "index-new.safetensors" and flags & os.O_CREAT:
+            action()
+        return real(name, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opening)
 
 
 def test_the_order_of_a_replacement_is_the_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +77,18 @@ def test_the_order_of_a_replacement_is_the_protocol(tmp_path: Path, monkeypatch:
     steps = recorded(monkeypatch)
     save(path, "new")
     assert steps == [
-        ("sync_directory", "checkpoint"),
-        ("new_file", "index-new.safetensors"),
-        ("write_new", "manifest-new.tmp"),
-        ("sync_directory", "checkpoint"),
-        ("replace", "manifest.json"),
-        ("sync_directory", "checkpoint"),
-        ("remove", "data-old-0-0.safetensors"),
-        ("remove", "index-old.safetensors"),
+        ("create", "data-new-0-0.safetensors"),
+        ("sync", "data-new-0-0.safetensors"),
+        ("sync", "checkpoint"),
+        ("create", "index-new.safetensors"),
+        ("sync", "index-new.safetensors"),
+        ("create", "manifest-new.tmp"),
+        ("sync", "manifest-new.tmp"),
+        ("sync", "checkpoint"),
+        ("rename", "manifest.json"),
+        ("sync", "checkpoint"),
+        ("unlink", "data-old-0-0.safetensors"),
+        ("unlink", "index-old.safetensors"),
     ]
 
 
@@ -81,63 +97,47 @@ def test_the_order_of_a_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     steps = recorded(monkeypatch)
     save(path, "new", overwrite=False)
     assert steps == [
-        ("sync_directory", tmp_path.name),
-        ("sync_directory", "checkpoint"),
-        ("new_file", "index-new.safetensors"),
-        ("write_new", "manifest-new.tmp"),
-        ("sync_directory", "checkpoint"),
-        ("link_new", "manifest.json"),
-        ("sync_directory", "checkpoint"),
+        ("sync", tmp_path.name),
+        ("create", "data-new-0-0.safetensors"),
+        ("sync", "data-new-0-0.safetensors"),
+        ("sync", "checkpoint"),
+        ("create", "index-new.safetensors"),
+        ("sync", "index-new.safetensors"),
+        ("create", "manifest-new.tmp"),
+        ("sync", "manifest-new.tmp"),
+        ("sync", "checkpoint"),
+        ("link", "manifest.json"),
+        ("unlink", "manifest-new.tmp"),
+        ("sync", "checkpoint"),
     ]
     assert sorted(os.listdir(path)) == ["data-new-0-0.safetensors", "index-new.safetensors", "manifest.json"]
 
 
-def test_every_file_is_synced_before_the_manifest_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    real_sync, real_rename = os.fsync, os.rename
-
-    def syncing(descriptor: int) -> None:
-        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        real_sync(descriptor)
-
-    def renaming(source: str, target: str) -> None:
-        synced.append("--- published ---")
-        real_rename(source, target)
-
-    if not os.path.isdir("/proc/self/fd"):
-        pytest.skip("no /proc here")
-    monkeypatch.setattr(os, "fsync", syncing)
-    monkeypatch.setattr(os, "rename", renaming)
-    save(tmp_path / "checkpoint", "new")
-    assert synced == [
-        tmp_path.name,
-        "data-new-0-0.safetensors",
-        "checkpoint",
-        "index-new.safetensors",
-        "manifest-new.tmp",
-        "checkpoint",
-        "--- published ---",
-        "checkpoint",
-    ]
-
-
-def test_a_taken_name_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_taken_name_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     save(path, "old")
-    before = sorted(os.listdir(path))
+    steps = recorded(monkeypatch)
     with pytest.raises(holdfast.AlreadyPublishedError):
-        publish_new(path, overwrite=False)
-    assert sorted(os.listdir(path)) == before
-    with pytest.raises(holdfast.AlreadyPublishedError):
-        check_unpublished(str(path))
-    assert read_manifest(str(path)).attempt == "old"
+        save(path, "new", overwrite=False)
+    assert steps == []
+    assert attempt_at(path) == "old"
 
 
-def test_an_unpublished_name_is_free(tmp_path: Path) -> None:
-    check_unpublished(str(tmp_path))
-    check_unpublished(str(tmp_path / "nothing"))
+def test_a_name_that_is_taken_meanwhile_is_refused_and_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint"
+    before_publishing(monkeypatch, lambda: save(path, "old"))
+    with pytest.raises(holdfast.AlreadyPublishedError):
+        save(path, "new", overwrite=False)
+    assert attempt_at(path) == "old"
+    assert sorted(os.listdir(path)) == ["data-old-0-0.safetensors", "index-old.safetensors", "manifest.json"]
+
+
+def test_what_a_dead_save_left_does_not_take_the_name(tmp_path: Path) -> None:
     (tmp_path / "manifest-dead.tmp").write_text("{}")
-    check_unpublished(str(tmp_path))
+    save(tmp_path, "new", overwrite=False)
+    assert attempt_at(tmp_path) == "new"
 
 
 @pytest.mark.parametrize("state", [{"a": torch.ones(3)}, {"a": 1}], ids=["tensors", "values only"])
@@ -189,33 +189,55 @@ def test_a_directory_in_place_of_the_manifest_is_an_error_that_leaves_nothing(tm
     assert os.listdir(path) == [MANIFEST_NAME]
 
 
-def test_the_manifest_that_is_read_is_the_one_that_was_published(tmp_path: Path) -> None:
+def test_the_manifest_tells_who_wrote_it(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
-    manifest = read_manifest(str(path))
-    assert (manifest.attempt, manifest.writer.world_size) == ("one", 1)
-    assert manifest.writer.holdfast == holdfast.__version__
-    assert manifest.writer.torch == str(torch.__version__)
-    with pytest.raises(holdfast.StorageError) as caught:
-        read_manifest(str(tmp_path))
-    assert caught.value.errno == errno.ENOENT
+    assert attempt_at(path) == "one"
+    writer = json.loads((path / MANIFEST_NAME).read_bytes())["writer"]
+    assert (writer["holdfast"], writer["torch"]) == (holdfast.__version__, str(torch.__version__))
+    assert writer["world_size"] == 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "link"])
-def test_a_data_file_that_changed_before_the_commit_is_not_published(tmp_path: Path, damage: str) -> None:
+def test_a_data_file_that_changed_before_the_commit_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     """Its writer may have died and a sweep have taken it; the publisher, who holds the lock of the index, looks."""
-    data = tmp_path / "checkpoint" / "data-new-0-0.safetensors"
-    data.parent.mkdir()
-    if damage == "shorter":
-        data.write_bytes(b"123")
-    elif damage == "link":
-        (tmp_path / "elsewhere").write_bytes(bytes(DATA_BYTES))
-        data.symlink_to(tmp_path / "elsewhere")
-    before = sorted(os.listdir(data.parent))
+    data, elsewhere = tmp_path / "checkpoint" / "data-new-0-0.safetensors", tmp_path / "elsewhere"
+
+    def change() -> None:
+        if damage == "shorter":
+            os.truncate(data, 3)
+            return
+        os.rename(data, elsewhere)
+        if damage == "link":
+            data.symlink_to(elsewhere)
+
+    before_publishing(monkeypatch, change)
     with pytest.raises(holdfast.StorageError, match="not what was written") as caught:
-        publish_new(data.parent, data.name)
+        save(data.parent, "new")
     assert caught.value.path == str(data)
-    assert sorted(os.listdir(data.parent)) == before
+    assert os.listdir(data.parent) == []
+    assert damage == "shorter" or elsewhere.stat().st_size > 4096
+
+
+def test_a_file_that_cannot_be_read_where_two_formats_are_is_not_taken_for_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "native", "new")
+    holdfast.save({"a": torch.ones(3)}, storage_writer=holdfast.FileSystemWriter(tmp_path / "torch"))
+    os.rename(tmp_path / "torch" / ".metadata", tmp_path / "native" / ".metadata")
+    real, refusals = os.open, [errno.EACCES]
+
+    def refusing(name: Any, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(name) == ".metadata" and refusals:
+            raise OSError(refusals.pop(), "refused")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(holdfast.StorageError) as caught:
+        holdfast.open(tmp_path / "native")
+    assert caught.value.errno == errno.EACCES
 
 
 def test_the_lock_of_the_index_is_held_until_the_manifest_has_its_name(
@@ -230,7 +252,7 @@ def test_the_lock_of_the_index_is_held_until_the_manifest_has_its_name(
         real(source, target)
 
     monkeypatch.setattr(os, "rename", renaming)
-    publish_new(tmp_path)
+    save(tmp_path, "new")
     assert held == [True]
     assert can_lock(index)
 
