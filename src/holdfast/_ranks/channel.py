@@ -196,7 +196,8 @@ class Channel:
     ``rank`` and ``coordinator`` count within the group, ``job_ranks`` are the ranks' numbers in the whole job. The
     coordinator has a ``listener`` and the ``token`` that others must know. They have ``dial``, which connects to it
     within so many seconds or raises RankLostError. ``when_met`` is called once all have connected. ``kept`` is what
-    this rank keeps from one operation to the next, ``gone`` has the ranks whose connections ended.
+    this rank keeps from one operation to the next, ``gone`` has the ranks whose connections ended, ``calls`` numbers
+    what this rank calls.
 
     Threads that save or load call it, and the thread of its connections does. ``lock`` guards it and its operations; it
     is never held while somebody waits, nor while code of others runs.
@@ -230,14 +231,10 @@ class Channel:
         self._sessions: dict[tuple[int, int], ChannelRanks] = {}
         self._waits: dict[int, _Wait] = {}
         self._lobby = Lobby()
-        self._calls = itertools.count()
+        self.calls = itertools.count()
         self._serials = itertools.count()
         self._connections = Connections(self, listener=listener, token=token, size=self.size)
         weakref.finalize(self, self._connections.close)
-
-    def number(self) -> int:
-        """The number of this rank's next call."""
-        return next(self._calls)
 
     def enter(self, operation: ChannelRanks) -> None:
         """Begin a call of this rank, which then gets its messages; RankLostError where the coordinator is gone."""
@@ -252,7 +249,7 @@ class Channel:
             self._operations.append(operation)
             if not self.is_coordinator:
                 self._sessions[self.rank, operation.call] = operation
-                self.post(operation, self.coordinator, Kind.JOIN, phase=operation.key)
+                self.post(operation, operation.partners, Kind.JOIN, phase=operation.key)
             for rank in range(self.size):  # nobody waits but at the coordinator
                 join = self._lobby.take(rank, operation.key, operation.call)
                 if join is not None:
@@ -265,11 +262,11 @@ class Channel:
             if operation in self._operations:
                 self._operations.remove(operation)
                 self._waits.pop(operation.call, None)
-                self._sessions = {call: each for call, each in self._sessions.items() if each is not operation}
-                partners = list(operation.guests) if self.is_coordinator else [self.coordinator]
-                for rank in partners:
-                    self.post(operation, rank, Kind.LEFT)
-            if self.is_coordinator and operation.verdict is not None:
+                partners = list(operation.partners)
+                for rank, call in operation.partners.items():
+                    self._sessions.pop((rank if self.is_coordinator else self.rank, call), None)
+                self.post(operation, partners, Kind.LEFT)
+            if self.is_coordinator and operation.has_failed:
                 for rank in self._missing(operation):
                     if self._lobby.take_left(rank, operation.key) is None:  # else it is past that call
                         self._lobby.remember(rank, operation.ended(rank))
@@ -281,7 +278,7 @@ class Channel:
     def post(
         self,
         operation: ChannelRanks,
-        rank: int,
+        to: Collection[int],
         kind: Kind,
         *,
         step: int = 0,
@@ -289,12 +286,13 @@ class Channel:
         payload: bytes = b"",
         is_urgent: bool = False,
     ) -> None:
-        """Have a message sent to a rank that has come; pieces count as progress, but for signs of life."""
-        guest, call = (rank, operation.guests[rank]) if self.is_coordinator else (self.rank, operation.call)
-        serial = next(self._serials)
-        message = Message(guest=guest, call=call, serial=serial, kind=kind, step=step, phase=phase, payload=payload)
-        pieces = cut(message) if kind is Kind.BEAT else _counted(cut(message), operation.signs)
-        self._connections.post(rank, pieces, is_urgent=is_urgent)
+        """Have a message sent to ranks that have come; pieces count as progress, but for signs of life."""
+        for rank in list(to):  # another rank may come in between
+            guest, call = rank if self.is_coordinator else self.rank, operation.partners[rank]
+            serial = next(self._serials)
+            message = Message(guest=guest, call=call, serial=serial, kind=kind, step=step, phase=phase, payload=payload)
+            pieces = cut(message) if kind is Kind.BEAT else _counted(cut(message), operation.signs)
+            self._connections.post(rank, pieces, is_urgent=is_urgent)
 
     def see_sent(self, ranks: Collection[int], limit_s: float) -> None:
         """Return when all that was posted to ``ranks`` so far is on its way, or the time is up."""
@@ -338,7 +336,7 @@ class Channel:
             operations = list(self._operations)
             for operation in operations:
                 operation.tick()
-                if self.is_coordinator and operation.verdict is None:
+                if self.is_coordinator and not operation.has_failed:
                     self._settle(operation)
             spared = self._lobby.spared()
             for join, until in spared:
@@ -355,7 +353,7 @@ class Channel:
             self._refuse(join, verdict)
             return
         for operation in self._operations:
-            if operation.key == join.key and join.rank not in operation.guests:
+            if operation.key == join.key and join.rank not in operation.partners:
                 self._lobby.pass_by(join.rank, operation.call)
                 self._pair(operation, join)
                 return
@@ -364,7 +362,7 @@ class Channel:
     def _pass_failure_on(self, rank: int) -> None:
         """Let whoever waits for ``rank`` know that a call failed on it."""
         for operation in self._operations:
-            if rank not in operation.guests and operation.verdict is None:
+            if rank not in operation.partners and not operation.has_failed:
                 wait = self._waits.get(operation.call)
                 if wait is not None and wait.verdict:  # it was told to come here, and went elsewhere
                     operation.refuse(wait.verdict)
@@ -385,7 +383,7 @@ class Channel:
         self._connections.post(join.rank, cut(message))
 
     def _missing(self, operation: ChannelRanks) -> list[int]:
-        return [rank for rank in self.others if rank not in operation.guests]
+        return [rank for rank in self.others if rank not in operation.partners]
 
     def _settle(self, operation: ChannelRanks) -> None:
         """Decide who has to go on where ranks that should come to ``operation`` are at other calls."""
@@ -414,10 +412,10 @@ class Channel:
                 others[rank] = join
         if not others or (len(others) < len(missing) and not wait.grace.passed):
             return
-        keys = {rank: operation.key for rank in (self.rank, *operation.guests)}
+        keys = {rank: operation.key for rank in (self.rank, *operation.partners)}
         keys |= {rank: join.key for rank, join in others.items()}
         verdict = operation.disagree(keys)
-        failing = losers(1 + len(operation.guests), others)
+        failing = losers(1 + len(operation.partners), others)
         if failing is None or wait.refusals == _MOST_SPARED:
             for join in others.values():
                 join.spare(verdict, grace)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -61,8 +61,9 @@ class ChannelRanks:
     """All ranks of one operation on a channel, whose coordinator merges.
 
     Enter it for all phases; leaving it by an exception tells the others. ``key`` says which call this is, as
-    "save '/path'": ranks whose keys are equal meet. ``call`` is its number on this rank; ``guests`` are those who have
-    come to the coordinator, each with the number that it has there.
+    "save '/path'": ranks whose keys are equal meet. ``call`` is its number on this rank. ``partners`` are the ranks
+    that this one talks to: the coordinator, or, there, all that have come; with the number of the call on the one of
+    both that is not the coordinator.
     """
 
     def __init__(self, channel: Channel, *, key: str = "", patience: Patience) -> None:
@@ -73,8 +74,8 @@ class ChannelRanks:
         self.is_coordinator = channel.is_coordinator
         self.deadline_s = patience.progress_s
         self.key = key
-        self.call = channel.number()
-        self.guests: dict[int, int] = {}
+        self.call = next(channel.calls)
+        self.partners = {} if channel.is_coordinator else {channel.coordinator: self.call}
         self.signs = OwnSigns()
         self._channel = channel
         self._patience = patience
@@ -126,20 +127,12 @@ class ChannelRanks:
     def reduce_scatter(
         self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
     ) -> Whole:
-        def merge_for_each(parts: list[Part]) -> tuple[Whole, dict[int, bytes]]:
-            wholes = merge(parts)
-            if len(wholes) != self.size:
-                raise InternalError(f"{phase} made {len(wholes)} parts for {self.size} ranks")
-            return wholes[self.rank], {rank: encode_message(wholes[rank]) for rank in self._channel.others}
-
-        return self._together(phase, local, merge_for_each)
+        whole: Whole = self._together(phase, local, merge, for_each=True)
+        return whole
 
     def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
-        def merge_for_all(parts: list[Part]) -> tuple[Whole, dict[int, bytes]]:
-            whole, others = merge(parts), self._channel.others
-            return whole, dict.fromkeys(others, encode_message(whole) if others else b"")
-
-        return self._together(phase, local, merge_for_all)
+        whole: Whole = self._together(phase, local, merge, for_each=False)
+        return whole
 
     def locally(self, phase: str, local: Callable[[], Part]) -> Part:
         # The others learn of it with the next beat: announcing it would take time.
@@ -159,9 +152,8 @@ class ChannelRanks:
     # What the channel asks, with its lock held but for ``beat``.
 
     @property
-    def verdict(self) -> bytes | None:
-        """What the operation failed with, if it has."""
-        return None if self._round.verdict is None else pack(self._round.verdict)
+    def has_failed(self) -> bool:
+        return self._round.verdict is not None
 
     def ended(self, rank: int) -> Ended:
         """How it failed, for ``rank``, which has not come."""
@@ -177,10 +169,10 @@ class ChannelRanks:
 
     def welcome(self, rank: int, call: int) -> None:
         """Take it that ``rank`` has come; it is told that we are here, or that all is over."""
-        self.guests[rank] = call
+        self.partners[rank] = call
         self._ungreeted.append(rank)
         if self._round.verdict is not None:
-            self._post([rank], Kind.VERDICT, step=self._number, payload=pack(self._round.verdict))
+            self._channel.post(self, [rank], Kind.VERDICT, step=self._number, payload=pack(self._round.verdict))
 
     def deliver(self, rank: int, message: Message) -> None:
         """Take a message, on the thread that receives."""
@@ -190,14 +182,14 @@ class ChannelRanks:
             self._parts.setdefault(message.step, {})[rank] = message
         elif message.kind is Kind.WHOLE:
             self._wholes[message.step] = message.payload
-            self._post([rank], Kind.RECEIPT, step=message.step)
+            self._channel.post(self, [rank], Kind.RECEIPT, step=message.step)
         elif message.kind is Kind.FAILURE:
             self._is_interrupted |= message.phase == INTERRUPTED
             self._accuse(unpack(message.payload), number=message.step)
         elif message.kind is Kind.VERDICT:
             told = self._rounds[message.step]
             told.verdict = unpack(message.payload) if told.verdict is None else told.verdict
-            self._post([rank], Kind.RECEIPT, step=-1)
+            self._channel.post(self, [rank], Kind.RECEIPT, step=-1)
         elif message.kind is Kind.RECEIPT:
             if message.step == (-1 if self._round.verdict is not None else self._step):
                 self._round.unreceived.discard(rank)
@@ -226,11 +218,14 @@ class ChannelRanks:
             self._awaited_since += pause_s
         gone: set[int] = self._channel.gone
         if self.is_coordinator and not self._returning.passed:
-            gone = gone & set(self.guests)
-        lost = self._watch.gone(gone, phase)
-        if self.is_coordinator:  # the others hear nothing from it and decide for themselves
+            gone = gone & set(self.partners)
+        lost = self._overdue()
+        if gone:
+            lost |= self._watch.gone(gone, phase)
+        if pause_s and self.is_coordinator:  # the others hear nothing from it and decide for themselves
             lost |= self._watch.given_up(self.rank, pause_s, phase)
-        self._lose({**self._overdue(), **lost})
+        if lost:
+            self._lose(lost)
         if now.unheard is not None and now.unheard.passed and not self._watch.present(self._channel.coordinator):
             now.verdict = dict(now.failures)
             self._ring()
@@ -243,32 +238,33 @@ class ChannelRanks:
         new, self._ungreeted = self._ungreeted, []
         if now >= self._next_beat:
             self._next_beat = now + self._patience.beat_s
-            self._send_sign(self._audience(), is_urgent=True)
+            self._send_sign(self.partners, is_urgent=True)
         elif new:
             self._send_sign(new)
 
     def _together(
-        self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], tuple[Whole, dict[int, bytes]]]
-    ) -> Whole:
+        self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Any], *, for_each: bool
+    ) -> Any:
+        """What ``merge`` makes of all parts; this rank's element of it where it is ``for_each``."""
         if not self._is_entered:
             raise InternalError("the ranks take steps together only inside 'with ranks:'")
         self._step += 1
         self.signs.phase = phase
         # Before any work, so that whoever looks for a lost rank knows its phase.
-        self._send_sign(self._audience())
-        self._channel.see_sent(self._audience(), _ANNOUNCE_S)
+        partners = list(self.partners)
+        self._send_sign(partners)
+        self._channel.see_sent(partners, _ANNOUNCE_S)
         try:
             self.check()
             part = local()
             self.check()
             if self.is_coordinator:
-                whole, replies = merge(self._gather(part))
-                self._reply(replies)
-                return whole
-            self._post(self._audience(), Kind.PART, step=self._step, phase=phase, payload=encode_message(part))
+                whole = merge(self._gather(part))
+                self._reply(whole, for_each=for_each)
+                return whole[self.rank] if for_each else whole
+            self._channel.post(self, partners, Kind.PART, step=self._step, phase=phase, payload=encode_message(part))
             self._wait_until(lambda: self._step in self._wholes)
-            result: Whole = decode_message(self._wholes.pop(self._step))
-            return result
+            return decode_message(self._wholes.pop(self._step))
         except BaseException as error:
             self._give_up(error)
 
@@ -281,13 +277,20 @@ class ChannelRanks:
         agreed("step to take", {self.job_ranks[rank]: repr(said[rank]) for rank in sorted(said)})
         return [own if rank == self.rank else decode_message(arrived[rank].payload) for rank in range(self.size)]
 
-    def _reply(self, replies: dict[int, bytes]) -> None:
+    def _reply(self, whole: Any, *, for_each: bool) -> None:
+        others = self._channel.others
+        if not for_each:
+            replies = dict.fromkeys(others, encode_message(whole) if others else b"")
+        elif len(whole) == self.size:
+            replies = {rank: encode_message(whole[rank]) for rank in others}
+        else:
+            raise InternalError(f"{self.signs.phase} made {len(whole)} parts for {self.size} ranks")
         self._wait_until(lambda: True)  # or raise, if somebody failed in the meantime
         with self._channel.lock:
             self._parts.pop(self._step, None)
             self._round.unreceived = set(replies)
             for rank, payload in replies.items():
-                self._post([rank], Kind.WHOLE, step=self._step, payload=payload)
+                self._channel.post(self, [rank], Kind.WHOLE, step=self._step, payload=payload)
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Return when ``ready``; raise when the operation has failed.
@@ -351,7 +354,7 @@ class ChannelRanks:
         """Bring failures of round ``number`` before the coordinator, which may be this rank."""
         if not self.is_coordinator:
             phase = INTERRUPTED if self._is_interrupted else ""
-            self._post(self._audience(), Kind.FAILURE, step=number, phase=phase, payload=pack(failures))
+            self._channel.post(self, self.partners, Kind.FAILURE, step=number, phase=phase, payload=pack(failures))
             return
         accused = self._rounds[number]
         accused.failures = {**failures, **accused.failures}
@@ -361,18 +364,9 @@ class ChannelRanks:
     def _error(self) -> CheckpointError:
         return combine(self._round.verdict or {}, self._round.own)
 
-    def _post(self, to: Collection[int], kind: Kind, *, step: int = 0, phase: str = "", payload: bytes = b"") -> None:
-        for rank in to:
-            self._channel.post(self, rank, kind, step=step, phase=phase, payload=payload)
-
-    def _audience(self) -> list[int]:
-        """The ranks that get our signs of life."""
-        return list(self.guests) if self.is_coordinator else [self._channel.coordinator]
-
     def _send_sign(self, to: Collection[int], *, is_urgent: bool = False) -> None:
         payload = self.signs.encoded(working=self._awaited_since is None)
-        for rank in to:
-            self._channel.post(self, rank, Kind.BEAT, payload=payload, is_urgent=is_urgent)
+        self._channel.post(self, to, Kind.BEAT, payload=payload, is_urgent=is_urgent)
 
     def _overdue(self) -> dict[int, RankLostError]:
         if self._awaited_since is None or self._round.own:
@@ -387,8 +381,6 @@ class ChannelRanks:
 
     def _lose(self, lost: dict[int, RankLostError]) -> None:
         """Take ranks as lost; whoever has lost the coordinator fails with that, and tells it, should it still hear."""
-        if not lost:
-            return
         failures = self._described(lost)
         # A coordinator that has not come has nothing to do with it.
         if self.is_coordinator or self._watch.present(self._channel.coordinator):
@@ -407,8 +399,8 @@ class ChannelRanks:
     def _decide(self, failures: Mapping[int, Failure]) -> None:
         """The coordinator's verdict: the operation has failed, for these reasons, on every rank."""
         verdict = self._round.verdict = dict(failures)
-        self._round.unreceived = set(self.guests)
-        self._post(self.guests, Kind.VERDICT, step=self._number, payload=pack(verdict))
+        self._round.unreceived = set(self.partners)
+        self._channel.post(self, self.partners, Kind.VERDICT, step=self._number, payload=pack(verdict))
         self._ring()
 
     def _see_received(self) -> None:
