@@ -136,11 +136,11 @@ def boxes_on_mesh(size: Sequence[int], mesh: Sequence[int], splits: Sequence[Seq
     everyone = np.arange(members)
     if 0 in size:
         return HeldRows(rank=everyone, lo=lo, length=length)
-    if any(split.blocks > 1 for of_dim in splits for split in of_dim):
-        return _in_runs(size, mesh, splits)
     place = np.unravel_index(everyone, tuple(mesh)) if len(mesh) else ()
     for dimension, of_dim in enumerate(splits):
         for split in of_dim:
+            if split.blocks > 1:
+                return _in_runs(size, mesh, splits)
             whole = length[:, dimension]
             step = -(-whole // split.parts)
             start = np.minimum(step * place[split.mesh_dim], whole)
@@ -185,7 +185,6 @@ class KeyChunks:
     length: np.ndarray
     box: np.ndarray | None = None
     writer: np.ndarray | None = None
-    is_cut: bool = False
 
 
 def chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
@@ -202,4 +201,4 @@ def chunks_of(holding: Holding, parts: Parts, writer: np.ndarray) -> KeyChunks:
     lo[rows, along] += parts.begin[cut]
     length[rows, along] = (parts.stop - parts.begin)[cut]
     order = np.lexsort((*length.T[::-1], *lo.T[::-1]))
-    return KeyChunks(lo=lo[order], length=length[order], box=box[order], writer=writer[order], is_cut=True)
+    return KeyChunks(lo=lo[order], length=length[order], box=box[order], writer=writer[order])

@@ -365,8 +365,17 @@ class ChannelRanks:
         return combine(self._round.verdict or {}, self._round.own)
 
     def _send_sign(self, to: Collection[int], *, is_urgent: bool = False) -> None:
-        payload = self.signs.encoded(working=self._awaited_since is None)
-        self._channel.post(self, to, Kind.BEAT, payload=payload, is_urgent=is_urgent)
+        signs = self.signs
+        signs.beats += 1
+        sign = Sign(
+            beat=signs.beats,
+            phase=signs.phase,
+            progress=signs.count(),
+            moved=signs.moved,
+            file=signs.file(),
+            working=self._awaited_since is None,
+        )
+        self._channel.post(self, to, Kind.BEAT, payload=msgspec.msgpack.encode(sign), is_urgent=is_urgent)
 
     def _overdue(self) -> dict[int, RankLostError]:
         if self._awaited_since is None or self._round.own:

@@ -43,31 +43,16 @@ Whole = TypeVar("Whole")
 class Ranks(Protocol):
     """All ranks of one save or load, as one of them sees them; entered once, around all phases."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this is the one that merges."""
-        ...
-
-    @property
-    def job_ranks(self) -> tuple[int, ...]:
-        """The number of each in the whole job, as errors name them."""
-        ...
-
-    @property
-    def deadline_s(self) -> float:
-        """Seconds without progress after which a rank that others wait for is given up."""
-        ...
-
-    @property
-    def kept(self) -> dict[object, Any]:
-        """What this rank keeps for later operations of the same ranks under the same coordinator."""
-        ...
+    rank: int
+    size: int
+    is_coordinator: bool
+    """Whether this is the one that merges."""
+    job_ranks: tuple[int, ...]
+    """The number of each in the whole job, as errors name them."""
+    deadline_s: float
+    """Seconds without progress after which a rank that others wait for is given up."""
+    kept: dict[object, Any]
+    """What this rank keeps for later operations of the same ranks under the same coordinator."""
 
     def __enter__(self) -> Ranks: ...
 
@@ -105,12 +90,11 @@ class Ranks(Protocol):
 class SoloRanks:
     """One process that is all the ranks there are, or acts as if it were: then under the number that it has."""
 
-    size = 1
-    deadline_s = math.inf
-
     def __init__(self, *, rank: int = 0, is_coordinator: bool = True) -> None:
         self.rank = rank
-        self.job_ranks = (rank,)
+        self.size = 1
+        self.deadline_s = math.inf
+        self.job_ranks: tuple[int, ...] = (rank,)
         self.is_coordinator = is_coordinator
         self.kept: dict[object, Any] = {}
 
@@ -344,12 +328,6 @@ class OwnSigns:
     count: Callable[[], int] = int
     file: Callable[[], str] = str
     beats: int = 0
-
-    def encoded(self, *, working: bool) -> bytes:
-        self.beats += 1
-        done, file = self.count(), self.file()
-        sign = Sign(beat=self.beats, phase=self.phase, progress=done, moved=self.moved, file=file, working=working)
-        return msgspec.msgpack.encode(sign)
 
 
 _PAUSE_S = 1.0  # between two looks at the clock: this process was stopped, or another thread held the interpreter

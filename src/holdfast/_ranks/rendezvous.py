@@ -146,10 +146,10 @@ def serve(*, is_first: bool, backlog: int = _BACKLOG, slot_bytes: int = 0) -> tu
                 probe.connect(meeting_point)  # sends nothing, and chooses an address of ours
                 found.append(str(probe.getsockname()[0]))
     with contextlib.suppress(OSError):
-        found += (str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM))
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)]
     # By the first the others of the job have reached its first rank already.
     candidates = [master] if is_first and master is not None else []
-    candidates += [hostname, *(each for each in found if not each.startswith("127.") and each != "::1")]
+    candidates += [hostname, *[each for each in found if not each.startswith("127.") and each != "::1"]]
     return listener, Address(
         hostname=hostname,
         candidates=tuple(dict.fromkeys(candidates)),

@@ -345,7 +345,7 @@ def _decided(
     metadata = Metadata(LazyDict(plan.keys, plan), differing=differing)
     metadata = planner.with_paths(metadata, [members.layout.paths for members in outcome.rows.classes])
     made = [
-        SavePlan(LazyList.later(partial(outcome.columns_of, rank)), planner_data=metadata.planner_data)
+        SavePlan(LazyList(None, make=partial(outcome.columns_of, rank)), planner_data=metadata.planner_data)
         for rank in range(plan.ranks)
     ]
     planner.global_plan, planner.metadata = made, metadata

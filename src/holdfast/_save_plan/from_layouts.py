@@ -137,7 +137,10 @@ class Members:
 
 def all_keys(layouts: Iterable[Layout]) -> list[str]:
     """The keys of all of them, each where it comes first."""
-    return list(dict.fromkeys(key for layout in layouts for key in layout.said.keys))
+    keys: dict[str, None] = {}
+    for layout in layouts:
+        keys.update(dict.fromkeys(layout.said.keys))
+    return list(keys)
 
 
 def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Members]:
@@ -310,18 +313,21 @@ def layout_rows(classes: Sequence[Members], job_ranks: np.ndarray) -> LayoutRows
     kinds: list[list[_Kind]] = []
     held: dict[_Kind, HeldRows] = {}
     classes_of_rank: list[list[int]] = [[] for _ in job_ranks]
+    lenient: set[str] = set()
     for number, members in enumerate(classes):
         for rank in members.ranks.tolist():
             classes_of_rank[rank].append(number)
         said, names = members.layout.said, job_ranks[members.ranks]
+        lenient.update(said.lenient)
         kinds.append([])
         for head, rule in zip(said.heads, said.rules, strict=True):
             kind = number, rule, () if head is None else head[1]
             kinds[-1].append(kind)
             if kind not in held:
                 held[kind] = members.layout.held(rule, kind[2], members.ranks, names)
-    lenient = frozenset[str]().union(*(members.layout.said.lenient for members in classes))
-    return LayoutRows(classes=classes, kinds=kinds, held=held, classes_of_rank=classes_of_rank, lenient=lenient)
+    return LayoutRows(
+        classes=classes, kinds=kinds, held=held, classes_of_rank=classes_of_rank, lenient=frozenset(lenient)
+    )
 
 
 def plan_layouts(

@@ -363,7 +363,9 @@ def agreed_heads(said: Iterable[tuple[int, str, TensorHead | None, bool]]) -> _H
     is_held: set[str] = set()
     for rank, key, head, holds in said:
         known = heads.setdefault(key, head)
-        _check_same_head(key, known, first_rank.setdefault(key, rank), head, rank)
+        lowest = first_rank.setdefault(key, rank)
+        if known is not head:
+            _check_same_head(key, known, lowest, head, rank)
         if holds and key not in is_held:
             is_held.add(key)
             heads[key] = head
@@ -390,7 +392,7 @@ def _check_same_head(key: str, known: TensorHead | None, known_rank: int, head: 
             return "a value"
         return f"{'' if each.kind is None else f'{each.kind} '}{each.properties.dtype} {list(each.size)}"
 
-    if known is not head and said(known) != said(head):
+    if said(known) != said(head):
         raise RankDisagreementError(
             f"{key!r} is {said(known)} on rank {known_rank} but {said(head)} on rank {rank}; give it one name per kind",
             said={known_rank: said(known), rank: said(head)},

@@ -56,12 +56,14 @@ def joint_plan(
     plan = JointPlan(
         keys=list(heads),
         heads=list(heads.values()),
+        numbers={key: number for number, key in enumerate(heads)},
         holdings=holdings,
         chunks=[plain[id(holding)] for holding in holdings],
         ranks=ranks,
         lenient=lenient,
         sets=sets,
         set_of_box=set_of_box,
+        is_cut=np.zeros(len(heads), dtype=bool),
     )
     tied = _tied(plan)
     if not to_lowest_rank:
@@ -69,6 +71,7 @@ def joint_plan(
     for number, first in tied.items():
         is_like = holdings[number].is_like(holdings[first])
         plan.chunks[number] = plan.chunks[first] if is_like else _moved(plan, first, number)
+        plan.is_cut[number] = plan.is_cut[first] or not is_like
     if is_whole:
         _check_tiling(plan)
     return plan
@@ -140,7 +143,7 @@ def _share_out(plan: JointPlan, tied: Mapping[int, int], hosts: np.ndarray | Non
     for holding, nbytes in bytes_alone.values():
         alone = np.diff(holding.starts) == 1
         loads += np.bincount(holding.lowest[alone], weights=holding.volume[alone] * nbytes, minlength=plan.ranks)
-    width = max(plan.holdings[number].lo.shape[1] for number in shared)
+    width = max([plan.holdings[number].lo.shape[1] for number in shared])
     sizes, lengths, sets = [], [], []
     for number, itemsize in zip(shared, itemsizes, strict=True):
         holding = plan.holdings[number]
@@ -161,6 +164,7 @@ def _share_out(plan: JointPlan, tied: Mapping[int, int], hosts: np.ndarray | Non
         mine = parts.take(rows)
         mine = mine._replace(box=holding.shared[mine.box - bounds[place]])
         plan.chunks[number] = chunks_of(holding, mine, writer[rows])
+        plan.is_cut[number] = (mine.dimension >= 0).any()
 
 
 def _moved(plan: JointPlan, first: int, number: int) -> KeyChunks:
@@ -176,7 +180,7 @@ def _moved(plan: JointPlan, first: int, number: int) -> KeyChunks:
         holders = {holder: box for box in around for holder in holding.holders_of(box).tolist()}
         ranks.append(rank if rank in holders else min(holders))
         boxes.append(holders[ranks[-1]])
-    return dataclasses.replace(chunks, box=np.array(boxes, np.int64), writer=np.array(ranks, np.int64), is_cut=True)
+    return dataclasses.replace(chunks, box=np.array(boxes, np.int64), writer=np.array(ranks, np.int64))
 
 
 def _check_tiling(plan: JointPlan) -> None:
@@ -232,23 +236,21 @@ _Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 class JointPlan:
     """Who writes what: for each key, in the order of the metadata, what it is, who holds it, and its chunks.
 
-    A rank's rows are numbered by the names of their keys, whatever order the rank has them in. ``sets`` are the
+    A rank's rows are numbered by the names of their keys, whatever order the rank has them in. ``numbers`` has the
+    place of each key, ``is_cut`` whether any of its chunks is a part of what its writer holds. ``sets`` are the
     distinct sets of ranks that hold a box together, ``set_of_box`` tells which, by the id of a holding that has such.
     """
 
     keys: list[str]
     heads: list[TensorHead | None]
+    numbers: dict[str, int]
     holdings: list[Holding]
     chunks: list[KeyChunks]
     ranks: int
     lenient: frozenset[str]
     sets: list[np.ndarray]
     set_of_box: dict[int, np.ndarray]
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The place of each key."""
-        return {key: number for number, key in enumerate(self.keys)}
+    is_cut: np.ndarray
 
     @cached_property
     def written(self) -> ByRank:
@@ -332,11 +334,6 @@ class JointPlan:
         owner = np.repeat(np.arange(self.ranks), np.diff(compared.bounds))
         count = 2 * max(len(self.sets), 1)
         return np.unique(owner * count + compared.number) % count
-
-    @cached_property
-    def is_cut(self) -> np.ndarray:
-        """Whether any chunk of each key is a part of what its writer holds."""
-        return np.array([chunks.is_cut for chunks in self.chunks], dtype=bool)
 
     def chosen(self, rank: int) -> Chosen:
         """What ``rank`` writes of the rows that it holds."""

@@ -140,7 +140,7 @@ def runs_of(size: int, splits: Iterable[tuple[Split, int]]) -> list[Run]:
 
 
 def length_of(runs: Iterable[Run]) -> int:
-    return sum(count for _, count in runs)
+    return sum([count for _, count in runs])
 
 
 def _part(length: int, parts: int, index: int) -> Run:

@@ -44,7 +44,7 @@ class cached_property(Generic[T]):
 
 
 class LazyList(MutableSequence[T], Generic[T]):
-    """A list over ``columns`` that makes its objects at the first touch."""
+    """A list over ``columns``, or those that ``make`` makes when asked for; objects are made at the first touch."""
 
     __slots__ = ("_columns", "_items", "_make")
 
@@ -52,11 +52,6 @@ class LazyList(MutableSequence[T], Generic[T]):
         self._columns = columns
         self._items: list[T] = []
         self._make = make
-
-    @classmethod
-    def later(cls, make: Callable[[], Columns[T]]) -> LazyList[T]:
-        """A list over columns that are themselves made only when somebody asks for them."""
-        return cls(None, make=make)
 
     @property
     def is_unmade(self) -> bool:
