@@ -150,21 +150,13 @@ def participants(
         return SoloRanks()
     if torch.distributed.get_world_size(process_group) == 1:
         return SoloRanks()
-    # Only now: these are made of what is here, and one process alone has no use for them.
-    from holdfast._ranks.channel_ranks import ChannelRanks
-    from holdfast._ranks.rendezvous import connect, inherited
-
-    if torch.distributed.group.WORLD in inherited:
-        raise CheckpointError(
-            f"this process was forked from rank {torch.distributed.get_rank()} and is no rank itself; pass "
-            "no_dist=True to save or load in it alone"
-        )
+    from holdfast._ranks.rendezvous import several  # which is made of what is here
 
     path = None
     with contextlib.suppress(Exception):  # of a path of the caller's own making; the operation itself will say so
         path = os.fspath(place) if isinstance(place, (str, bytes, os.PathLike)) else None
-    channel = connect(process_group, coordinator=coordinator_rank)
-    return ChannelRanks(channel, key=f"{call} {path!r}", patience=Patience.within(deadline_s))
+    patience = Patience.within(deadline_s)
+    return several(process_group, coordinator=coordinator_rank, key=f"{call} {path!r}", patience=patience)
 
 
 MEETING = "meeting the other ranks"

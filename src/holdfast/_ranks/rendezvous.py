@@ -33,11 +33,12 @@ from holdfast._io.sharing import host_identity
 from holdfast._plan import reads as shared_reads
 from holdfast._process import forget_in_child, reset_in_child
 from holdfast._ranks.channel import Channel
+from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by
 from holdfast._ranks.ranks import MEETING
-from holdfast._values.deadline import Deadline
+from holdfast._values.deadline import Deadline, Patience
 from holdfast._values.digest import digest
-from holdfast.errors import RankLostError
+from holdfast.errors import CheckpointError, RankLostError
 
 # With more ranks, the messages that can be under way to one of them might not fit into the smallest pipe there is.
 MOST_MEMBERS = 32
@@ -54,7 +55,7 @@ _ANSWER_S = 1.0  # what a caller, who has said all it had to say before, may tak
 _channels: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = weakref.WeakKeyDictionary()
 _meetings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-inherited: list[object] = []  # the default group of the process that this one was forked from
+_inherited: list[object] = []  # the default group of the process that this one was forked from
 
 
 @reset_in_child
@@ -63,7 +64,7 @@ def _forget_parent() -> None:
     _channels, _meetings = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
     _lock = threading.Lock()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        inherited[:] = [torch.distributed.group.WORLD]
+        _inherited[:] = [torch.distributed.group.WORLD]
 
 
 def mesh_rank() -> int:
@@ -75,6 +76,16 @@ def mesh_rank() -> int:
 def host_id() -> int:
     """A number that processes have in common when they are on one host."""
     return digest("\0".join(host_identity()).encode())
+
+
+def several(process_group: ProcessGroup | None, *, coordinator: int, key: str, patience: Patience) -> ChannelRanks:
+    """The ranks of a group of several processes in the operation ``key``; CheckpointError in a child of one of them."""
+    if torch.distributed.group.WORLD in _inherited:
+        raise CheckpointError(
+            f"this process was forked from rank {torch.distributed.get_rank()} and is no rank itself; pass "
+            "no_dist=True to save or load in it alone"
+        )
+    return ChannelRanks(connect(process_group, coordinator=coordinator), key=key, patience=patience)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
