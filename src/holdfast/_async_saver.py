@@ -7,7 +7,6 @@ import enum
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from holdfast._background import BackgroundSave, BackgroundThread
 from holdfast._io import slabs
 from holdfast._native.writer import NativeWriter
-from holdfast._ranks.ranks import DEADLINE_S, Ranks, SoloRanks, participants
+from holdfast._ranks.ranks import DEADLINE_S, SoloRanks, participants
 from holdfast._saver import SaveOptions, Saving, planner_for, writer_for
 from holdfast._staging.copies import Staging, trained_keys
-from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse, TerminalProgress, interpreter_ends
+from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse, TerminalProgress
 from holdfast._torch_classes.adapt import id_and_storage
 from holdfast.default_planner import DefaultSavePlanner
-from holdfast.metadata import Metadata
 from holdfast.planner import SavePlanner
 from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter
@@ -59,26 +57,22 @@ def async_save(
     user_metadata: Mapping[str, Any] | None = None,
     options: SaveOptions = _DEFAULTS,
 ) -> AsyncSave:
-    """Save ``state_dict`` as it is now, in the background; the checkpoint is there when the handle is done.
+    """Save ``state_dict`` as it is now, in the background; the handle is a future of the metadata.
 
     Args:
-        state_dict: as for ``save``. All of it may be changed as soon as this returns, unless ``options.stage`` says
-            otherwise.
+        state_dict: as for ``save``; may be changed as soon as this returns, unless ``options.stage`` says otherwise.
         checkpoint_id: the directory of the checkpoint.
         storage_writer: where to write instead of native files at ``checkpoint_id``.
         planner: what to write instead of the whole state.
-        process_group: the ranks that take part, instead of all.
+        process_group: as for ``save``.
         async_checkpointer_type: whether a thread writes native files, or a process. Other storage is always a thread's.
         async_stager: who copies the state, instead of this library; so does a storage writer that is a stager. It
             cannot show progress: other ranks that wait for it give up after ``options.deadline_s``.
-        no_dist: this process saves alone, whatever others do.
+        no_dist: as for ``save``.
         use_collectives: as for ``save``.
         overwrite: as for ``save``.
         user_metadata: as for ``save``; copied now.
         options: the rest, in one value.
-
-    Returns:
-        A future of the metadata, which also tells how far the save is.
 
     Raises:
         BusyError: see ``options.when_busy``.
@@ -95,41 +89,19 @@ def async_save(
         background.begin()
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
         handle.on_progress = TerminalProgress(checkpoint_id) if options.progress == "terminal" else options.progress
+        kept = copy.deepcopy(user_metadata)
         writer = writer_for(
-            checkpoint_id,
-            storage_writer,
-            overwrite=overwrite,
-            allow_pickle=options.allow_pickle,
-            user_metadata=copy.deepcopy(user_metadata),
+            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=options.allow_pickle, user_metadata=kept
         )
-        planner = planner or planner_for(options.replica_check)
         those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
-        saving = Saving(writer, planner, those, use_collectives=use_collectives)
-        background.writer = storage = saving.writer
-        prepared = saving.prepared
-        ranks.follow(lambda: TURNS.bytes_done + prepared.done, lambda: storage.file_at_work)
+        saving = Saving(writer, planner or planner_for(options.replica_check), those, use_collectives=use_collectives)
         in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
-        save = BackgroundSave(
-            saving,
-            handle,
-            options,
-            in_process=in_process and not interpreter_ends(),
-            trained=_trained(options, saving.planner, state_dict),
-        )
+        trained = _trained(options, saving.planner, state_dict)
+        save = BackgroundSave(saving, handle, options, in_process=in_process, trained=trained)
         if async_stager is None and isinstance(writer, AsyncStager):
             async_stager = writer
-        with handle.working():
-            begun = save.begin(state_dict) if async_stager is None else save.begin_with(async_stager, state_dict)
-        background.start(begun.run if use_collectives else partial(_run_apart, ranks, begun.run))
-        begun.wait()
+        background.run(save, state_dict, async_stager)
     return handle
-
-
-def _run_apart(ranks: Ranks, run: Callable[[], Metadata]) -> Metadata:
-    """What ``run`` returns, once each of ``ranks`` has saved its part apart from the others."""
-    found: list[Metadata] = []
-    ranks.all_reduce("saving apart from each other", lambda: found.append(run()), lambda done: None)
-    return found[0]
 
 
 def _trained(options: SaveOptions, planner: SavePlanner, state: Mapping[Any, Any]) -> Callable[[], Collection[str]]:

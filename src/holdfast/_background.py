@@ -36,8 +36,9 @@ from holdfast._staging.process import ProcessOutput
 from holdfast._state.stateful_values import expose
 from holdfast._state.tensor_bytes import source_of
 from holdfast._values.deadline import Progress
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, write_columns
 from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter, WriteResult
@@ -85,19 +86,24 @@ class BackgroundSave:
     ) -> None:
         self.saving = saving
         self.options = options
-        self.in_process = in_process
+        self.in_process = in_process and not interpreter_ends()
         self._handle = handle
         self._trained = trained
         self.written = saving.writer.progress = Progress(partial(_go_on, saving.check, handle, options))
 
-    def begin(self, state: State) -> Begun:
+    def begin(self, state: State, stager: AsyncStager | None) -> Begun:
+        """Take the snapshot, or have ``stager`` take it; returns when the rest can be done in the background."""
+        with self._handle.working():
+            return self._begin(state) if stager is None else self._begin_with(stager, state)
+
+    def _begin(self, state: State) -> Begun:
         """Plan, give everything its place, and copy what the way of staging does not leave for later."""
         saving = self.saving
         plan = saving.plan(state, before=self._take_turn)
         snapshot = saving.prepare("laying out the state", lambda: self._lay_out(saving.planner.finish_plan(plan)))
         return saving.prepare("staging the state", lambda: self._stage(snapshot))
 
-    def begin_with(self, stager: AsyncStager, state: State) -> Begun:
+    def _begin_with(self, stager: AsyncStager, state: State) -> Begun:
         """Have the state copied by ``stager``, once its buffers are free; what it gives back is planned and saved."""
         saving, handle = self.saving, self._handle
         # It cannot show progress; an error that others give it up with tells whose work it was.
@@ -291,7 +297,7 @@ class _Items:
 
     def writing_from(self, region: Region) -> Callable[[], Results]:
         """What writes the snapshot, once ``region`` holds it."""
-        planner = _CopiedPlanner(self._save.saving.planner, self._plan, [_kept(*each, region) for each in self._data])
+        planner = _CopiedPlanner(self._plan, [_kept(*each, region) for each in self._data])
         return lambda: self._save.saving.writer.write_data(self._plan, planner).wait()
 
     def stream(self, max_bytes: int) -> Results:
@@ -314,30 +320,15 @@ def _kept(data: torch.Tensor | io.BytesIO, at: int, region: Region) -> torch.Ten
     return data.detach().cpu().clone() if data.is_quantized else region.tensor_at(at, data.dtype, data.shape)
 
 
-class _CopiedPlanner(SavePlanner):
-    """A planner that has been asked for everything already."""
+class _CopiedPlanner(DefaultSavePlanner):
+    """For the storage to ask, once it is written: gives what the planner of the save gave when that was called."""
 
-    def __init__(self, planner: SavePlanner, plan: SavePlan, data: list[torch.Tensor | io.BytesIO]) -> None:
-        self._planner = planner
+    def __init__(self, plan: SavePlan, data: list[torch.Tensor | io.BytesIO]) -> None:
+        super().__init__()
         columns = write_columns(plan.items)
         self._data = {columns.item(row).index: each for row, each in enumerate(data)}
 
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._planner.set_up_planner(state_dict, storage_meta, is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        return self._planner.create_local_plan()
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return self._planner.create_global_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return self._planner.finish_plan(new_plan)
-
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What the planner gave for ``write_item`` when the save was called."""
         data = self._data[write_item.index]
         if isinstance(data, io.BytesIO):
             data.seek(0)
@@ -374,6 +365,16 @@ class BackgroundThread:
         self._pause.__enter__()
         self._ranks.__enter__()
         self._is_inside = True
+
+    def run(self, save: BackgroundSave, state: State, stager: AsyncStager | None) -> None:
+        """Begin ``save`` here and have the thread do the rest; returns when the caller may go on."""
+        self.writer = writer = save.saving.writer
+        prepared = save.saving.prepared
+        self._ranks.follow(lambda: TURNS.bytes_done + prepared.done, lambda: writer.file_at_work)
+        begun = save.begin(state, stager)
+        is_apart = save.saving.ranks is not self._ranks
+        self.start(partial(_run_apart, self._ranks, begun.run) if is_apart else begun.run)
+        begun.wait()
 
     def start(self, run: Callable[[], Metadata]) -> None:
         """Have ``run`` done; all that this holds is the thread's from now on."""
@@ -424,6 +425,13 @@ class BackgroundThread:
         else:
             TURNS.end(handle)
             handle.succeed(metadata)
+
+
+def _run_apart(ranks: Ranks, run: Callable[[], Metadata]) -> Metadata:
+    """What ``run`` returns, once each of ``ranks`` has saved its part apart from the others."""
+    found: list[Metadata] = []
+    ranks.all_reduce("saving apart from each other", lambda: found.append(run()), lambda done: None)
+    return found[0]
 
 
 def _do_first(to_do: SimpleQueue[Callable[[], None] | None]) -> None:

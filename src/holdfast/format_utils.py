@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from holdfast.planner_helpers import can_cast, dtype_difference
 from holdfast.storage import StorageReader, ValueBuffer
 from holdfast.utils import _DistWrapper
 
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 _Path = str | os.PathLike[str]
+_Stored = Mapping[str, STORAGE_TYPES]
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: _Path, torch_save_path: _Path, *, allow_pickle: bool = False) -> None:
@@ -93,15 +95,6 @@ class _Shares:
 
     ranks: int
     keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Announced:
-    """What is about to come under a key: a tensor of that shape and dtype, or the value itself."""
-
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    value: object = None
 
 
 class BroadcastingTorchSaveReader(StorageReader):
@@ -152,15 +145,25 @@ class BroadcastingTorchSaveReader(StorageReader):
         together = _DistWrapper(None, shares.ranks > 1, self.coordinator_rank if shares.ranks > 1 else 0)
         leaves: STATE_DICT_TYPE = {}
 
-        def announce() -> dict[str, _Announced]:
+        def announce() -> tuple[_Stored, STATE_DICT_TYPE]:
             state = read_pt(self.checkpoint_id or "", allow_pickle=self.allow_pickle)
             leaves.update(flatten(state)[0] if getattr(planner, "flatten_state_dict", True) else state)
-            return {key: _announced(leaves[key]) for key in shares.keys if key in leaves}
+            found = {key: leaves[key] for key in shares.keys if key in leaves}
+            values = {key: leaf for key, leaf in found.items() if not isinstance(leaf, torch.Tensor)}
+            return {key: _expected(key, leaf) for key, leaf in found.items()}, values
 
-        announced = together.broadcast(f"reading {os.fspath(self.checkpoint_id or '')!r}", announce)
-        together.all_gather("comparing the file with the target", lambda: _check(plan, planner, announced))
-        plan.items[:] = [item for item in plan.items if item.storage_index.fqn in announced]
-        _fill_targets(plan, planner, shares.keys, announced, leaves, together)
+        stored, values = together.broadcast(f"reading {os.fspath(self.checkpoint_id or '')!r}", announce)
+        together.all_gather("comparing the file with the target", lambda: _check(plan, planner, stored))
+        plan.items[:] = [item for item in plan.items if item.storage_index.fqn in stored]
+        items: dict[str, list[ReadItem]] = {key: [] for key in stored}
+        for item in plan.items:
+            items[item.storage_index.fqn].append(item)
+        for key, entry in stored.items():
+            if isinstance(entry, TensorStorageMetadata):
+                _fill(items[key], planner, _shared(leaves.get(key), entry, together))
+                continue
+            for item in items[key]:
+                planner.load_bytes(item, ValueBuffer(values[key], serialize_object))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -170,91 +173,56 @@ class BroadcastingTorchSaveReader(StorageReader):
         return os.path.isfile(checkpoint_id)
 
 
-def _announced(leaf: object) -> _Announced:
-    if isinstance(leaf, torch.Tensor):
-        return _Announced(shape=tuple(leaf.shape), dtype=leaf.dtype)
-    return _Announced(value=leaf)
-
-
-def _check(plan: LoadPlan, planner: LoadPlanner, announced: dict[str, _Announced]) -> None:
+def _check(plan: LoadPlan, planner: LoadPlanner, stored: _Stored) -> None:
     """MismatchError unless the file has all that ``plan`` wants; the planner is told of missing keys it excuses."""
-    differences = []
-    for item in plan.items:
-        key = item.storage_index.fqn
-        found = announced.get(key)
-        wants_tensor = item.type is LoadItemType.TENSOR
-        if found is None:
-            differences.append(Difference(key=key, kind="missing", stored="nothing", wanted="a leaf"))
-        elif wants_tensor != (found.dtype is not None):
-            kinds = ("a value", "a tensor") if wants_tensor else ("a tensor", "a value")
-            differences.append(Difference(key=key, kind="kind", stored=kinds[0], wanted=kinds[1]))
-        elif wants_tensor:
-            differences += _tensor_differences(item, planner, found)
-    if isinstance(planner, DefaultLoadPlanner):
-        excused = [each for each in differences if each.kind == "missing" and planner.allow_partial_load]
-        planner.differences += excused
-        differences = [each for each in differences if each not in excused]
-    if differences:
-        raise MismatchError.of(dict.fromkeys(differences), advice="Fix the target, or load another file.")
-
-
-def _tensor_differences(item: ReadItem, planner: LoadPlanner, found: _Announced) -> list[Difference]:
-    key = item.storage_index.fqn
     metadata = getattr(planner, "metadata", None)  # which DynamicMetaLoadPlanner made of the target
-    entry = metadata.state_dict_metadata.get(key) if isinstance(metadata, Metadata) else None
-    if not isinstance(entry, TensorStorageMetadata):
-        return []
-    size, dtype = entry.size, entry.properties.dtype
-    if tuple(size) != found.shape:
-        return [Difference(key=key, kind="shape", stored=str(list(found.shape or ())), wanted=str(list(size)))]
-    are_floats = dtype.is_floating_point and found.dtype is not None and found.dtype.is_floating_point
-    if dtype != found.dtype and not (are_floats and getattr(planner, "cast", False)):
-        names = [str(each).removeprefix("torch.") for each in (found.dtype, dtype)]
-        return [Difference(key=key, kind="dtype", stored=names[0], wanted=names[1])]
-    return []
+    wanted: _Stored = metadata.state_dict_metadata if isinstance(metadata, Metadata) else {}
+    kinds = {item.storage_index.fqn: item.type for item in plan.items}
+    found = (_difference(key, kind, stored.get(key), wanted.get(key)) for key, kind in kinds.items())
+    may_cast = getattr(planner, "cast", False)
+    faults = [each for each in found if each is not None and not (may_cast and each.kind == "dtype" and can_cast(each))]
+    if isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load:
+        planner.differences += [each for each in faults if each.kind == "missing"]
+        faults = [each for each in faults if each.kind != "missing"]
+    if faults:
+        raise MismatchError.of(faults, advice="Fix the target, or load another file.")
 
 
-def _fill_targets(
-    plan: LoadPlan,
-    planner: LoadPlanner,
-    keys: Sequence[str],
-    announced: dict[str, _Announced],
-    leaves: STATE_DICT_TYPE,
-    together: _DistWrapper,
-) -> None:
-    """Fill the targets of ``keys``, one tensor after the other; ``leaves`` are the file's, on the rank that read it."""
-    items: dict[str, list[ReadItem]] = {key: [] for key in keys}
-    for item in plan.items:
-        items[item.storage_index.fqn].append(item)
-    for key in keys:
-        found = announced.get(key)
-        if found is None:
-            continue
-        if found.shape is None or found.dtype is None:
-            for item in items[key]:
-                planner.load_bytes(item, ValueBuffer(found.value, serialize_object))
-            continue
-        tensor = _shared(leaves.get(key), found.shape, found.dtype, together)
-        for item in items[key]:
-            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(tensor[box.slices()])
-            planner.commit_tensor(item, target)
+def _difference(
+    key: str, kind: LoadItemType, stored: STORAGE_TYPES | None, wanted: STORAGE_TYPES | None
+) -> Difference | None:
+    if stored is None:
+        return Difference(key=key, kind="missing", stored="nothing", wanted="a leaf")
+    if (kind is LoadItemType.TENSOR) != isinstance(stored, TensorStorageMetadata):
+        kinds = ("a value", "a tensor") if kind is LoadItemType.TENSOR else ("a tensor", "a value")
+        return Difference(key=key, kind="kind", stored=kinds[0], wanted=kinds[1])
+    if not isinstance(stored, TensorStorageMetadata) or not isinstance(wanted, TensorStorageMetadata):
+        return None
+    if stored.size != wanted.size:
+        return Difference(key=key, kind="shape", stored=str(list(stored.size)), wanted=str(list(wanted.size)))
+    was, dtype = stored.properties.dtype, wanted.properties.dtype
+    return None if was == dtype else dtype_difference(key, was, dtype)
 
 
-def _shared(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, together: _DistWrapper
-) -> torch.Tensor:
+def _fill(items: list[ReadItem], planner: LoadPlanner, tensor: torch.Tensor) -> None:
+    for item in items:
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor[box.slices()])
+        planner.commit_tensor(item, target)
+
+
+def _shared(tensor: torch.Tensor | None, stored: TensorStorageMetadata, together: _DistWrapper) -> torch.Tensor:
     """The tensor, on every rank; its bits travel, because not every backend knows every dtype."""
     if not together.use_dist:
         assert tensor is not None
         return tensor
     if tensor is None:
-        tensor = empty_tensor(shape, dtype)
+        tensor = empty_tensor(stored.size, stored.properties.dtype)
     sent = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(_transport())
     if sent.numel():
         dist.broadcast(sent, src=together.global_coordinator_rank)
-    return sent.view(dtype).view(shape)
+    return sent.view(stored.properties.dtype).view(stored.size)
 
 
 def _transport() -> torch.device:

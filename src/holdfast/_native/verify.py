@@ -95,19 +95,10 @@ def verify_checkpoint(
     sample: float = 1.0,
     on_progress: OnProgress | None = None,
 ) -> VerifyReport:
-    """What a look at every byte of the checkpoint at ``path`` found.
+    """What a look at every byte of the checkpoint at ``path`` found; ``holdfast.verify`` tells what the options mean.
 
-    ``level`` "sizes" reads the manifest and looks whether each file is there in its size; "coverage" reads the index
-    too, whose chunks must make up every tensor and every file; "digests" reads everything. ``sample`` is the part of
-    the blocks of data that "digests" reads, chosen anew each time; headers are always read.
-
-    ``on_progress`` is told, one call at a time but from any thread, how many bytes of how many are done. Where a saver
-    replaces the checkpoint meanwhile, the new one is looked at from the start.
-
-    Raises:
-        NotFoundError: there is no checkpoint.
-        CorruptError: manifest or index are damaged, so that nothing else can be said.
-        StorageError: the file system refused; this tells nothing about the bytes.
+    ``on_progress`` is called once at a time. Where a saver replaces the checkpoint meanwhile, the new one is looked at
+    from the start. The headers of files are read whatever the ``sample``.
     """
     if level not in get_args(Level) or not 0 < sample <= 1:
         raise ValueError(f"a level is one of {get_args(Level)}, and a sample more than 0 and at most 1")

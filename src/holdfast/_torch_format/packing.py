@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Protocol, cast
 
+import numpy as np
 import torch
 
 from holdfast._io import posix
 from holdfast._io.direct import OutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, PageJob, Slab, SlabRing, filled_slab, following, uses_cuda, write_pages
-from holdfast._state.tensor_bytes import Buffer, Source, source_of
+from holdfast._state.tensor_bytes import Buffer, MemorySource, Source, source_of
 from holdfast._torch_codec.archive_writing import DATA_ALIGNMENT, TensorArchive, tensor_archive
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX
 from holdfast._torch_format.file_systems import FileSystemBase, PathLike
@@ -85,17 +86,6 @@ class _File:
             self.output.close()
 
 
-class _Bytes:
-    __slots__ = ("_data", "nbytes")
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self.nbytes = self._data.nbytes
-
-    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        _view(buffer)[at : at + stop - start] = self._data[start:stop]
-
-
 class _Data:
     """The bytes of a tensor; sums what passes through."""
 
@@ -137,6 +127,11 @@ def _view(buffer: Buffer) -> memoryview:
     if not isinstance(buffer, Slab):
         raise InternalError("local files are written through slabs only; please report it")
     return buffer.view
+
+
+def _bytes_source(data: bytes | memoryview) -> MemorySource:
+    owner = np.frombuffer(data, dtype=np.uint8)
+    return MemorySource(owner, owner.ctypes.data, owner.nbytes)
 
 
 class FilePacker:
@@ -219,10 +214,10 @@ class FilePacker:
             archive = tensor_archive(stored.dtype, tuple(stored.shape))
             file.end = start + archive.nbytes
             data = _Data(archive, source_of(stored))
-            sources: list[Source] = [_Bytes(bytes(gap) + archive.head), data, _Tail(data, [])]
+            sources: list[Source] = [_bytes_source(bytes(gap) + archive.head), data, _Tail(data, [])]
         else:
             file.end = start + len(stored)
-            sources = [_Bytes(bytes(gap)), _Bytes(stored)]
+            sources = [_bytes_source(bytes(gap)), _bytes_source(stored)]
         self._results.append(self._items.result(row, content, file.name, (start, file.end - start)))
         yield from sources
 

@@ -286,13 +286,7 @@ _TRANSFORMED = "went through stream transforms, so that only their places were c
 
 
 def verify_torch_checkpoint(path: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> VerifyReport:
-    """What a look at every item of the checkpoint at ``path`` found; ``unchecked`` says what nobody could tell.
-
-    Raises:
-        NotFoundError: there is no checkpoint.
-        CorruptError, UnsafeError: the metadata does not decode, so that nothing else can be said.
-        StorageError: the file system refused; this tells nothing about the bytes.
-    """
+    """What a look at every item of the checkpoint at ``path`` found; ``unchecked`` says what nobody could tell."""
     begin = time.perf_counter()
     while True:
         report, was_replaced = _verified(path, begin, on_progress)
