@@ -162,6 +162,12 @@ class CorruptError(CheckpointError):
         self.key = key
         self.span = span
 
+    @classmethod
+    def of_part(cls, path: str, key: str | None, span: tuple[int, int], problem: str = "") -> CorruptError:
+        """The error of bytes ``span`` of ``path`` that are not those of ``key`` that were written."""
+        said = f"{path!r} is damaged in bytes {span[0]} to {span[1]}, which hold part of {key!r}"
+        return cls(f"{said}{problem and ': '}{problem}; use another checkpoint", path=path, key=key, span=span)
+
 
 class UnsafeError(CheckpointError):
     """Reading the value would run code from the checkpoint (a pickle), and the caller did not allow it."""

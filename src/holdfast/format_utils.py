@@ -36,7 +36,7 @@ from holdfast.metadata import (
 )
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from holdfast.planner_helpers import can_cast, dtype_difference
-from holdfast.storage import StorageReader, ValueBuffer
+from holdfast.storage import StorageReader, ValueBuffer, finished
 from holdfast.utils import _DistWrapper
 
 __all__ = [
@@ -164,9 +164,7 @@ class BroadcastingTorchSaveReader(StorageReader):
                 continue
             for item in items[key]:
                 planner.load_bytes(item, ValueBuffer(values[key], serialize_object))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return finished(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:

@@ -14,7 +14,7 @@ import io
 import os
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from torch.futures import Future
 
@@ -25,6 +25,8 @@ from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, Write
 
 if TYPE_CHECKING:
     from holdfast._ranks.ranks import Ranks
+
+Result = TypeVar("Result")
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult"]
 
@@ -101,6 +103,13 @@ class StorageWriter(abc.ABC):
 
     def abandon(self) -> None:  # noqa: B027 - most storages have nothing to forget
         """Forget a save that failed and remove what it left; never raises for what is gone already."""
+
+
+def finished(result: Result) -> Future[Result]:
+    """A future that is done."""
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
 
 
 class StorageReader(abc.ABC):

@@ -109,13 +109,7 @@ class Fetch(SegmentFetch[Target]):
     def _damaged_chunk(self, row: int, offset: int, nbytes: int) -> CorruptError:
         path = self._catalog.file_path(int(self._catalog.index.file[row]))
         key = self._catalog.manifest.tensors[int(self._catalog.index.tensor[row])].key
-        return CorruptError(
-            f"{path!r} is damaged in bytes {offset} to {offset + nbytes}, which hold part of {key!r}; "
-            "use another checkpoint",
-            path=path,
-            key=key,
-            span=(offset, offset + nbytes),
-        )
+        return CorruptError.of_part(path, key, (offset, offset + nbytes))
 
 
 def _segments(catalog: Catalog, wanted: Wanted, *, verify: bool) -> Segments:

@@ -31,7 +31,7 @@ from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, is_overridden, read_columns
 from holdfast.planner_helpers import check_resolved
-from holdfast.storage import StorageReader, ValueBuffer
+from holdfast.storage import StorageReader, ValueBuffer, finished
 
 _NOWHERE = None, 0
 
@@ -169,9 +169,7 @@ class NativeReader(StorageReader):
         finally:
             if is_driven_by_torch:  # which tells nobody when it is done
                 files.close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return finished(None)
 
     def same_bytes(self, key: str, other: str) -> bool | None:
         """Known where both are the same tensor, or were stored in the same chunks: then their digests tell."""

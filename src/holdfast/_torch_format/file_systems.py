@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -25,7 +26,7 @@ from holdfast._process import Ending
 from holdfast._torch_classes.translate import encode_metadata
 from holdfast._torch_codec.metadata_file import DATA_SUFFIX, METADATA_NAME, data_files_of
 from holdfast._values.dtypes import MAX_METADATA_BYTES
-from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError
+from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
 from holdfast.metadata import Metadata
 
 PathLike = str | os.PathLike[str]
@@ -291,7 +292,7 @@ def publish(
                 posix.sync_directory(directory)
             _move(fs, staged, target, overwrite=overwrite)
         except BaseException as error:
-            is_published = not isinstance(error, Exception) and _read(fs, target) == data
+            is_published = not isinstance(error, Exception) and read_whole(fs, target) == data
             for path in (staged,) if turn is None or is_published else (staged, turn.note):
                 with contextlib.suppress(Exception):
                     if fs.exists(path):
@@ -353,27 +354,37 @@ def may_be_published(fs: FileSystemBase, target: PathLike, names: Collection[str
     if not names:
         return False
     try:
-        data = _read(fs, target)
+        data = read_whole(fs, target) or b""
     except Exception:
         return True
     # Short strings are as they are in a pickle; and a name that is there for another reason keeps a file too many.
     return any(name.encode() in data for name in names)
 
 
-def _read(fs: FileSystemBase, path: PathLike) -> bytes:
-    if not fs.exists(path):
-        return b""
-    with posix.reporting("read", str(path)), fs.create_stream(path, "rb") as stream:
-        data: bytes = stream.read(MAX_METADATA_BYTES + 1)
+def read_whole(fs: FileSystemBase, path: PathLike) -> bytes | None:
+    """What is in the file ``path``, one of metadata; None where there is none."""
+    try:
+        if is_local(fs):
+            return posix.read_whole(path, limit=MAX_METADATA_BYTES)
+        if not fs.exists(path):
+            return None  # what its stream would raise, only the file system knows
+        with fs.create_stream(path, "rb") as stream:
+            data: bytes = stream.read(MAX_METADATA_BYTES + 1)
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return None
+    except FileNotFoundError:
+        return None
+    if len(data) > MAX_METADATA_BYTES:
+        raise CorruptError(f"{str(path)!r} is larger than {MAX_METADATA_BYTES} bytes; use another checkpoint")
     return data
 
 
 def _named_files(fs: FileSystemBase, target: PathLike) -> set[str]:
     """The files in its own directory that the metadata ``target`` names; none where it cannot be read safely."""
     try:
-        data = _read(fs, target)
-        if not data or len(data) > MAX_METADATA_BYTES:
-            return set()
-        return data_files_of(data, str(target))
+        data = read_whole(fs, target)
+        return set() if data is None else data_files_of(data, str(target))
     except (CheckpointError, OSError):
         return set()

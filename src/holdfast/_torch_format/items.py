@@ -406,13 +406,7 @@ def locate(item: Item, read: Read, length: int) -> Elements | None:
 def damaged(item: Item, begin: int, nbytes: int) -> CorruptError:
     """The error of a record whose checksum is wrong; it begins at byte ``begin`` of the item."""
     start = item.place.offset + begin
-    return CorruptError(
-        f"{item.place.relative_path!r} is damaged in bytes {start} to {start + nbytes}, which hold part of "
-        f"{item.key!r}; use another checkpoint",
-        path=item.place.relative_path,
-        key=item.key,
-        span=(start, start + nbytes),
-    )
+    return CorruptError.of_part(item.place.relative_path, item.key, (start, start + nbytes))
 
 
 def permuted(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ never changes a file, and never decodes a value.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import time
@@ -46,18 +45,18 @@ from holdfast._torch_format.file_systems import (
     RemoteFileSystem,
     is_local,
     local_path,
+    read_whole,
 )
 from holdfast._torch_format.items import Delivery, Item, wanted_items
 from holdfast._torch_format.reading import Ends, Layouts, StreamRead, TransformRegistry, read_ranges
 from holdfast._values.digest import digest
-from holdfast._values.dtypes import MAX_METADATA_BYTES
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
 from holdfast.planner_helpers import ReadRows, check_dtypes, check_tiling, tiling_faults
-from holdfast.storage import StorageReader
+from holdfast.storage import StorageReader, finished
 
 
 class FileSystemReader(Located, StorageReader):
@@ -146,16 +145,16 @@ class FileSystemReader(Located, StorageReader):
         return self.fs.exists(self.fs.concat_path(self.path, name))
 
     def _decode(self, name: str) -> Metadata:
-        path = self.fs.concat_path(self.path, name)
-        data = self._read_whole(path)
+        data = self._read_whole(name)
         self._seen[name] = digest(data)
-        return decode_metadata(data, path=str(path), allow_pickle=self.allow_pickle)
+        path = str(self.fs.concat_path(self.path, name))
+        return decode_metadata(data, path=path, allow_pickle=self.allow_pickle)
 
     def was_replaced(self) -> bool:
         """Whether another save, in either format, has been published at the path since its metadata was read."""
         try:
             for name, seen in self._seen.items():
-                if digest(self._read_whole(self.fs.concat_path(self.path, name))) != seen:
+                if digest(self._read_whole(name)) != seen:
                     return True
         except NotFoundError:
             return self._exists(MANIFEST_NAME)
@@ -163,20 +162,10 @@ class FileSystemReader(Located, StorageReader):
             pass
         return False
 
-    def _read_whole(self, path: PathLike) -> bytes:
-        try:
-            if is_local(self.fs):
-                return posix.read_whole(path, limit=MAX_METADATA_BYTES)
-            with self.fs.create_stream(path, "rb") as stream:
-                data: bytes = stream.read(MAX_METADATA_BYTES + 1)
-        except StorageError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise
-            raise self._nothing_there() from error
-        except FileNotFoundError as error:
-            raise self._nothing_there() from error
-        if len(data) > MAX_METADATA_BYTES:
-            raise CorruptError(f"{str(path)!r} is larger than {MAX_METADATA_BYTES} bytes; use another checkpoint")
+    def _read_whole(self, name: str) -> bytes:
+        data = read_whole(self.fs, self.fs.concat_path(self.path, name))
+        if data is None:
+            raise self._nothing_there()
         return data
 
     def _nothing_there(self) -> NotFoundError:
@@ -214,9 +203,7 @@ class FileSystemReader(Located, StorageReader):
         self._read(delivery, [item for item in items if item.is_value])
         delivery.deliver_values()
         self._read(delivery, [item for item in items if not item.is_value])
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return finished(None)
 
     def stored_values(self, keys: Collection[str], *, allow_pickle: bool) -> Mapping[str, object]:
         """All of them: reading some values is a load of its own."""

@@ -48,7 +48,7 @@ from holdfast.metadata import (
 )
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.staging import BlockingAsyncStager
-from holdfast.storage import StorageWriter, WriteResult
+from holdfast.storage import StorageWriter, WriteResult, finished
 
 
 class SerializationFormat(Enum):
@@ -171,12 +171,12 @@ class _FileSystemWriter(Located, StorageWriter):
         items = PlannedItems(plan, planner)
         rows = items.files(single_file=self.single_file_per_rank, thread_count=self.thread_count)
         self._files = files = self._new_files(items)
-        results = files.write([(f"{prefix}{number}{DATA_SUFFIX}", each) for number, each in enumerate(rows)])
+        results: MutableSequence[WriteResult] = files.write(
+            [(f"{prefix}{number}{DATA_SUFFIX}", each) for number, each in enumerate(rows)]
+        )
         if self.sync_files and is_local(self.fs):
             posix.sync_directory(self.path)
-        done: Future[MutableSequence[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return finished(results)
 
     def _new_files(self, items: PlannedItems) -> FilePacker | StreamPacker:
         if is_local(self.fs) and not self.transforms.extensions:

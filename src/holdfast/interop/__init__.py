@@ -218,13 +218,7 @@ def _check_torch(source: _Path) -> None:
     """CorruptError where a checksum is wrong: torch's format has them for whole chunks, which are not read as such."""
     damage = next(iter(verify_torch_checkpoint(source).damage), None)
     if damage is not None:
-        raise CorruptError(
-            f"{damage.file!r} is damaged in bytes {damage.span[0]} to {damage.span[1]}, which hold part of "
-            f"{damage.key!r}: {damage.problem}; use another checkpoint",
-            path=os.path.join(source, damage.file),
-            key=damage.key,
-            span=damage.span,
-        )
+        raise CorruptError.of_part(os.path.join(source, damage.file), damage.key, damage.span, damage.problem)
 
 
 class _StoredSource(DistantSource):
