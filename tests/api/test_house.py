@@ -16,8 +16,12 @@ from types import FrameType
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
+from tools.crew import Crew
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "holdfast"
@@ -37,6 +41,8 @@ LIMITS = {
     "packages that import torch's checkpoint classes": 1,
     "functions that a save touches": 290,
     "modules that a save touches": 41,
+    "functions that the first save touches on rank 0 of 4": 400,
+    "modules that the first save touches on rank 0 of 4": 48,
     "per cent of test files that import private modules": 65,
 }
 
@@ -67,13 +73,18 @@ def parameters() -> dict[str, int]:
     return counts
 
 
-def touched(action: Callable[[], object]) -> set[tuple[str, str]]:
-    """The file and name of every function of the package that ``action`` calls in this thread."""
+def touched(action: Callable[[], object], at: str = "", then: Callable[[], object] = int) -> set[tuple[str, str]]:
+    """The file and name of every function of the package that ``action`` calls in this thread.
+
+    ``then`` is called when it calls a function whose name is ``at``.
+    """
     seen: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
             seen.add((frame.f_code.co_filename, frame.f_code.co_name))
+            if frame.f_code.co_name == at:
+                then()
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -82,6 +93,25 @@ def touched(action: Callable[[], object]) -> set[tuple[str, str]]:
     finally:
         sys.setprofile(before)
     return seen
+
+
+def touched_on_rank(path: str) -> set[tuple[str, str]]:
+    """What the first save of a job touches on this rank: of tensors that are sharded and replicated, and a value.
+
+    The others come when rank 0 is in the first step, so that it finds none of them waiting.
+    """
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    state = {
+        "rows": distribute_tensor(torch.ones(16, 8), mesh, [Shard(0)]),
+        "uneven rows": distribute_tensor(torch.ones(10, 3), mesh, [Shard(0)]),
+        "same": distribute_tensor(torch.ones(6, 6), mesh, [Replicate()]),
+        "plain": torch.ones(5, 5),
+        "nested": {"epoch": 1},
+    }
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() > 0:
+        store.wait(["in a step"])
+    return touched(lambda: holdfast.save(state, path), "reduce_scatter", lambda: store.set("in a step", ""))
 
 
 def counts(folder: Path) -> dict[str, float]:
@@ -108,6 +138,8 @@ def counts(folder: Path) -> dict[str, float]:
     state = {"weights": torch.randn(10, 10), "nested": {"epoch": 1}}
     holdfast.save(state, folder / "warm")
     save = touched(lambda: holdfast.save(state, folder / "counted"))
+    with Crew(for_tests=True) as crew:
+        on_rank = crew.run(4, touched_on_rank, str(folder / "on ranks"), timeout_s=120.0)[0]
     return {
         "modules": len(SOURCES),
         "lines": sum(lines.values()),
@@ -126,6 +158,8 @@ def counts(folder: Path) -> dict[str, float]:
         "packages that import torch's checkpoint classes": len(torchs),
         "functions that a save touches": len(save),
         "modules that a save touches": len({file for file, _ in save}),
+        "functions that the first save touches on rank 0 of 4": len(on_rank),
+        "modules that the first save touches on rank 0 of 4": len({file for file, _ in on_rank}),
         "per cent of test files that import private modules": round(100 * len(private) / len(tests)),
     }
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
-from holdfast._plan.holdings import HeldRows, holding_of
+from holdfast._plan.coverage import HeldRows, holding_of
 from holdfast._save_plan.plans import properties_of
 from holdfast._save_plan.together import joint_plan
 from holdfast.planner import TensorHead

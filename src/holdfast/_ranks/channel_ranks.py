@@ -25,7 +25,7 @@ import msgspec
 
 from holdfast._ranks.channel import INTERRUPTED, Channel, Ended
 from holdfast._ranks.connections import Bell, Kind, Message
-from holdfast._ranks.ranks import Failure, OwnSigns, Watch, agreed, combine, describe, disagreement, pack, unpack
+from holdfast._ranks.ranks import Failure, OwnSigns, Watch, combine, describe, disagreement, pack, unpack
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Deadline, Patience, Sign
 from holdfast.errors import CheckpointError, InternalError, RankLostError
@@ -219,7 +219,15 @@ class ChannelRanks:
         gone: set[int] = self._channel.gone
         if self.is_coordinator and not self._returning.passed:
             gone = gone & set(self.partners)
-        lost = self._overdue()
+        lost: dict[int, RankLostError] = {}
+        if self._awaited_since is not None and not now.own:
+            awaited: Collection[int] = [] if self._step in self._wholes else [self._channel.coordinator]
+            if self.is_coordinator:
+                arrived = self._parts.get(self._step, {})
+                awaited = [rank for rank in self._channel.others if rank not in arrived]
+            lost = self._watch.overdue(
+                awaited, phase=phase, since=self._awaited_since, excuse_waiting=not self.is_coordinator
+            )
         if gone:
             lost |= self._watch.gone(gone, phase)
         if pause_s and self.is_coordinator:  # the others hear nothing from it and decide for themselves
@@ -274,7 +282,8 @@ class ChannelRanks:
             arrived = self._parts.setdefault(self._step, {})
         self._wait_until(lambda: len(arrived) == len(self._channel.others))
         said = {rank: message.phase for rank, message in arrived.items()} | {self.rank: self.signs.phase}
-        agreed("step to take", {self.job_ranks[rank]: repr(said[rank]) for rank in sorted(said)})
+        if len(set(said.values())) > 1:
+            raise disagreement("step to take", {self.job_ranks[rank]: repr(said[rank]) for rank in sorted(said)})
         return [own if rank == self.rank else decode_message(arrived[rank].payload) for rank in range(self.size)]
 
     def _reply(self, whole: Any, *, for_each: bool) -> None:
@@ -376,17 +385,6 @@ class ChannelRanks:
             working=self._awaited_since is None,
         )
         self._channel.post(self, to, Kind.BEAT, payload=msgspec.msgpack.encode(sign), is_urgent=is_urgent)
-
-    def _overdue(self) -> dict[int, RankLostError]:
-        if self._awaited_since is None or self._round.own:
-            return {}
-        awaited: Collection[int] = [] if self._step in self._wholes else [self._channel.coordinator]
-        if self.is_coordinator:
-            arrived = self._parts.get(self._step, {})
-            awaited = [rank for rank in self._channel.others if rank not in arrived]
-        return self._watch.overdue(
-            awaited, phase=self.signs.phase, since=self._awaited_since, excuse_waiting=not self.is_coordinator
-        )
 
     def _lose(self, lost: dict[int, RankLostError]) -> None:
         """Take ranks as lost; whoever has lost the coordinator fails with that, and tells it, should it still hear."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast._plan.holdings import HeldRows, Holding, boxes_on_mesh, holding_of
+from holdfast._plan.coverage import HeldRows, Holding, boxes_on_mesh, holding_of
 from holdfast._save_plan.plans import UNKNOWN, LocalLeaves, agreed_heads, properties_of
 from holdfast._save_plan.together import JointPlan, joint_plan
 from holdfast._state.nested import Path, TupleIndex, TypedKey

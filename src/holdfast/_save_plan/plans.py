@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
-from holdfast._plan.coverage import widened
-from holdfast._plan.holdings import HeldRows, Holding, holding_of
+from holdfast._plan.coverage import HeldRows, Holding, holding_of, widened
 from holdfast._save_plan.together import JointPlan, chosen_columns, joint_plan
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
 from holdfast._state.tensors import (

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast._plan.balance import SPLIT_BYTES, Shared, same_segments, share_out
-from holdfast._plan.coverage import check_coverage, widened
-from holdfast._plan.holdings import Holding, KeyChunks, chunks_of
+from holdfast._plan.coverage import Holding, KeyChunks, check_coverage, chunks_of, widened
 from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STORAGE_TYPES, BytesStorageMetadata, ChunkColumns, TensorStorageMetadata

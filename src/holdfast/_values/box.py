@@ -7,7 +7,7 @@ Never clips or repairs a box: what does not fit is for the caller to refuse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,10 +131,16 @@ def runs_of(size: int, splits: Iterable[tuple[Split, int]]) -> list[Run]:
         for block in range(split.blocks):
             block_start, block_length = _part(length, split.blocks, block)
             start, part_length = _part(block_length, split.parts, index)
-            for run in _within(runs, block_start + start, part_length):
-                if kept and sum(kept[-1]) == run[0]:
-                    run = (kept[-1][0], kept.pop()[1] + run[1])
-                kept.append(run)
+            start += block_start
+            position = 0  # of the runs, laid end to end
+            for first, count in runs:
+                low, high = max(start, position), min(start + part_length, position + count)
+                if low < high:
+                    run = (first + low - position, high - low)
+                    if kept and sum(kept[-1]) == run[0]:
+                        run = (kept[-1][0], kept.pop()[1] + run[1])
+                    kept.append(run)
+                position += count
         runs = kept
     return runs
 
@@ -148,13 +154,3 @@ def _part(length: int, parts: int, index: int) -> Run:
     step = -(-length // parts)
     start = min(step * index, length)
     return start, min(step, length - start)
-
-
-def _within(runs: list[Run], start: int, length: int) -> Iterator[Run]:
-    """Positions [start, start + length) of ``runs``, laid end to end, as runs."""
-    position = 0
-    for first, count in runs:
-        low, high = max(start, position), min(start + length, position + count)
-        if low < high:
-            yield first + low - position, high - low
-        position += count

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast._plan.balance import host_numbers
-from holdfast._plan.holdings import boxes_on_mesh
+from holdfast._plan.coverage import boxes_on_mesh
 from holdfast._save_plan.from_layouts import (
     WHOLE,
     Layout,
