@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 QUICK = Patience(beat_s=0.1, progress_s=4.0, settle_s=0.1, farewell_s=0.5)
 ENDLESS = Patience(progress_s=math.inf)
+UNTIL_ALL_HAVE_TOLD = Patience(progress_s=math.inf, settle_s=math.inf)
 
 
 def together(
@@ -126,7 +127,7 @@ def fail(kind: str, failing: list[int], where: str) -> Any:
     sum_over()
     found = None
     try:
-        with together() as ranks:
+        with together(patience=UNTIL_ALL_HAVE_TOLD) as ranks:
             ranks.all_reduce("writing", local, merge)
     except CheckpointError as error:
         found = told(error)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._native.sweep import sweep
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -60,7 +59,7 @@ def _is_open(number: str) -> bool:
 def test_no_rank_keeps_a_data_file_open(pool: Crew, tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "checkpoint")
     assert pool.run(2, saving_twice, path) == [[], []]
-    assert sweep(path).leftovers == ()
+    assert holdfast.sweep(path).leftovers == ()
 
 
 @pytest.mark.parametrize("keeps_writer", [False, True])

@@ -22,12 +22,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from outside_views import page_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast import CheckpointError
-from holdfast._io.direct import InputFile
+from holdfast._io import sharing
 from holdfast._native import fetch as shared_fetch
 from holdfast._plan import reads as job_reads
 from holdfast._ranks import carrier, exchange, rendezvous
@@ -66,7 +67,7 @@ def hosts_of(size: int, *, least: int = 4, is_cached: bool = False, few: int = 4
     host = f"host {dist.get_rank() // size}"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(exchange.Visit.__init__, "__defaults__", (lambda: (host,),)))
-        stack.enter_context(mock.patch.object(InputFile, "is_cached", return_value=is_cached))
+        stack.enter_context(page_cache(is_full=is_cached))
         stack.enter_context(mock.patch.object(job_reads, "LEAST_HOSTS", least))
         stack.enter_context(mock.patch.object(shared_fetch, "_FEW_RANKS", few))
         yield
@@ -319,22 +320,22 @@ def lose_a_rank(path: str, how: str, size: int, lost: int) -> dict[str, Any] | N
     if dist.get_rank() == 0:
         holdfast.save({"large": truth}, path, no_dist=True)
     dist.barrier()
-    read = InputFile._read_once
+    read = os.preadv
 
-    def stop(self: InputFile, *arguments: Any) -> int:
+    def stop(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stuck":
             threading.Event().wait()
         if how == "raises":
             raise ValueError("no reading here")
-        return read(self, *arguments)
+        return read(descriptor, buffers, offset, flags)
 
     try:
         with (
-            hosts_of(size, least=2),
+            mock.patch.object(os, "preadv", stop if dist.get_rank() == lost else read),
+            hosts_of(size, least=2),  # which answers what the page cache has, and passes reads on
             mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192),
-            mock.patch.object(InputFile, "_read_once", stop if dist.get_rank() == lost else read),
         ):
             options = holdfast.LoadOptions(share="job", deadline_s=5.0 if how == "stuck" else math.inf)
             holdfast.load({"large": torch.zeros_like(truth)}, path, options=options)
@@ -385,3 +386,88 @@ def load_and_measure(path: str) -> int:
 def test_memory_beyond_the_target_is_bounded_by_slots_and_slabs(pool: Crew, tmp_path: Path) -> None:
     grown = pool.run(2, load_and_measure, str(tmp_path / "step"))
     assert max(grown) <= 192 * MIB, "less than what came from the other host or was read for it"
+
+
+# share="host": several hosts, and hosts that cannot share.
+
+
+def load_counted(target: dict[str, Any], path: str) -> tuple[int, int]:
+    """The bytes of data, and of manifest and index, that this rank read from cold files."""
+    reader = holdfast.NativeReader(path)
+    with page_cache(is_full=False):
+        report = holdfast.load(target, storage_reader=reader)
+    return report.bytes_read, reader.catalog_bytes_read
+
+
+def sizes(path: str, prefix: str) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.startswith(prefix))
+
+
+def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+    dist.barrier()
+    host = hosts[dist.get_rank()]
+    with mock.patch.object(exchange.Visit.__init__, "__defaults__", (lambda: (host,),)):
+        target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
+        counts = load_counted(target, path)
+    assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
+    return counts
+
+
+def test_every_host_reads_once(pool: Crew, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    hosts = ["a", "b", "a", "b", "c"]
+    counts = pool.run(5, load_on_hosts, path, hosts)
+    catalog = sizes(path, "manifest") + sizes(path, "index-")
+    assert [read for _, read in counts] == [catalog, catalog, 0, 0, catalog]
+    for host in "abc":
+        read = sum(data for (data, _), where in zip(counts, hosts, strict=True) if where == host)
+        total = 4 * torch.Size(SHAPES["large"]).numel()
+        assert total <= read <= total + 20 * 4096
+
+
+@contextmanager
+def broken(where: str) -> Iterator[None]:
+    """A system that refuses one step of sharing, on some of the ranks."""
+    refuse = mock.Mock(side_effect=OSError(38, "not here"))
+    if where == "doorstep of all" or (where == "doorstep of rank 1" and dist.get_rank() == 1):
+        patch = mock.patch.object(exchange, "Doorstep", refuse)
+    elif where == "memory" and dist.get_rank() == 0:
+        patch = mock.patch.object(sharing.SharedMemory, "create", refuse)
+    elif where == "handing over" and dist.get_rank() == 0:
+        patch = mock.patch.object(sharing, "leave_at", refuse)
+    elif where == "joining on rank 2" and dist.get_rank() == 2:
+        patch = mock.patch.object(sharing.SharedMemory, "__init__", refuse)
+    else:
+        yield
+        return
+    with patch:
+        yield
+    assert refuse.called, where
+
+
+def load_where_sharing_breaks(path: str, places: list[str]) -> dict[str, int]:
+    if dist.get_rank() == 0:
+        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
+    dist.barrier()
+    read = {}
+    for where in places:
+        target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
+        with broken(where):
+            read[where], _ = load_counted(target, path)
+        assert torch.equal(target["large"], truth_of("large", SHAPES["large"])), where
+    return read
+
+
+def test_ranks_that_cannot_share_read_for_themselves(pool: Crew, tmp_path: Path) -> None:
+    places = ["doorstep of all", "doorstep of rank 1", "memory", "handing over", "joining on rank 2"]
+    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places)
+    total = 4 * torch.Size(SHAPES["large"]).numel()
+    for where in places:
+        read = [result[where] for result in results]
+        if where == "doorstep of rank 1":
+            assert read[1] >= total
+            assert total <= read[0] + read[2] < 1.5 * total, "the others still share"
+        else:
+            assert min(read) >= total, where

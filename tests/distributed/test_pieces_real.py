@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast._state.pieces import Pieces, pieces_of
+import holdfast
 
 WORLD = 6
 TIMEOUT_S = 300
@@ -54,14 +55,39 @@ def numbered(shape: Sequence[int]) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32).view(tuple(shape))
 
 
-def check_held(name: str, truth: torch.Tensor, held: Pieces | None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of the tensor that this process holds, and its elements."""
+
+    box: tuple[slice, ...]
+    tensor: torch.Tensor
+
+
+def pieces_of(tensor: torch.Tensor) -> list[Piece]:
+    """What a planner finds that this process holds of ``tensor``."""
+    planner = holdfast.DefaultSavePlanner()
+    planner.set_up_planner({"weight": tensor})
+    plan = planner.finish_plan(planner.create_local_plan())
+    found = []
+    for item in plan.items:
+        assert item.tensor_data is not None
+        assert item.tensor_data.size == tensor.shape
+        assert item.tensor_data.properties.requires_grad is tensor.requires_grad
+        chunk = item.tensor_data.chunk
+        box = tuple(slice(low, low + length) for low, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        data = planner.resolve_data(item)
+        assert isinstance(data, torch.Tensor)
+        assert data.shape == chunk.sizes
+        found.append(Piece(box=box, tensor=data))
+    return found
+
+
+def check_held(name: str, truth: torch.Tensor, held: list[Piece]) -> None:
     """Fail, naming the layout, unless the pieces are right here and hold each element equally often over all ranks."""
     holders = torch.zeros_like(truth)
-    for piece in () if held is None else held.pieces:
-        assert torch.equal(piece.tensor, truth[piece.box.slices()]), f"{name}: wrong values in {piece.box}"
-        assert tuple(piece.tensor.shape) == piece.box.lengths, name
-        holders[piece.box.slices()] += 1
-    assert held is None or held.size == truth.shape, name
+    for piece in held:
+        assert torch.equal(piece.tensor, truth[piece.box]), f"{name}: wrong values in {piece.box}"
+        holders[piece.box] += 1
     dist.all_reduce(holders)
     assert holders.min() >= 1, f"{name}: elements that nobody holds"
     assert holders.min() == holders.max(), f"{name}: elements held more often than others"
@@ -78,14 +104,14 @@ def check_placements(shape: Sequence[int], placements: Sequence[Placement], size
     name = f"{tuple(placements)} on {tuple(shape)} of {tuple(size)}"
     if len(shape) < 3:  # of three, the local length cannot always tell whether torch split at once or in order
         at_once = distribute_tensor(truth.clone(), mesh, placements, src_data_rank=None)
-        check_held(f"distribute_tensor {name}", truth, pieces_of("weight", at_once))
+        check_held(f"distribute_tensor {name}", truth, pieces_of(at_once))
     if mesh.get_coordinate() is not None:
         replicated = distribute_tensor(truth.clone(), mesh, [Replicate()] * len(shape))
         redistributed = replicated.redistribute(mesh, placements)
-        held = pieces_of("weight", redistributed)
+        held = pieces_of(redistributed)
         assert torch.equal(redistributed.full_tensor(), truth), name
     else:
-        held = None
+        held = []
     check_held(f"redistribute {name}", truth, held)
 
 
@@ -93,7 +119,7 @@ def check_model(shape: Sequence[int], names: Sequence[str], rows: int, *, rowwis
     """FSDP2 (HSDP with three dimensions) over tensor parallelism of one linear layer."""
     truth = numbered((rows, 12))
     mesh = mesh_of(shape, names)
-    held = None
+    held: list[Piece] = []
     if mesh.get_coordinate() is not None:
         layer = torch.nn.Linear(12, rows, bias=False)
         with torch.no_grad():
@@ -102,8 +128,8 @@ def check_model(shape: Sequence[int], names: Sequence[str], rows: int, *, rowwis
             parallelize_module(layer, mesh["tp"], RowwiseParallel() if rowwise else ColwiseParallel())
         data_parallel = tuple(name for name in names if name != "tp")
         fully_shard(layer, mesh=mesh[data_parallel])
-        held = pieces_of("weight", layer.weight)
-        assert held.requires_grad
+        assert layer.weight.requires_grad
+        held = pieces_of(layer.weight)
     check_held(f"fully_shard {names} {tuple(shape)} rows {rows} rowwise {rowwise}", truth, held)
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, MutableSequence
+from collections.abc import MutableSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.futures import Future
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, SavePlan, WriteItem, WriteResult
-from holdfast._save_plan.rounds import RankPlanning
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -93,47 +89,6 @@ def test_data_of_every_rank_is_in_the_metadata(pool: Crew, tmp_path: Path) -> No
 
 
 # Cached plans.
-
-
-def save_again_and_again(path: str) -> list[bool]:
-    """Whether each save said anew what this rank holds; new planners each time, but for what the group keeps."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = DeviceMesh("cpu", torch.arange(world))
-    subgroup = dist.new_group(list(range(world)))
-    sent: list[bool] = []
-
-    said_first = RankPlanning.said_first
-
-    def say_and_note(planning: RankPlanning, set_up: Callable[[], None]) -> Any:
-        said = said_first(planning, set_up)
-        sent.append(not isinstance(said, bytes))
-        return said
-
-    def save(number: int, state: dict[str, Any], group: Any = None) -> None:
-        with mock.patch.object(RankPlanning, "said_first", say_and_note):
-            holdfast.save(state, f"{path}/{number}", process_group=group)
-
-    def state(fill: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        sharded = distribute_tensor(torch.full((6, 2), fill, dtype=dtype), mesh, [Shard(0)], src_data_rank=None)
-        return {"sharded": sharded, "same": torch.full((3,), fill), "step": int(fill), f"own.{rank}": rank}
-
-    save(0, state(0.0))
-    save(1, state(1.0))
-    save(2, state(2.0, torch.bfloat16))
-    save(3, state(3.0, torch.bfloat16))
-    save(4, state(4.0), subgroup)
-    save(5, state(5.0), subgroup)
-    return sent
-
-
-def test_ranks_send_their_plans_only_when_they_change(pool: Crew, tmp_path: Path) -> None:
-    sent = pool.run(2, save_again_and_again, str(tmp_path))
-    assert sent == [[True, False, True, False, True, False]] * 2
-    for number, dtype in enumerate([torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2):
-        found = holdfast.load(tmp_path / str(number))
-        assert torch.equal(found["sharded"], torch.full((6, 2), float(number), dtype=dtype))
-        assert found["same"].tolist() == [float(number)] * 3
-        assert (found["step"], found["own.1"]) == (number, 1)
 
 
 def save_differently(path: str) -> list[str]:

@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from outside_views import page_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
-from holdfast import _engine as segments
-from holdfast._io import sharing
-from holdfast._io.direct import InputFile
-from holdfast._ranks import exchange
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -73,7 +70,7 @@ def stored_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
 def load_counted(target: dict[str, Any], path: str, *, is_cached: bool = False, **options: Any) -> tuple[int, int]:
     """The bytes of data, and of manifest and index, that this rank read; files are cold or cached, as is said."""
     reader = NativeReader(path, **options)
-    with mock.patch.object(InputFile, "is_cached", return_value=is_cached):
+    with page_cache(is_full=is_cached):
         report = holdfast.load(target, storage_reader=reader)
     return report.bytes_read, reader.catalog_bytes_read
 
@@ -132,81 +129,11 @@ def test_manifest_and_index_are_read_by_one_rank_of_the_host(pool: Crew, tmp_pat
     assert [catalog for _, catalog in counts] == [metadata, 0, 0]
 
 
-# Two hosts, and hosts that cannot share.
-
-
-def load_on_hosts(path: str, hosts: list[str]) -> tuple[int, int]:
-    if dist.get_rank() == 0:
-        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
-    dist.barrier()
-    host = hosts[dist.get_rank()]
-    with mock.patch.object(exchange.Visit.__init__, "__defaults__", (lambda: (host,),)):
-        target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
-        counts = load_counted(target, path)
-    assert torch.equal(target["large"], truth_of("large", SHAPES["large"]))
-    return counts
-
-
-def test_every_host_reads_once(pool: Crew, tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
-    hosts = ["a", "b", "a", "b", "c"]
-    counts = pool.run(5, load_on_hosts, path, hosts)
-    catalog = sizes(path, "manifest") + sizes(path, "index-")
-    assert [read for _, read in counts] == [catalog, catalog, 0, 0, catalog]
-    for host in "abc":
-        read = sum(data for (data, _), where in zip(counts, hosts, strict=True) if where == host)
-        total = 4 * torch.Size(SHAPES["large"]).numel()
-        assert total <= read <= total + 20 * 4096
-
-
-@contextmanager
-def broken(where: str) -> Iterator[None]:
-    """A system that refuses one step of sharing, on some of the ranks."""
-    refuse = mock.Mock(side_effect=OSError(38, "not here"))
-    if where == "doorstep of all" or (where == "doorstep of rank 1" and dist.get_rank() == 1):
-        patch = mock.patch.object(exchange, "Doorstep", refuse)
-    elif where == "memory" and dist.get_rank() == 0:
-        patch = mock.patch.object(sharing.SharedMemory, "create", refuse)
-    elif where == "handing over" and dist.get_rank() == 0:
-        patch = mock.patch.object(sharing, "leave_at", refuse)
-    elif where == "joining on rank 2" and dist.get_rank() == 2:
-        patch = mock.patch.object(sharing.SharedMemory, "__init__", refuse)
-    else:
-        yield
-        return
-    with patch:
-        yield
-    assert refuse.called, where
-
-
-def load_where_sharing_breaks(path: str, places: list[str]) -> dict[str, int]:
-    if dist.get_rank() == 0:
-        holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
-    dist.barrier()
-    read = {}
-    for where in places:
-        target = {"large": torch.zeros(SHAPES["large"], dtype=torch.int32)}
-        with broken(where):
-            read[where], _ = load_counted(target, path)
-        assert torch.equal(target["large"], truth_of("large", SHAPES["large"])), where
-    return read
-
-
-def test_ranks_that_cannot_share_read_for_themselves(pool: Crew, tmp_path: Path) -> None:
-    places = ["doorstep of all", "doorstep of rank 1", "memory", "handing over", "joining on rank 2"]
-    results = pool.run(3, load_where_sharing_breaks, str(tmp_path / "step"), places)
-    total = 4 * torch.Size(SHAPES["large"]).numel()
-    for where in places:
-        read = [result[where] for result in results]
-        if where == "doorstep of rank 1":
-            assert read[1] >= total
-            assert total <= read[0] + read[2] < 1.5 * total, "the others still share"
-        else:
-            assert min(read) >= total, where
+# Loads that do not share.
 
 
 def load_in_other_ways(path: str) -> dict[str, int]:
-    """Loads that do not share: with the option off, alone, in a subgroup of one."""
+    """With the option off, alone, in a subgroup of two."""
     rank = dist.get_rank()
     truth = truth_of("large", SHAPES["large"])
     if rank == 0:
@@ -325,21 +252,34 @@ def test_a_rank_that_raises_while_others_wait_for_it_fails_all_at_once(pool: Cre
             assert f"no {('finish_plan', 'resolve_tensor')[number % 2]} here" in message
 
 
+@contextmanager
+def before_reads(action: Callable[[], object]) -> Iterator[None]:
+    """``action`` happens before each read of a data file by this process."""
+    read = os.preadv
+
+    def reading(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        if not flags:  # else it asks what the page cache has
+            action()
+        return read(descriptor, buffers, offset, flags)
+
+    with mock.patch.object(os, "preadv", reading):
+        yield
+
+
 def count_reads_after_a_failure(path: str) -> tuple[int, int]:
     """How many reads a slow rank had to do, and how many it did although the other had failed."""
     shapes = {f"part.{number}": (2, MIB // 4) for number in range(24)}
     holdfast.save(state_of(shapes, [Shard(0)]), path)
-    read, reads = InputFile._read_once, [0]
+    reads = [0]
 
-    def read_slowly(self: InputFile, *arguments: Any) -> int:
+    def read_slowly() -> None:
         reads[0] += 1
         time.sleep(1.0)  # the slowness itself, which is what is tested
-        return read(self, *arguments)
 
     planner = RaisingPlanner(1, "resolve_tensor")
     with (
-        mock.patch.object(InputFile, "_read_once", read_slowly),
-        mock.patch.object(segments, "HOT_BYTES", MIB + 8192),
+        before_reads(read_slowly),
+        mock.patch("holdfast._engine.HOT_BYTES", MIB + 8192),
         pytest.raises(CheckpointError, match="no resolve_tensor here"),
     ):
         holdfast.load(state_of(shapes, [Shard(0)], zeros=True), path, planner=planner)
@@ -352,19 +292,6 @@ def test_a_rank_that_needs_nobody_stops_reading_when_another_has_failed(pool: Cr
     assert begun < wanted  # it reads ahead of what it asks its planner for
 
 
-@contextmanager
-def reading_stops(action: Any) -> Iterator[None]:
-    """``action`` happens before this process's first read of a data file."""
-    read = InputFile._read_once
-
-    def stop(self: InputFile, *arguments: Any) -> int:
-        action()
-        return read(self, *arguments)
-
-    with mock.patch.object(InputFile, "_read_once", stop):
-        yield
-
-
 def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None] | None:
     if dist.get_rank() == 0:
         holdfast.save({"large": truth_of("large", SHAPES["large"])}, path, no_dist=True)
@@ -375,7 +302,7 @@ def die_while_others_wait(path: str, how: str) -> tuple[str, str, int | None] | 
         "stuck": threading.Event().wait,
     }
     try:
-        with reading_stops(actions[how] if dist.get_rank() == 1 else lambda: None):
+        with before_reads(actions[how] if dist.get_rank() == 1 else lambda: None):
             holdfast.load(target, path, options=holdfast.LoadOptions(deadline_s=5.0 if how == "stuck" else math.inf))
     except CheckpointError as error:
         return type(error).__name__, str(error), getattr(error, "rank", None)

@@ -122,22 +122,31 @@ def test_a_reader_beside_a_writer_always_sees_a_whole_version(
     path = tmp_path / "checkpoint"
     elements = 500_000
     holdfast.save(state_of(1, elements), path)
-    wait = start_child(path=str(path), versions=list(range(2, 22)), elements=elements)
-    ends: list[dict[str, Any]] = []
-    waiter = threading.Thread(target=lambda: ends.append(wait("end")))
-    waiter.start()
     seen: list[int] = []
     target = state_of(0, elements)
-    while waiter.is_alive():
+
+    def look() -> None:
         seen.append(version_of(holdfast.load(path)))
         holdfast.load(target, path)
         seen.append(version_of(target))
+
+    gate = tmp_path / "gate"
+    fault = {"kind": "gate", "call": "rename", "number": 3, "gate": str(gate)}
+    with closed_gate(gate):
+        wait = start_child(path=str(path), versions=list(range(2, 22)), elements=elements, fault=fault)
+        wait("gate")
+        look()  # while the writer is about to publish version 4
+    assert seen == [3, 3]
+    ends: list[dict[str, Any]] = []
+    waiter = threading.Thread(target=lambda: ends.append(wait("end")))
+    waiter.start()
+    while waiter.is_alive():
+        look()
     waiter.join()
     assert ends[0]["error"] is None
     assert ends[0]["counts"]["rename"] == 20
     assert version_of(holdfast.load(path)) == 21
     assert seen == sorted(seen), "an older version came back"
-    assert len(seen) >= 2
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

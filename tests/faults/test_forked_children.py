@@ -431,3 +431,22 @@ def test_whatever_one_holder_raises_the_others_are_forgotten(capfd: pytest.Captu
 
 def _all(facts: Iterator[bool]) -> None:
     assert all(facts)
+
+
+def test_a_forked_child_does_not_keep_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_WAIT_S", 0.0)
+    reading, writing = os.pipe()
+    lock = locks.DirectoryLock(tmp_path)
+    assert lock.acquire()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has looked
+        os._exit(0)
+    lock.release()
+    again = locks.DirectoryLock(tmp_path)
+    assert again.acquire()
+    again.release()
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)

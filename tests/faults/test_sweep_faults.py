@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._native import writer as writer_module
-from holdfast._native.sweep import sweep
+from holdfast import sweep
 
 StartChild = Callable[..., Callable[[str], dict[str, Any]]]
 StateOf = Callable[..., dict[str, Any]]
@@ -126,15 +125,18 @@ posix_open, posix_fsync, posix_rename = os.open, os.fsync, os.rename
 
 def test_a_rank_that_died_is_missed_by_the_publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock is gone, its data file is swept; the coordinator, which has reports of all, must not publish."""
-    real = writer_module.publish
+    real, is_late = os.open, []
 
-    def late(*args: Any, **kwargs: Any) -> None:
-        writer.close()
-        assert sweep(tmp_path, delete=True).removed_files == 1
-        real(*args, **kwargs)
+    def late(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if not is_late and os.path.basename(name).startswith("index-"):  # the first file of the publisher
+            is_late.append(name)
+            writer.close()
+            assert sweep(tmp_path, delete=True).removed_files == 1
+        return real(name, flags, *args, **kwargs)
 
-    monkeypatch.setattr(writer_module, "publish", late)
+    monkeypatch.setattr(os, "open", late)
     writer = holdfast.NativeWriter(tmp_path / "checkpoint", attempt="a")
     with pytest.raises(holdfast.StorageError, match="not what was written"):
         holdfast.save({"w": torch.ones(3)}, storage_writer=writer)
+    assert len(is_late) == 1
     assert os.listdir(tmp_path / "checkpoint") == []

@@ -1,14 +1,15 @@
-"""Descriptors that are closed once, and what a forked child forgets."""
+"""Descriptors that are closed once, what a forked child forgets, and events."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from holdfast import _process as forks
-from holdfast._process import CLOSED, Descriptor, opened
+from holdfast._process import CLOSED, Descriptor, Event, opened
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
 
@@ -89,3 +90,27 @@ def test_a_child_resets_what_modules_hold(monkeypatch):
 def test_an_object_that_is_gone_is_not_asked():
     Holder()
     assert in_child(lambda: True)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_happens_once_and_for_all() -> None:
+    event = Event()
+    assert not event.is_set()
+    assert not event.wait(0.0)
+    event.set()
+    event.set()
+    assert event.is_set()
+    assert event.wait()
+
+
+def test_all_who_wait_are_woken() -> None:
+    event, woken = Event(), []
+    threads = [threading.Thread(target=lambda: woken.append(event.wait(300))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    event.set()
+    for thread in threads:
+        thread.join(300)
+    assert woken == [True] * 5

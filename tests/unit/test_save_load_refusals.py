@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import holdfast
-from holdfast._io.direct import OutputFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
 
@@ -93,7 +93,13 @@ def never_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a data file was created for a state that cannot be saved")
 
-    monkeypatch.setattr(OutputFile, "make", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)  # each data file is given its room when it is made
+
+
+@pytest.mark.usefixtures("never_opened")
+def test_a_state_that_can_be_saved_would_be_noticed(path: str) -> None:
+    with pytest.raises(holdfast.CheckpointError, match="a data file was created"):
+        holdfast.save({"fine": torch.ones(3)}, path)
 
 
 @pytest.mark.usefixtures("never_opened")

@@ -22,12 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast._io import locks, posix
-from holdfast._native import publish as formats
-from holdfast._native import publish as native_publish
-from holdfast._native.publish import format_at
-from holdfast._native.sweep import sweep
-from holdfast._torch_format import file_systems as torch_publish
+from holdfast import sweep
 from holdfast.cli import app
 from holdfast.interop import convert, use_in_torch
 
@@ -60,6 +55,24 @@ def loaded(path: Path) -> int:
     state = holdfast.load(path)
     assert bool((state["w"] == state["step"]).all())
     return int(state["step"])
+
+
+def format_at(path: Path) -> str:
+    """The format of the checkpoint that counts there."""
+    shown = CliRunner().invoke(app, ["show", str(path)])
+    assert shown.exit_code == 0
+    return "torch" if "in the format of torch.distributed.checkpoint" in " ".join(shown.output.split()) else "native"
+
+
+@contextlib.contextmanager
+def turn_of_another(path: Path) -> Iterator[None]:
+    """Somebody else publishes there: who publishes holds the lock of the directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def loaded_by_torch(path: Path) -> int:
@@ -159,17 +172,21 @@ def test_other_file_systems_and_those_without_locks_refuse(path: Path, monkeypat
 
 
 def steps_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None], stop_after: int) -> int:
-    """How many changes ``action`` made to names; a kill comes right after change ``stop_after``."""
+    """How many files ``action`` made, named, removed or synced; a kill comes right after number ``stop_after``."""
     done = 0
     is_dead = False
 
     def counting(name: str) -> Any:
-        real = getattr(posix, name)
+        real = getattr(os, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal done, is_dead
-            if is_dead:
-                return None  # the dead tidy up nothing
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **kwargs)
+            if is_dead:  # the dead tidy up nothing
+                if name == "open":
+                    raise Killed
+                return None
             if done >= stop_after:
                 is_dead = True
                 raise Killed
@@ -179,8 +196,8 @@ def steps_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None], stop_a
         return call
 
     with monkeypatch.context() as patched:
-        for name in ("write_new", "replace", "remove", "sync_directory"):
-            patched.setattr(posix, name, counting(name))
+        for name in ("open", "rename", "link", "unlink", "fsync"):
+            patched.setattr(os, name, counting(name))
         with contextlib.suppress(Killed):
             action()
     return done
@@ -263,9 +280,9 @@ def test_naming_the_reader_removing_one_or_saving_again_settles_it(both: Path) -
 
 def test_a_note_counts_for_just_the_two_that_it_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(path, "torch", 1)
-    monkeypatch.setattr(formats.Turn, "remove_other", lambda turn: None)
+    monkeypatch.setattr(os, "unlink", lambda *args, **kwargs: None)
     save(path, "native", 2)
-    assert sorted(formats.formats_at(path)) == ["native", "torch"]
+    assert {"manifest.json", ".metadata"} <= set(os.listdir(path))
     assert loaded(path) == 2
     save_by_torch(path, 3)
     with pytest.raises(holdfast.CorruptError, match="holds two checkpoints"):
@@ -275,28 +292,28 @@ def test_a_note_counts_for_just_the_two_that_it_names(path: Path, monkeypatch: p
 def test_a_reader_whose_note_goes_while_it_looks_looks_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(path, "torch", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(formats.Turn, "remove_other", lambda turn: None)
+        patched.setattr(os, "unlink", lambda *args, **kwargs: None)
         save(path, "native", 2)
-    real = formats._notes
+    real, removed = os.listdir, []
 
-    def late(directory: str) -> dict[str, bytes]:
-        os.unlink(path / ".metadata")
-        for note in real(directory):
-            os.unlink(path / note)
+    def late(directory: str) -> list[str]:
+        if not removed:
+            removed.extend([".metadata", *(name for name in real(path) if name.startswith("replaces-"))])
+            for name in removed:
+                os.unlink(path / name)
         return real(directory)
 
-    monkeypatch.setattr(formats, "_notes", late)
-    assert format_at(path) == "native"
+    monkeypatch.setattr(os, "listdir", late)
+    assert loaded(path) == 2
+    assert len(removed) == 2
 
 
 def test_a_note_that_nobody_needs_is_swept_unless_somebody_publishes(path: Path) -> None:
     save(path, "native", 1)
     note = path / "replaces-dead.tmp"
     note.write_text("native counts of native 1 and torch 2\n")
-    lock = locks.DirectoryLock(path)
-    assert lock.acquire()
-    assert sweep(path, delete=True).leftovers == ()
-    lock.release()
+    with turn_of_another(path):
+        assert sweep(path, delete=True).leftovers == ()
     assert sweep(path).dead[0].files == (note.name,)
     assert note.exists()
     assert sweep(path, delete=True).removed_files == 1
@@ -378,19 +395,16 @@ def test_two_savers_of_one_name_leave_nothing_of_what_they_replaced(
 ) -> None:
     """The first one publishes while the second one is about to: who looked too early would miss its files."""
     save(path, kind, 1)
-    module: Any = native_publish if kind == "native" else torch_publish
-    look = "_published_files" if kind == "native" else "_named_files"
-    real, ready, goes_on = getattr(module, look), threading.Event(), threading.Event()
+    rename, ready, goes_on = os.rename, threading.Event(), threading.Event()
     second = threading.Thread(target=save, args=(path, kind, 3))
 
-    def looking(*args: Any) -> Any:
-        found = real(*args)
+    def renaming(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread() is second:
             ready.set()
-            goes_on.wait(300)
-        return found
+            assert goes_on.wait(300)
+        rename(*args, **kwargs)
 
-    monkeypatch.setattr(module, look, looking)
+    monkeypatch.setattr(os, "rename", renaming)
     second.start()
     assert ready.wait(300)
     first = threading.Thread(target=save, args=(path, kind, 2))
@@ -416,18 +430,18 @@ def test_names_of_files_that_somebody_may_still_read_are_not_used_again(path: Pa
 def test_a_saver_in_torchs_format_whose_names_another_one_took_meanwhile_uses_others(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = torch_publish.file_prefixes
-    monkeypatch.setattr(
-        "holdfast._torch_format.writer.file_prefixes", lambda *args, **kwargs: [real(*args, **kwargs), save_first()][0]
-    )
-    saved = []
+    real, taken = os.open, []
 
-    def save_first() -> None:
-        if not saved:
-            saved.append(True)
+    def open_late(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT and not taken and str(name).endswith(".distcp"):
+            taken.append(str(name))
             save(path, "torch", 1)
+            assert os.path.exists(name)
+        return real(name, flags, *args, **kwargs)
 
+    monkeypatch.setattr(os, "open", open_late)
     save(path, "torch", 2)
+    assert len(taken) == 1
     assert loaded(path) == loaded_by_torch(path) == 2
     assert len(os.listdir(path)) == 2
 
@@ -471,35 +485,11 @@ def test_a_checkpoint_of_many_files_needs_few_open_ones(
 
 def test_a_saver_that_was_stopped_in_its_turn_does_not_stop_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(path, "native", 1)
-    monkeypatch.setattr(locks, "_WAIT_S", 0.0)
-    lock, other = locks.DirectoryLock(path), locks.DirectoryLock(path)
-    assert lock.acquire()
-    assert not other.acquire()
-    save(path, "native", 2)
-    with pytest.raises(holdfast.AlreadyPublishedError, match="may not replace"):
-        save(path, "torch", 3)
-    lock.release()
-    other.release()
+    monkeypatch.setattr("holdfast._io.locks._WAIT_S", 0.0)
+    with turn_of_another(path):
+        save(path, "native", 2)
+        with pytest.raises(holdfast.AlreadyPublishedError, match="may not replace"):
+            save(path, "torch", 3)
     assert loaded(path) == 2
     save(path, "torch", 4)
     assert loaded(path) == 4
-
-
-def test_a_forked_child_does_not_keep_the_turn(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(path, "native", 1)
-    monkeypatch.setattr(locks, "_WAIT_S", 0.0)
-    reading, writing = os.pipe()
-    lock = locks.DirectoryLock(path)
-    assert lock.acquire()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)  # until the parent has looked
-        os._exit(0)
-    lock.release()
-    again = locks.DirectoryLock(path)
-    assert again.acquire()
-    again.release()
-    os.close(writing)
-    os.waitpid(child, 0)
-    os.close(reading)

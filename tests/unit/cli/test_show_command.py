@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast._native.writer import NativeWriter
+from holdfast import NativeWriter
 from holdfast.cli import app
 
 ODD_NAMES = ["[red]x[/red]", "[/]", ":smile:", "日本語", "a.b.c", "sp ace", "[link=file:///x]", "%s", "\\n"]

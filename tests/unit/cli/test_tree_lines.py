@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from holdfast._state.nested import Path, TupleIndex, TypedKey
+import pytest
+import torch
+
+import holdfast
 from holdfast.cli.leaves import Leaf
 from holdfast.cli.show import tree_lines
+
+LEAF = torch.ones(1)
+
+
+def step_into(container: Any, tmp_path: Path) -> Any:
+    """The last element of the path to the one tensor in ``container``, as a checkpoint has it."""
+    metadata = holdfast.save({"a": container}, tmp_path / "checkpoint")
+    (path,) = metadata.paths.values()
+    return path[-1]
 
 
 def value_at(*path: str | int) -> Leaf:
     return Leaf(key=".".join(map(str, path)), path=path, kind="value", value=1)
 
 
-def tensor_at(path: Path, nbytes: int, alias_of: str | None = None) -> Leaf:
+def tensor_at(path: tuple[str, ...], nbytes: int, alias_of: str | None = None) -> Leaf:
     return Leaf(
         key=".".join(map(str, path)),
         path=path,
@@ -49,26 +62,26 @@ def test_the_order_of_the_state_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("element", "label"),
+    ("container", "label"),
     [
-        ("0", "'0'"),
-        ("-1", "'-1'"),
-        (0, "[0]"),
-        (TupleIndex(0), "(0)"),
-        (TypedKey(0), "0"),
-        (TypedKey((1, "a")), "(1, 'a')"),
-        (TypedKey(None), "None"),
-        ("[red]", "[red]"),
-        ("a\nb", r"'a\nb'"),
-        ("", "''"),
+        ({"0": LEAF}, "'0'"),
+        ({"-1": LEAF}, "'-1'"),
+        ([LEAF], "[0]"),
+        ((LEAF,), "(0)"),
+        ({0: LEAF}, "0"),
+        ({(1, "a"): LEAF}, "(1, 'a')"),
+        ({None: LEAF}, "None"),
+        ({"[red]": LEAF}, "[red]"),
+        ({"a\nb": LEAF}, r"'a\nb'"),
+        ({"": LEAF}, "''"),
     ],
 )
-def test_labels_tell_keys_and_positions_apart(element: str | int, label: str) -> None:
-    assert drawn([value_at(element)]) == [f"└─ {label}"]
+def test_labels_tell_keys_and_positions_apart(tmp_path: Path, container: Any, label: str) -> None:
+    assert drawn([value_at(step_into(container, tmp_path))]) == [f"└─ {label}"]
 
 
-def test_keys_that_only_look_alike_are_two_branches() -> None:
-    leaves = [value_at("0", "a"), value_at(TypedKey(0), "b")]
+def test_keys_that_only_look_alike_are_two_branches(tmp_path: Path) -> None:
+    leaves = [value_at("0", "a"), value_at(step_into({0: LEAF}, tmp_path), "b")]
     assert drawn(leaves) == ["├─ '0'", "│  └─ a", "└─ 0", "   └─ b"]
 
 

@@ -130,7 +130,11 @@ def test_failures_that_happen_together_are_told_together() -> None:
         if ranks.rank in (1, 3):
             raise (NotFoundError if ranks.rank == 1 else ValueError)(f"of {ranks.rank}")
 
-    found = job.run(lambda ranks: ranks.all_reduce("reading", lambda: local(ranks), lambda parts: None))
+    until_all_have_told = Patience(beat_s=0.05, progress_s=math.inf, settle_s=math.inf)
+    found = job.run(
+        lambda ranks: ranks.all_reduce("reading", lambda: local(ranks), lambda parts: None),
+        patience=until_all_have_told,
+    )
     for error in found:
         assert type(error) is NotFoundError
         assert str(error) == "rank 1: of 1"

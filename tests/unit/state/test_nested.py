@@ -20,10 +20,12 @@ from holdfast._state.nested import (
     flatten,
     is_one_value,
     path_key,
+    restorable_paths,
     set_element,
     unflatten,
 )
 from holdfast.errors import InvalidStateError
+from holdfast.metadata import BytesStorageMetadata, Metadata
 
 # --- keys and paths ---------------------------------------------------------------------------------------------------
 
@@ -254,3 +256,30 @@ def test_braces_in_keys_are_only_braces() -> None:
     loop.append(loop)
     with pytest.raises(InvalidStateError, match=r"'\{0\}\.0'"):
         check_containers({"{0}": loop})
+
+
+# --- the nesting that metadata tells ----------------------------------------------------------------------------------
+
+
+def nested_by(paths: dict[str, Any]) -> dict[Any, Any]:
+    metadata = Metadata({key: BytesStorageMetadata() for key in paths}, planner_data=paths)
+    return unflatten({key: key for key in paths}, restorable_paths(metadata))
+
+
+def test_nesting_is_restored() -> None:
+    assert nested_by({"a.0.x": ("a", 0, "x"), "a.1": ("a", 1), "b": ("b",)}) == {
+        "a": [{"x": "a.0.x"}, "a.1"],
+        "b": "b",
+    }
+
+
+def test_what_does_not_fit_together_stays_at_the_top() -> None:
+    assert nested_by({"a.0": ("a", 0), "a.x": ("a", "x")}) == {"a": ["a.0"], "a.x": "a.x"}
+    assert nested_by({"a": ("a",), "a.x": ("a", "x")}) == {"a": "a", "a.x": "a.x"}
+    assert nested_by({"a.x": ("a", "x"), "a": ("a",)}) == {"a.x": "a.x", "a": "a"}
+    assert nested_by({"a": None, "b": 7, "c": ()}) == {"a": "a", "b": "b", "c": "c"}
+
+
+def test_without_paths_everything_is_at_the_top() -> None:
+    metadata = Metadata({"a.b": BytesStorageMetadata()}, planner_data=None)
+    assert restorable_paths(metadata) == {}

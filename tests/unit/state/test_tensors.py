@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import warnings
@@ -33,7 +34,7 @@ from holdfast._state.tensors import (
 )
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import DTYPES
-from holdfast.errors import CorruptError, InvalidStateError
+from holdfast.errors import CorruptError, InvalidStateError, StorageError
 
 # --- what can be stored, and what can be filled -----------------------------------------------------------------------
 
@@ -370,3 +371,24 @@ def test_what_has_no_telling_text_is_not_looked_at() -> None:
 
 def test_text_with_lone_surrogates_has_a_fingerprint() -> None:
     assert fingerprint_of_value("\ud800") != 0
+
+
+# --- room for what a checkpoint claims to hold ------------------------------------------------------------------------
+
+
+def test_room_that_cannot_be_had_is_a_storage_error() -> None:
+    for make in (
+        lambda: empty_tensor((1 << 60,), torch.uint8),
+        lambda: empty_tensor((1 << 59,), torch.complex32),
+        lambda: empty_quantized(torch.Size([1 << 60]), torch.qint8, {"scale": 0.5, "zero_point": 0}),
+    ):
+        with pytest.raises(StorageError, match="cannot allocate") as caught:
+            make()
+        assert caught.value.errno == errno.ENOMEM
+        assert "\n" not in caught.value.message
+
+
+def test_a_quantizer_that_torch_does_not_take_is_damage() -> None:
+    quantizer = {"scheme": "per_tensor_affine", "scale": 0.5, "zero_point": 1 << 70}
+    with pytest.raises(CorruptError, match="quantizer"):
+        empty_quantized(torch.Size([1]), torch.qint8, quantizer)

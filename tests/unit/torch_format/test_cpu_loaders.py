@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._torch_format import items as loaders
-from holdfast._torch_format.items import tensor_loader
 from holdfast.filesystem import FileSystemReader, FileSystemWriter, _OverlappingCpuLoader, _SerialCpuLoader
 
 
@@ -50,7 +48,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         yield
 
     module = SimpleNamespace(current_stream=lambda: current, stream=stream, entered=entered, current=current)
-    monkeypatch.setattr(loaders, "accelerator_type", lambda: "pretend")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="pretend"))
     monkeypatch.setattr(torch, "get_device_module", lambda name: {"pretend": module}[name])
     return module
 
@@ -121,11 +120,21 @@ def test_an_overlapping_loader_takes_a_stream_of_its_own(pretend: SimpleNamespac
     assert (own.synchronized, pretend.current.synchronized) == (1, 0)
 
 
-def test_the_overlapping_one_is_chosen_only_where_it_helps(pretend: SimpleNamespace) -> None:
-    resolve = Resolving()
-    assert type(tensor_loader(resolve, thread_count=1, copy_ahead=5)) is _OverlappingCpuLoader
-    assert type(tensor_loader(resolve, thread_count=2, copy_ahead=5)) is _SerialCpuLoader
-    assert type(tensor_loader(resolve, thread_count=1, copy_ahead=0)) is _SerialCpuLoader
+@pytest.mark.parametrize(
+    ("options", "is_chosen"),
+    [
+        ({}, True),
+        ({"thread_count": 2}, False),
+        ({"per_thread_copy_ahead": 0}, False),
+    ],
+    ids=["one thread", "two threads", "nothing ahead"],
+)
+def test_the_overlapping_one_is_chosen_only_where_it_helps(
+    pretend: SimpleNamespace, path: str, options: dict[str, Any], is_chosen: bool
+) -> None:
+    state = {"a": torch.zeros(30), "b": torch.zeros(1)}
+    holdfast.save(state, storage_writer=FileSystemWriter(path, _extensions=[Identity()], **options))
+    assert bool(pretend.entered) is is_chosen
 
 
 @pytest.mark.parametrize(
@@ -152,9 +161,9 @@ def test_a_writer_of_streams_copies_ahead(
     assert bool(pretend.entered) is (order[1] == "c")
 
 
-def test_without_an_accelerator_there_is_only_the_serial_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_accelerator_there_is_only_the_serial_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert type(tensor_loader(Resolving(), thread_count=1, copy_ahead=5)) is _SerialCpuLoader
+    holdfast.save({"a": torch.zeros(30)}, storage_writer=FileSystemWriter(path, _extensions=[Identity()]))
     with pytest.raises(RuntimeError, match="no accelerator"):
         _OverlappingCpuLoader(Resolving())
 

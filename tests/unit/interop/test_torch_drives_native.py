@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
 import json
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import holdfast
 from holdfast import NativeReader, NativeWriter
-from holdfast._native import writer as native_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -275,11 +275,12 @@ def test_cached_plans_bring_an_old_attempt_which_is_not_used_again(path: str) ->
 
 
 def fail(*arguments: Any, **options: Any) -> None:
-    raise OSError("the disk is gone")
+    raise OSError(errno.EIO, "the disk is gone")
 
 
 def test_the_coordinator_sweeps_when_it_cannot_publish(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_writer, "publish", fail)
+    monkeypatch.setattr(os, "rename", fail)
+    monkeypatch.setattr(os, "link", fail)
     with pytest.raises(dcp.CheckpointException, match="the disk is gone"):
         dcp.save({"a": torch.zeros(4)}, storage_writer=NativeWriter(path))
     assert os.listdir(path) == []
