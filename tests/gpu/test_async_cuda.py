@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -195,6 +197,7 @@ def test_without_room_for_a_clone_the_state_is_copied(
     state = many_kinds()
     expected = expected_of(state)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 1 << 50))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)  # nothing is kept for later either
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="device"))
     assert "no room for a clone" in caplog.text
@@ -269,13 +272,28 @@ def test_stagers_copy_from_the_device(tmp_path: Path, make: Callable[[], Any]) -
     stager.close()
 
 
+@contextlib.contextmanager
+def busy_stream() -> Iterator[torch.cuda.Event]:
+    """The current stream is at work until the block ends; an event that comes after that work."""
+    is_done = torch.zeros(1, dtype=torch.int32).pin_memory()
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+    assert wait(stream, ctypes.c_uint64(is_done.data_ptr()), ctypes.c_uint32(1), ctypes.c_uint(0)) == 0
+    try:
+        yield torch.cuda.current_stream().record_event()
+    finally:
+        is_done.fill_(1)
+
+
+@pytest.mark.timeout(120)  # whoever waits for the stream never ends
 def test_steps_go_on_while_a_save_is_written(tmp_path: Path) -> None:
     """The copies are not in the way of the caller's stream, and nobody synchronises the device."""
     state = {"a": random(300_000_000)}
     prewarm(state)
-    torch.cuda._sleep(1_000_000_000)  # half a second of work on the caller's stream
-    busy = torch.cuda.current_stream().record_event()
-    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap"))
-    assert not busy.query(), "the call waited for the device"
+    torch.cuda.synchronize()
+    with busy_stream() as busy:
+        handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(stage="overlap"))
+        assert not busy.query()
+        assert not handle.done()
     handle.result()
     assert_stored(tmp_path / "checkpoint", expected_of(state))
