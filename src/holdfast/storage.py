@@ -21,7 +21,7 @@ from torch.futures import Future
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import Columns
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
-from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns
+from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns, is_overridden
 
 if TYPE_CHECKING:
     from holdfast._ranks.ranks import Ranks
@@ -133,9 +133,6 @@ class StorageReader(abc.ABC):
     is_always_whole: bool = False
     """Whether the chunks in its metadata are known to make up every tensor, and no rank has metadata of its own."""
 
-    keeps_plans: bool = False
-    """Whether ``prepare_local_plan`` and ``prepare_global_plan`` leave all plans as they are."""
-
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load, from ``checkpoint_id`` when it is given."""
@@ -152,13 +149,18 @@ class StorageReader(abc.ABC):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Get ready to read the checkpoint that ``metadata`` describes."""
 
-    @abc.abstractmethod
+    @property
+    def keeps_plans(self) -> bool:
+        """Whether the storage leaves all plans as they are, so that they need not travel."""
+        return not is_overridden(self, StorageReader, "prepare_local_plan", "prepare_global_plan")
+
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The local plan, with what the storage wants to add to it."""
+        return plan
 
-    @abc.abstractmethod
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """All plans, with what the storage wants to tell each rank in ``storage_data``."""
+        return plans
 
     @abc.abstractmethod
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

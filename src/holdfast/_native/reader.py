@@ -29,7 +29,7 @@ from holdfast._values.box import Box
 from holdfast._values.lazy import cached_property
 from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, is_overridden, read_columns
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
 from holdfast.planner_helpers import check_resolved
 from holdfast.storage import StorageReader, ValueBuffer, finished
 
@@ -62,11 +62,6 @@ class NativeReader(StorageReader):
         self._shares_next_read = False
 
     is_always_whole = True
-
-    @property
-    def keeps_plans(self) -> bool:  # type: ignore[override]
-        """Unless a subclass does something with them."""
-        return not is_overridden(self, NativeReader, "prepare_local_plan", "prepare_global_plan")
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
@@ -135,12 +130,6 @@ class NativeReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Make sure that manifest and index are there."""
         _ = self.catalog
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; every byte is verified before this returns, unless ``verify`` is off."""

@@ -183,12 +183,6 @@ class FileSystemReader(Located, StorageReader):
         entries = metadata.state_dict_metadata.items()
         self._dtypes = {key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")}
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; ``verify`` says what is checked on the way."""
         plan, planner = final_load_plan(plan, planner, allow_pickle=self.allow_pickle)

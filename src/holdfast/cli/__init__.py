@@ -7,12 +7,10 @@ published checkpoint, unless ``convert`` is told to replace its target.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import sys
-from collections.abc import Iterator
 from enum import Enum
 from typing import Annotated, Any
 
@@ -27,6 +25,7 @@ import holdfast
 from holdfast._native.sweep import Leftover
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import (
+    as_options,
     counted,
     error_console,
     one_line,
@@ -46,16 +45,6 @@ Examples:
   holdfast verify checkpoints/step-100
   holdfast convert checkpoints/step-100 model.pt --to pt
   holdfast sweep checkpoints"""
-
-# How messages of the library name what is an option here.
-_OPTIONS = {
-    "overwrite=True": "--overwrite",
-    "allow_pickle=True": "--allow-pickle",
-    "verify=False": "--no-verify",
-    "max_bytes=": "--max-bytes ",
-    "the level": "--level",
-    "level and sample": "--level and --sample",
-}
 
 
 class _ErrorsAsLines(typer.core.TyperGroup):
@@ -99,21 +88,6 @@ def every_command(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-@contextlib.contextmanager
-def _as_options() -> Iterator[None]:
-    """Have errors name options of the command line; what is wrong with the arguments ends with exit code 2."""
-    try:
-        yield
-    except (CheckpointError, ValueError) as error:
-        message = str(error)
-        for argument, option in _OPTIONS.items():
-            message = message.replace(argument, option)
-        if not isinstance(error, CheckpointError):
-            raise typer.BadParameter(message) from None
-        error.args = (message,)
-        raise
 
 
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
@@ -160,7 +134,7 @@ def verify_command(
 
     A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
     """
-    with _as_options(), progress_bar("verifying") as on_progress:
+    with as_options(), progress_bar("verifying") as on_progress:
         report = holdfast.verify(path, level=level.value, sample=_part(sample), on_progress=on_progress)
     if as_json:
         typer.echo(json.dumps(_verify_json(path, report)))
@@ -263,7 +237,7 @@ def convert_command(
     What SRC is, is found out. Tensors pass through in pieces, so memory stays small; values keep their types. DST
     appears whole or not at all. Exits with 1 when SRC is damaged or not there, or something in it cannot be kept.
     """
-    with _as_options(), progress_bar("converting") as on_progress:
+    with as_options(), progress_bar("converting") as on_progress:
         done = holdfast.convert(
             source,
             target,
@@ -320,7 +294,7 @@ def sweep_command(
     writer holds locks, which the kernel drops when it dies. Links are not followed. Exits with 0, or with 1 when ROOT
     is missing or something could not be looked at or removed.
     """
-    with _as_options():
+    with as_options():
         report = holdfast.sweep(root, delete=delete, attempts=attempt or ())
     if as_json:
         fields = {"deleted": delete, **dataclasses.asdict(report), "removed_files": report.removed_files}

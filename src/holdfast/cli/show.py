@@ -27,6 +27,7 @@ from rich.text import Text
 from holdfast._native.values import decode_value
 from holdfast._state.nested import PathElement, TupleIndex, TypedKey
 from holdfast.cli.leaves import Contents, Leaf, StoredChunk, Totals, contents_of
+from holdfast.errors import CheckpointError
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -51,6 +52,32 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True) as progress:
         task = progress.add_task(doing, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+# How messages of the library name what is an option here.
+_OPTIONS = {
+    "overwrite=True": "--overwrite",
+    "allow_pickle=True": "--allow-pickle",
+    "verify=False": "--no-verify",
+    "max_bytes=": "--max-bytes ",
+    "the level": "--level",
+    "level and sample": "--level and --sample",
+}
+
+
+@contextlib.contextmanager
+def as_options() -> Iterator[None]:
+    """Have errors name options of the command line; what is wrong with the arguments ends with exit code 2."""
+    try:
+        yield
+    except (CheckpointError, ValueError) as error:
+        message = str(error)
+        for argument, option in _OPTIONS.items():
+            message = message.replace(argument, option)
+        if not isinstance(error, CheckpointError):
+            raise typer.BadParameter(message) from None
+        error.args = (message,)
+        raise
 
 
 def one_line(text: str) -> str:
@@ -195,10 +222,8 @@ def show_command(
     A tree of its keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others read
     "= key". Only the manifest and the index are read; of a checkpoint in torch's own format, its metadata.
     """
-    try:
+    with as_options():
         contents = contents_of(path, pattern)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     if as_json:
         typer.echo(json.dumps(_as_json(path, contents, with_chunks=chunks)))
         return
