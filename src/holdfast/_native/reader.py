@@ -60,6 +60,7 @@ class NativeReader(StorageReader):
         self._files: LocalFiles | None = None
         self._exchange: Exchange | None = None
         self._shares_next_read = False
+        self._is_open_on_ranks = False  # and whoever asks for the metadata next gets what was read for all
 
     is_always_whole = True
 
@@ -105,7 +106,9 @@ class NativeReader(StorageReader):
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
-        self.close()
+        is_open, self._is_open_on_ranks = self._is_open_on_ranks, False
+        if not is_open:
+            self.close()
         return metadata_for_both(self.catalog.metadata())
 
     def read_metadata_once(self, ranks: Ranks, *, between_hosts: bool) -> Metadata | None:
@@ -117,7 +120,8 @@ class NativeReader(StorageReader):
         self._exchange, self._shares_next_read = opened.exchange, True
         self._catalog, self.catalog_bytes_read = opened.catalog, opened.bytes_read
         self._files = opened.catalog.data_files()
-        return metadata_for_both(opened.catalog.metadata())
+        self._is_open_on_ranks = True
+        return self.read_metadata()
 
     def check_files(self) -> None:
         self.catalog.check_files()
