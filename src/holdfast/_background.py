@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from holdfast._io.images import ImageFiles
+from holdfast._io.mapping import ImageFiles
 from holdfast._io.slabs import SLAB_BYTES
 from holdfast._native.file_layout import Copy, StagedFiles
 from holdfast._native.report import report_of

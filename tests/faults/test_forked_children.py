@@ -22,7 +22,7 @@ import holdfast
 from holdfast import AsyncCheckpointerType
 from holdfast import _process as forks
 from holdfast._io import locks, mapping, posix
-from holdfast._io.images import ImageFiles
+from holdfast._io.mapping import ImageFiles
 from holdfast._io.pipeline import run_ahead, run_bounded
 from holdfast._process import Descriptor
 from holdfast._ranks.ranks import participants
@@ -105,7 +105,7 @@ NORMAL_EXIT = """
 import os, sys, threading
 import torch
 import holdfast
-from holdfast._io.images import ImageFiles
+from holdfast._io.mapping import ImageFiles
 from holdfast._staging.process import ProcessOutput
 
 torch.set_num_threads(1)

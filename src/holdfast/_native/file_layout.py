@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast._io.direct import ALIGNMENT
-from holdfast._io.images import FileImage, WrittenImage
+from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
 from holdfast._native.report import (

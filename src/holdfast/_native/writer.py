@@ -15,7 +15,7 @@ import torch
 from torch.futures import Future
 
 from holdfast._io import posix
-from holdfast._io.images import FileImage, WrittenImage
+from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._io.slabs import uses_cuda
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
 from holdfast._native.merge import merge_reports

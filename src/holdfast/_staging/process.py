@@ -35,8 +35,7 @@ import xxhash
 
 from holdfast import _process
 from holdfast._io import posix
-from holdfast._io.images import FileImage, ImageFiles, WrittenImage
-from holdfast._io.mapping import attach
+from holdfast._io.mapping import FileImage, ImageFiles, WrittenImage, attach
 from holdfast._io.pipeline import run_ahead
 from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError, StorageError

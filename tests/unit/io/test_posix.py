@@ -18,7 +18,7 @@ from output_files import new_output
 
 from holdfast._io import posix
 from holdfast._io.direct import InputFile
-from holdfast._io.images import FileImage
+from holdfast._io.mapping import FileImage
 from holdfast._staging.process import Answer, Done, Moved, ProcessOutput, WriterProcess
 from holdfast._values.deadline import Progress
 from holdfast.errors import AlreadyPublishedError, CorruptError, StorageError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._io import images as image_files
-from holdfast._io.images import ImageFiles
+from holdfast._io import mapping as image_files
+from holdfast._io.mapping import ImageFiles
 from holdfast._native import file_layout as image_module
 from holdfast._native import packer
 from holdfast._native.file_layout import Image, pack_order
