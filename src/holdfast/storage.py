@@ -1,7 +1,7 @@
 """The storage protocol: how items reach a medium and come back, under torch's names and call order.
 
 A writer sees, on every rank: reset (when an id is given), set_up_storage_writer, prepare_local_plan, [coordinator:
-prepare_global_plan], write_data, [coordinator: finish]; then ``close``, or ``abandon`` when the save failed.
+prepare_global_plan], write_data, [coordinator: finish]; then ``conclude``, or ``abandon`` when the save failed.
 A reader sees: reset, read_metadata, set_up_storage_reader, prepare_local_plan, [coordinator: prepare_global_plan],
 read_data, close.
 """

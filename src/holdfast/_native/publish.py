@@ -14,8 +14,7 @@ other format: only one at a time removes what is not its own, so that no two can
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
 then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
 again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
-lock file, no clock. Savers take turns at it, so that each knows what it replaces; ``formats`` tells how it replaces a
-checkpoint in torch's format.
+lock file, no clock.
 
 The lock of the index is held from the moment it exists until the checkpoint is published, and only then are the data
 files looked at for the last time. A sweep holds that lock while it removes anything of an attempt: so either it is
