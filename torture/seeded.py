@@ -352,7 +352,7 @@ CHECKED = {
         *_DAMAGE,
     ),
     "_native/paths.py": ("tests/unit/native/test_paths.py",),
-    "_native/merge.py": ("tests/unit/native/test_merge.py",),
+    "_native/merge.py": ("tests/unit/native/test_merge.py", "tests/unit/test_save_reports.py"),
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
     "_native/publish.py": (*_PUBLISH, *_FORMATS, "tests/faults/test_storage_failures.py"),

@@ -1,102 +1,127 @@
-"""What the coordinator refuses to publish: reports of the ranks that do not make up what was planned."""
+"""What the coordinator refuses to publish: results of the ranks that do not make up what was planned."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 import holdfast
-from holdfast._native import writer as writer_module
-from holdfast._native.merge import merge_reports
-from holdfast._native.report import WriteReport
 from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata
+from holdfast.storage import WriteResult
+
+Ranks = list[list[WriteResult]]
+Change = Callable[[Metadata, list[WriteResult]], tuple[Metadata, Ranks]]
 
 
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Metadata, WriteReport]:
-    """What a save of two tensors, one tied twice, and a value planned, and what its one rank reported."""
-    seen: list[tuple[Metadata, WriteReport]] = []
+class Changing(holdfast.NativeWriter):
+    """A writer whose coordinator gets something else than what was planned and written."""
 
-    def merging(metadata: Metadata, reports: list[WriteReport], **options: Any) -> Any:
-        seen.append((metadata, reports[0]))
-        return merge_reports(metadata, reports, **options)
+    def __init__(self, path: Path, change: Change) -> None:
+        super().__init__(path, attempt="a")
+        self._change = change
 
-    monkeypatch.setattr(writer_module, "merge_reports", merging)
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        (result,) = results
+        metadata, changed = self._change(metadata, list(result))
+        super().finish(metadata, changed)
+
+
+def save(path: Path, change: Change) -> None:
+    """A save of two tensors, one tied twice, and a value."""
     weight = torch.arange(6.0)
-    holdfast.save({"weight": weight, "tied": weight, "bias": torch.ones(2), "step": 1}, tmp_path / "checkpoint")
-    return seen[0]
+    state = {"weight": weight, "tied": weight, "bias": torch.ones(2), "step": 1}
+    holdfast.save(state, storage_writer=Changing(path, change))
 
 
-def merge(metadata: Metadata, *reports: WriteReport) -> Any:
-    return merge_reports(metadata, reports, attempt="a", versions=("1", "2", "3"), user_metadata={})
+def refuse(path: Path, error: type[Exception], words: str, change: Change) -> Any:
+    with pytest.raises(error, match=words) as caught:
+        save(path, change)
+    assert os.listdir(path) == []
+    return caught.value
 
 
-def test_what_was_planned_and_written_is_merged(saved: tuple[Metadata, WriteReport]) -> None:
-    manifest, index = merge(*saved)
-    assert sorted(entry.key for entry in manifest.tensors) == ["bias", "tied", "weight"]
-    assert [entry.key for entry in manifest.values] == ["step"]
-    assert len(index) == manifest.index.bytes
+def stored(result: WriteResult, **changes: Any) -> WriteResult:
+    """The result, with something else about the chunk."""
+    return dataclasses.replace(result, storage_data=dataclasses.replace(result.storage_data, **changes))
 
 
-def test_a_value_that_nobody_wrote_is_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    with pytest.raises(InternalError, match="'step' was planned but no rank wrote it"):
-        merge(metadata, dataclasses.replace(report, values={}))
+def tensor(result: WriteResult, **changes: Any) -> WriteResult:
+    """The result, with something else about the tensor; of a tied one there is no chunk."""
+    if result.size_in_bytes == 0:
+        return dataclasses.replace(result, storage_data=msgspec.structs.replace(result.storage_data, **changes))
+    return stored(result, tensor=msgspec.structs.replace(result.storage_data.tensor, **changes))
 
 
-def without(report: WriteReport, key: str) -> WriteReport:
-    """The report of a plan without that key, of which it wrote as much as before."""
-    columns, number = report.columns, report.columns.keys.index(key)
-    heads = [None if which == number else head for which, head in enumerate(columns.heads)]
-    return dataclasses.replace(report, plan=dataclasses.replace(columns, heads=heads))
+def without(key: str) -> Change:
+    return lambda metadata, results: (metadata, [[result for result in results if result.index.fqn != key]])
 
 
-def test_a_tensor_that_nobody_wrote_is_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    with pytest.raises(InternalError, match="'tied' was planned but no rank wrote it"):
-        merge(metadata, without(report, "tied"))
+def with_other(key: str, change: Callable[[WriteResult], WriteResult]) -> Change:
+    return lambda metadata, results: (
+        metadata,
+        [[change(result) if result.index.fqn == key else result for result in results]],
+    )
 
 
-def test_a_tensor_that_nobody_planned_is_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    less = {key: value for key, value in metadata.state_dict_metadata.items() if key != "bias"}
-    with pytest.raises(InternalError, match="a rank wrote a key that the metadata does not have"):
-        merge(dataclasses.replace(metadata, state_dict_metadata=less), report)
+def test_what_was_planned_and_written_is_merged(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", lambda metadata, results: (metadata, [results]))
+    loaded = holdfast.load(tmp_path / "checkpoint")
+    assert {key: loaded[key].tolist() for key in ("weight", "tied", "bias")} == {
+        "weight": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+        "tied": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+        "bias": [1.0, 1.0],
+    }
+    assert loaded["step"] == 1
+    with holdfast.open(tmp_path / "checkpoint") as checkpoint:
+        assert checkpoint["tied"].alias_of == "weight"
 
 
-def test_ranks_that_wrote_one_key_differently_are_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    tensors = {key: msgspec.structs.replace(tensor, dtype="int32") for key, tensor in report.written.items()}
-    with pytest.raises(InvalidStateError, match=r"was written as float32 .* and as int32"):
-        merge(metadata, report, dataclasses.replace(report, tensors=tensors))
+@pytest.mark.parametrize("key", ["step", "tied", "bias"])
+def test_a_key_that_nobody_wrote_is_refused(tmp_path: Path, key: str) -> None:
+    refuse(tmp_path, InternalError, f"'{key}' was planned but no rank wrote it", without(key))
 
 
-def test_chunks_that_do_not_tile_are_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    columns = report.columns
-    lo = columns.lo.copy()
-    lo[columns.key == columns.keys.index("weight"), 0] = 1
-    with pytest.raises(InvalidStateError, match=r"what was written of 'weight' is not whole") as caught:
-        merge(metadata, dataclasses.replace(report, plan=dataclasses.replace(columns, lo=lo)))
-    assert caught.value.key == "weight"
+def test_a_tensor_that_nobody_planned_is_refused(tmp_path: Path) -> None:
+    def change(metadata: Metadata, results: list[WriteResult]) -> tuple[Metadata, Ranks]:
+        less = {key: entry for key, entry in metadata.state_dict_metadata.items() if key != "bias"}
+        return dataclasses.replace(metadata, state_dict_metadata=less), [results]
+
+    refuse(tmp_path, InternalError, "a rank wrote a key that the metadata does not have", change)
 
 
-def test_a_chunk_outside_of_its_file_is_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    with pytest.raises(InvalidStateError, match="what rank 0 wrote is not whole"):
-        merge(metadata, dataclasses.replace(report, offset=report.offset + np.int64(4096)))
+def test_ranks_that_wrote_one_key_differently_are_refused(tmp_path: Path) -> None:
+    def change(metadata: Metadata, results: list[WriteResult]) -> tuple[Metadata, Ranks]:
+        chunks = [result for result in results if result.index.fqn != "step"]
+        return metadata, [results, [tensor(result, dtype="int32") for result in chunks]]
+
+    refuse(tmp_path, InvalidStateError, r"was written as float32 .* and as int32", change)
 
 
-def test_an_alias_of_a_tensor_that_nobody_wrote_is_refused(saved: tuple[Metadata, WriteReport]) -> None:
-    metadata, report = saved
-    tied = msgspec.structs.replace(report.written["tied"], alias_of="nothing")
-    with pytest.raises(InvalidStateError, match="'nothing', which nobody wrote") as caught:
-        merge(metadata, dataclasses.replace(report, tensors={"tied": tied}))
-    assert caught.value.key == "tied"
+def test_chunks_that_do_not_tile_are_refused(tmp_path: Path) -> None:
+    change = with_other("weight", lambda result: stored(result, lo=(1,)))
+    error = refuse(tmp_path, InvalidStateError, r"what was written of 'weight' is not whole", change)
+    assert error.key == "weight"
+
+
+def test_a_chunk_outside_of_its_file_is_refused(tmp_path: Path) -> None:
+    change = with_other("weight", lambda result: stored(result, offset=result.storage_data.offset + 4096))
+    refuse(tmp_path, InvalidStateError, "what rank 0 wrote is not whole", change)
+
+
+def test_a_chunk_without_its_digests_is_refused(tmp_path: Path) -> None:
+    change = with_other("weight", lambda result: stored(result, digests=()))
+    refuse(tmp_path, InvalidStateError, "what rank 0 wrote is not whole", change)
+
+
+def test_an_alias_of_a_tensor_that_nobody_wrote_is_refused(tmp_path: Path) -> None:
+    change = with_other("tied", lambda result: tensor(result, alias_of="nothing"))
+    error = refuse(tmp_path, InvalidStateError, "'nothing', which nobody wrote", change)
+    assert error.key == "tied"
