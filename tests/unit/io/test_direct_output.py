@@ -1,3 +1,5 @@
+"""Files written past the page cache where that can be: created once, whole, synced, or removed."""
+
 from __future__ import annotations
 
 import errno

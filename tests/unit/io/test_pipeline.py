@@ -1,3 +1,5 @@
+"""Jobs on a few threads: bounded, in order where that counts, and ended by the first error."""
+
 from __future__ import annotations
 
 import gc

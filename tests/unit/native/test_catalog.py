@@ -1,3 +1,5 @@
+"""What describes a checkpoint: read from its files or from bytes, checked, and followed where it is replaced."""
+
 from __future__ import annotations
 
 import dataclasses

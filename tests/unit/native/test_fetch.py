@@ -1,3 +1,5 @@
+"""Wanted boxes of stored tensors: read once, verified block by block, into every kind of target."""
+
 from __future__ import annotations
 
 import os

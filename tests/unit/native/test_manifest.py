@@ -1,3 +1,5 @@
+"""Manifests: what is encoded decodes to the same, and nothing hostile decodes at all."""
+
 from __future__ import annotations
 
 import json

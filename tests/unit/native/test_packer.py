@@ -1,3 +1,5 @@
+"""Data files as the packer writes them: header, chunks one after the other, digests of what was written."""
+
 from __future__ import annotations
 
 import os

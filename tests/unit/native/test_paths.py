@@ -1,10 +1,13 @@
+"""Paths of keys, as a manifest has them: those that bring a nesting back, and all that do not."""
+
 from __future__ import annotations
 
 import pytest
 
-from holdfast._native.paths import MAX_EMPTY_POSITIONS, check_paths, split_planner_data
+from holdfast._native.paths import MAX_EMPTY_POSITIONS, check_key, check_paths, split_planner_data
 from holdfast._native.paths import StoredElement as PathElement
-from holdfast._values.dtypes import MAX_PATH_DEPTH
+from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
+from holdfast.errors import InvalidStateError
 
 NAN = {"float": "nan"}
 
@@ -144,3 +147,12 @@ def test_a_key_of_too_many_digits_is_a_fault() -> None:
 def test_metadata_that_only_looks_like_versions_is_the_users() -> None:
     kept = {"holdfast.versions": {"model": {"": 2}}}
     assert split_planner_data(kept, {}) == (kept, {}, {})
+
+
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_keys_are_as_long_as_their_bytes(letter: str) -> None:
+    most = MAX_KEY_BYTES // len(letter.encode())
+    check_key(letter * most)
+    with pytest.raises(InvalidStateError, match="more than 65536 bytes") as caught:
+        check_key(letter * (most + 1))
+    assert len(caught.value.message) < 500
