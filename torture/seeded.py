@@ -326,7 +326,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
         without("tell_versions"),
         ("tests/unit/test_save_load_versions.py",),
     ),
-    ("a file of any size is read whole", "read_whole", always("limit"), _IO),
+    ("a file of any size is read whole", "_io:read_whole", always("limit"), _IO),
     # The state of optimizers that have none yet.
     (
         "state of a sharded parameter made whole",
@@ -352,7 +352,7 @@ CHECKED = {
         *_DAMAGE,
     ),
     "_native/paths.py": ("tests/unit/native/test_paths.py",),
-    "_native/merge.py": ("tests/unit/native/test_merge.py", "tests/unit/test_save_reports.py"),
+    "_native/merge.py": ("tests/unit/native/test_merge.py", "tests/unit/native/test_report.py"),
     "_io/direct.py": ("tests/unit/io",),
     "_io/posix.py": ("tests/unit/io",),
     "_native/publish.py": (*_PUBLISH, *_FORMATS, "tests/faults/test_storage_failures.py"),

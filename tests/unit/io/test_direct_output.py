@@ -103,7 +103,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 
 
 def test_a_missing_o_direct_means_buffered(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.setattr("holdfast._io.direct._O_DIRECT", 0)
     file = write_file(directory / "file", b"abc" * 3000)
     assert not file.direct
     assert (directory / "file").read_bytes() == b"abc" * 3000
@@ -247,7 +247,7 @@ def test_a_write_that_takes_nothing_is_an_error_not_a_loop(tmp_path: Path, monke
 
 def test_buffered_writes_start_writeback_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advised = []
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.setattr("holdfast._io.direct._O_DIRECT", 0)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: advised.append(arguments[1:]))
     write_file(tmp_path / "file", b"x" * ALIGNMENT)
     assert advised == [(0, ALIGNMENT, os.POSIX_FADV_DONTNEED)]
@@ -265,7 +265,7 @@ def test_missing_functions_of_the_system_are_done_without(
     directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delattr(os, name, raising=False)
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.setattr("holdfast._io.direct._O_DIRECT", 0)
     write_file(directory / "file", b"abc" * 3000)
     assert (directory / "file").read_bytes() == b"abc" * 3000
 
@@ -277,7 +277,7 @@ def test_a_refused_advice_is_no_error(tmp_path: Path, monkeypatch: pytest.Monkey
         refused.append(arguments)
         raise OSError(errno.ESPIPE, "no advice")
 
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.setattr("holdfast._io.direct._O_DIRECT", 0)
     monkeypatch.setattr(os, "posix_fadvise", refusing)
     write_file(tmp_path / "file", b"abc")
     assert len(refused) == 1
