@@ -40,7 +40,7 @@ from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
 from holdfast.planner import SavePlan, SavePlanner, WriteItem, write_columns
-from holdfast.staging import AsyncStager
+from holdfast.staging import AsyncStager, aligned
 from holdfast.storage import StorageWriter, WriteResult
 
 logger = logging.getLogger("holdfast")
@@ -50,8 +50,6 @@ State = Mapping[str, object]
 
 CHANGES = Changes()
 """What this process wrote last."""
-
-_ALIGNMENT = 64
 
 
 @runtime_checkable
@@ -138,7 +136,7 @@ class BackgroundSave:
         return Begun(run, stager.synchronize_staging)
 
     def end_copying(self) -> None:
-        """Let the state be changed; what was copied after the caller was interrupted may be changed already."""
+        """Say that the state may be changed; raises if the caller was interrupted and may have done so too early."""
         self.written.check()
         self._handle.enter("staged")
 
@@ -288,7 +286,7 @@ class _Items:
                 if not data.is_quantized:
                     source = source_of(data, is_ordered=True)
                     self.copies.append(Copy(columns.keys[columns.key[row]], source, self.nbytes))
-                self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+                self.nbytes += aligned(size)
                 save.saving.prepared.moved(size)
 
     @property
@@ -321,7 +319,7 @@ def _kept(data: torch.Tensor | io.BytesIO, at: int, region: Region) -> torch.Ten
 
 
 class _CopiedPlanner(DefaultSavePlanner):
-    """For the storage to ask, once it is written: gives what the planner of the save gave when that was called."""
+    """Gives a storage what the planner of the save gave when ``async_save`` was called."""
 
     def __init__(self, plan: SavePlan, data: list[torch.Tensor | io.BytesIO]) -> None:
         super().__init__()

@@ -25,8 +25,6 @@ from holdfast.metadata import STATE_DICT_TYPE
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
 
-_ALIGNMENT = 64
-
 
 @runtime_checkable
 class AsyncStager(Protocol):
@@ -144,6 +142,11 @@ class BlockingAsyncStager(AsyncStager):
         self._memory.close()
 
 
+def aligned(nbytes: int) -> int:
+    """The room for a tensor in a region: the next one begins on a cache line, which suits elements of any size."""
+    return -(-nbytes // 64) * 64
+
+
 def _copied(
     state: Mapping[str, object], memory: HostMemory, *, is_shared: bool
 ) -> tuple[STATE_DICT_TYPE, list[Copy], Region]:
@@ -158,7 +161,7 @@ def _copied(
         local = _plain(tensor)
         if local is not None and _memory(local) not in places:
             places[_memory(local)] = local, end
-            end += -(-local.numel() * local.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += aligned(local.numel() * local.dtype.itemsize)
     region = memory.region(end, is_shared=is_shared)
     copies = [Copy(str(at), source_of(tensor, is_ordered=True), at) for tensor, at in places.values()]
 

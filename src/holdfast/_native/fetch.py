@@ -209,7 +209,7 @@ class SharedFetch(Fetch):
                 carrier.wait(self._exchange.mail.check)
 
     def _workers(self) -> int:
-        """As many, beside those of the other ranks."""
+        """Fewer threads, because the other ranks of the host have theirs."""
         return default_workers(self._exchange.size, least=3)
 
     def _blocks_of_segments(self) -> np.ndarray:
@@ -368,7 +368,7 @@ class SharedFetch(Fetch):
         self._exchange.tell_read(read, slot)
 
     def _watched(self, job: Callable[[], None]) -> Callable[[], None]:
-        """``job``, whose failure ends the wait of the feeding thread for what then never comes."""
+        """``job``; where it fails, the feeding thread stops waiting for what it would have brought."""
 
         def run() -> None:
             try:

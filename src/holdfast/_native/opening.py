@@ -71,7 +71,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """What a rank says after opening: which save, whether it shares memory, with whom it should, with what hosts."""
+    """What a rank says after opening: which save it is, whether it shares memory, and with whom it should."""
 
     attempt: str
     is_linked: bool
@@ -81,7 +81,7 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Welcome:
-    """What a rank is told then: whether all of its host share, and whether all hosts that it shares with go on to."""
+    """What a rank is told then: whether all ranks of its host share memory, and whether hosts are connected next."""
 
     is_linked: bool
     goes_on: bool
@@ -156,7 +156,7 @@ class _Opening:
         )
 
     def connect(self) -> tuple[bool, tuple[int, ...]]:
-        """Whether this rank's host is connected to all others that it should be; the leader takes in those after it."""
+        """Whether this rank's host is connected to all that it should be; the leader takes in the hosts after it."""
         hosts = () if self._seat is None or not self.welcome.goes_on else self._seat.hosts
         if not hosts or self._reception is None:
             return bool(hosts), hosts

@@ -127,7 +127,7 @@ class NativeReader(StorageReader):
         self.catalog.check_files()
 
     def stored_values(self, keys: Collection[str], *, allow_pickle: bool) -> Mapping[str, object]:
-        """Those that the manifest itself holds."""
+        """The values that the manifest itself holds."""
         values = self.catalog.values
         return {key: decode_value(values[key], key=key) for key in keys if key in values}
 

@@ -141,7 +141,7 @@ def _manifest_bytes(directory: str) -> int:
 
 
 def _has_its_files(directory: str, manifest: Manifest) -> bool:
-    """Whether every file that the manifest names is there in its size; what is wrong otherwise is for others to say."""
+    """Whether every file that the manifest names is there in its size."""
     for name, size in (
         (manifest.index.name, manifest.index.bytes),
         *((file.name, file.bytes) for file in manifest.files),
@@ -336,7 +336,7 @@ def _expected(entry: FileEntry, sample: float) -> int:
 
 
 def problem_of(error: CorruptError | StorageError) -> str:
-    """The problem in a few words; raises a refusal that says nothing about the bytes (a failing disk's does)."""
+    """The problem in a few words; raises ``error`` if it is a refusal that says nothing about the bytes."""
     if isinstance(error, StorageError):
         if error.errno != errno.EIO:
             raise error

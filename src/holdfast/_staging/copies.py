@@ -113,7 +113,7 @@ class Staging:
             raise
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Let nobody wait for copies that will not come; what is done already stays done."""
+        """End the wait for copies that will not come; what is done stays done."""
         if not self._copied.done():
             self._copied.set_exception(error or CancelledError())
 

@@ -99,7 +99,7 @@ class Region:
             self._unpin = weakref.finalize(self, CUDA.unpin, self.address)
 
     def unpin(self) -> None:
-        """Take that back: memory that CUDA knows must not go before it has forgotten it."""
+        """Undo ``pin``: memory must be unpinned before it is given back."""
         if self._unpin is not None:
             self._unpin()
 

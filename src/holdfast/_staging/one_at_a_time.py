@@ -77,7 +77,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         forget_in_child(self)
 
     def forget_parent(self) -> None:
-        """Be over, with what is known, or an error: nothing will ever be heard of the rest."""
+        """End with what is known, or with an error: a child never hears of the rest."""
         self._told, self.on_progress, self._threads = threading.Lock(), None, []
         self._fence, self._is_observed = (lambda: None), True
         error = CheckpointError(_PARENTS)
@@ -157,7 +157,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         return threading.get_ident() in self._threads
 
     def expect(self, nbytes: int, written: Progress) -> None:
-        """Have ``nbytes`` to write, of which ``written`` knows how many are."""
+        """Take note that there are ``nbytes`` to write; ``written`` counts those that are written."""
         self.bytes_total, self._written = nbytes, written
 
     def enter(self, phase: Phase) -> None:
@@ -238,7 +238,7 @@ class TerminalProgress:
 
 
 def interpreter_ends() -> bool:
-    """Whether nobody would wait for a new thread any more, and from Python 3.12 on none, nor a process, is started."""
+    """Whether the interpreter shuts down: it waits for no new thread, and from Python 3.12 on it starts none."""
     return not threading.main_thread().is_alive()
 
 
@@ -275,7 +275,7 @@ class Turns:
             _wait_for(current)
 
     def end(self, handle: AsyncSave, *, is_begun: bool = True) -> None:
-        """End the turn of ``handle``, which is done right after if the save was ``is_begun``; also again."""
+        """End the turn of ``handle``; may be called again. If ``is_begun``, its save is over in a moment."""
         with self._lock:
             if self._current is handle:
                 self._current = None

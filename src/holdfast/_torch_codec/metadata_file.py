@@ -73,7 +73,7 @@ def find_place(
 
 
 def is_of_a_save(name: str) -> bool:
-    """Whether a save makes a file of that ``name`` before it is published; what has only such was never finished."""
+    """Whether saves make files of that ``name`` before they publish; where only such are, no save was finished."""
     is_unfinished = name.endswith(".tmp") and (METADATA_NAME in name or name.startswith(NOTE_PREFIX))
     return is_unfinished or name.endswith(DATA_SUFFIX)
 

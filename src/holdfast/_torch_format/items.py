@@ -383,7 +383,7 @@ class Delivery:
         self._planner.commit_row(self._columns, row, tensor)
 
     def deliver_values(self) -> None:
-        """Give the planner the values in the order of its plan: first those that it may refuse."""
+        """Give the planner the values in the order of its plan, which has first those that it may refuse."""
         for row in sorted(self._values):
             self._planner.load_bytes(self._columns.item(row), io.BytesIO(self._values.pop(row)))
 

@@ -107,7 +107,7 @@ class _Data:
 
 
 class _Tail:
-    """The end of an archive; ``jobs`` are those that have data of it besides the one that this is part of."""
+    """The end of an archive; ``jobs`` are the other jobs that hold data of the archive."""
 
     __slots__ = ("data", "jobs", "nbytes")
 

@@ -81,7 +81,7 @@ def _name(item: Item) -> tuple[str, int]:
 
 
 def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts, progress: Progress) -> None:
-    """Find out where the elements of the archives lie that nobody has looked at."""
+    """Find out where the elements lie in those archives that nobody has looked at yet."""
     unknown = [item for item in items if not item.is_value and _name(item) not in layouts]
     unknown.sort(key=lambda item: (item.file, item.place.offset))
 

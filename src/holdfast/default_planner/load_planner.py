@@ -257,7 +257,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return same
 
     def _other_contexts(self, entries: Mapping[str, object]) -> tuple[str, ...]:
-        """How the keys of tensor subclasses begin whose contexts differ, as far as those are known before the load."""
+        """The prefixes of keys of tensor subclasses whose contexts differ, as far as known before the load."""
         wanted = {
             key: leaf.context
             for key, leaf in self.state_dict.items()
@@ -323,7 +323,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """``central_plan``, unchanged; from here on the target is another to autograd, as its parts are when filled."""
+        """``central_plan``, unchanged; autograd is told that the target changes, as it is of each part."""
         torch.autograd.graph.increment_version(self._wrappers)
         return central_plan
 
@@ -393,7 +393,7 @@ class DefaultLoadPlanner(LoadPlanner):
             super().commit_row(columns, row, tensor)
 
     def plain_memory(self) -> Mapping[str, Memory]:
-        """What was found when target and checkpoint were compared; nothing where a subclass may fill another place."""
+        """The memory found when target and checkpoint were compared; none where a subclass may fill another place."""
         return self._memory if self._is_plain else {}
 
 

@@ -246,18 +246,18 @@ _COMPARED_BYTES = 16 << 20
 
 
 def tied(key: str, other: str) -> Difference:
-    """That ``key`` cannot be loaded, because ``other``, which is loaded, has its memory."""
+    """That ``key`` cannot be loaded, because ``other`` has the same memory and is loaded."""
     return Difference(key=key, kind="tied", stored=f"other data than {other!r}", wanted=f"the memory of {other!r}")
 
 
 def settle_ties(planner: DefaultLoadPlanner, reader: StorageReader, plan: LoadPlan) -> None:
-    """Load what ``plan``, which has been read, has left out; MismatchError, or a difference, for what does not fit."""
+    """Load what ``plan`` left out, once that is read; MismatchError, or a difference, for what does not fit."""
     for tie in planner.ties:
         _settle(planner, _AsideReader(planner, reader, plan), tie)
 
 
 def _settle(planner: DefaultLoadPlanner, aside: _AsideReader, tie: Tie) -> None:
-    """Have what is stored of the last key in the memory, and of the others what it leaves of them."""
+    """Leave the last key of the tie whole in the memory; the others have what that leaves of them."""
     first, *others = tie.keys
     if tie.is_exact:
         other = next((key for key in others if not aside.is_there(key)), None)

@@ -215,7 +215,7 @@ def _writer(
 
 
 def _check_torch(source: _Path) -> None:
-    """CorruptError where a checksum is wrong: torch's format has them for whole chunks, which are not read as such."""
+    """CorruptError where a checksum is wrong: they are of whole chunks, and a conversion reads parts."""
     damage = next(iter(verify_torch_checkpoint(source).damage), None)
     if damage is not None:
         raise CorruptError.of_part(os.path.join(source, damage.file), damage.key, damage.span, damage.problem)
