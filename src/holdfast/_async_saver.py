@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast._background import BackgroundSave, BackgroundThread
 from holdfast._io import slabs
 from holdfast._native.writer import NativeWriter
-from holdfast._ranks.ranks import DEADLINE_S, SoloRanks, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, participants
 from holdfast._saver import SaveOptions, Saving, planner_for, writer_for
 from holdfast._staging.copies import Staging, trained_keys
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse, TerminalProgress
@@ -93,7 +93,7 @@ def async_save(
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=options.allow_pickle, user_metadata=kept
         )
-        those = ranks if use_collectives else SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
+        those = ranks if use_collectives else Ranks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner or planner_for(options.replica_check), those, use_collectives=use_collectives)
         in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
         trained = _trained(options, saving.planner, state_dict)

@@ -14,7 +14,7 @@ import torch
 
 from holdfast._checkpoint import reader_for
 from holdfast._process import collector_paused
-from holdfast._ranks.ranks import DEADLINE_S, Ranks, SoloRanks, agreed, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, participants
 from holdfast._state.nested import add_versions, restorable_paths, tell_versions, unflatten
 from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back
@@ -166,7 +166,7 @@ def read(path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, opt
     that stands for nothing. Else it raises what ``load`` raises.
     """
     find_reader = reader_finder(path, None, options)
-    return read_with(find_reader, keys, SoloRanks(), allow_pickle=options.allow_pickle)
+    return read_with(find_reader, keys, Ranks(), allow_pickle=options.allow_pickle)
 
 
 def reader_finder(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from holdfast._native.writer import NativeWriter
 from holdfast._plan.balance import UNKNOWN_HOST
 from holdfast._process import collector_paused
-from holdfast._ranks.ranks import DEADLINE_S, Ranks, SoloRanks, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, participants
 from holdfast._ranks.rendezvous import host_id, mesh_rank
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
@@ -216,7 +216,7 @@ def save_with(
     metadata: list[Metadata] = []
 
     def save_alone() -> None:
-        alone = SoloRanks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
+        alone = Ranks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         metadata.append(_save(state, Saving(ours, planner, alone, use_collectives=False)))
 
     ranks.all_reduce("saving apart from each other", save_alone, lambda done: None)

@@ -9,7 +9,6 @@ Every rank of every host computes the same from the same table of wishes, in tim
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,27 +116,14 @@ def _distinct(values: _Int64s) -> _Int64s:
 def _groups_within(offset: _Int64s, end: _Int64s, most: int, alignment: int) -> _Int64s:
     """The rows of one run at which groups start, each group taking as many rows as ``most`` allows."""
     # Rounded up, an end is within the limit exactly when it is within the limit rounded down.
-    limit = offset - offset % alignment + (most - most % alignment)
-    if bool((end[1:] < end[:-1]).any()):
-        return _groups_of_nested(offset.tolist(), end.tolist(), limit.tolist())
-    own_group = np.arange(1, len(offset) + 1)
-    following = np.maximum(np.searchsorted(end, limit, side="right"), own_group).tolist()
-    starts = []
-    row = 0
-    while row < len(following):
-        starts.append(row)
-        row = following[row]
-    return np.array(starts, dtype=np.int64)
-
-
-def _groups_of_nested(offset: Sequence[int], end: Sequence[int], limit: Sequence[int]) -> _Int64s:
-    """The same where rows lie within others: what a group reaches is then not the end of its last row."""
-    starts = [0]
-    reach = end[0]
-    for row, (row_offset, row_end) in enumerate(itertools.islice(zip(offset, end, strict=True), 1, None), start=1):
-        if row_offset > reach or max(reach, row_end) > limit[starts[-1]]:
+    limits = (offset - offset % alignment + (most - most % alignment)).tolist()
+    starts: list[int] = []
+    reach = limit = -1
+    for row, (row_offset, row_end) in enumerate(zip(offset.tolist(), end.tolist(), strict=True)):
+        # Rows may lie within others: what a group reaches is then not the end of its last row.
+        if row_offset > reach or max(reach, row_end) > limit:
             starts.append(row)
-            reach = row_end
+            reach, limit = row_end, limits[row]
         else:
             reach = max(reach, row_end)
     return np.array(starts, dtype=np.int64)

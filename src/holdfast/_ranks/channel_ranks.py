@@ -25,7 +25,7 @@ import msgspec
 
 from holdfast._ranks.channel import INTERRUPTED, Channel, Ended
 from holdfast._ranks.connections import Bell, Kind, Message
-from holdfast._ranks.ranks import Failure, OwnSigns, Watch, combine, describe, disagreement, pack, unpack
+from holdfast._ranks.ranks import Failure, OwnSigns, Ranks, Watch, combine, describe, disagreement, pack, unpack
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Deadline, Patience, Sign
 from holdfast.errors import CheckpointError, InternalError, RankLostError
@@ -57,7 +57,7 @@ class _Round:
     unreceived: set[int] = field(default_factory=set)
 
 
-class ChannelRanks:
+class ChannelRanks(Ranks):
     """All ranks of one operation on a channel, whose coordinator merges.
 
     Enter it for all phases; leaving it by an exception tells the others. ``key`` says which call this is, as
@@ -67,11 +67,10 @@ class ChannelRanks:
     """
 
     def __init__(self, channel: Channel, *, key: str = "", patience: Patience) -> None:
-        self.rank = channel.rank
+        super().__init__(rank=channel.rank, is_coordinator=channel.is_coordinator)
         self.size = channel.size
         self.job_ranks = channel.job_ranks
         self.kept = channel.kept
-        self.is_coordinator = channel.is_coordinator
         self.deadline_s = patience.progress_s
         self.key = key
         self.call = next(channel.calls)

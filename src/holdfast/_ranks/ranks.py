@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed
@@ -40,65 +40,28 @@ Part = TypeVar("Part")
 Whole = TypeVar("Whole")
 
 
-class Ranks(Protocol):
-    """All ranks of one save or load, as one of them sees them; entered once, around all phases."""
+class Ranks:
+    """All ranks of one save or load, as one of them sees them; entered once, around all phases.
 
-    rank: int
-    size: int
-    is_coordinator: bool
-    """Whether this is the one that merges."""
-    job_ranks: tuple[int, ...]
-    """The number of each in the whole job, as errors name them."""
-    deadline_s: float
-    """Seconds without progress after which a rank that others wait for is given up."""
-    kept: dict[object, Any]
-    """What this rank keeps for later operations of the same ranks under the same coordinator."""
+    These are one process that is all the ranks there are, or acts as if it were: then under the number that it has.
+    Several are ``ChannelRanks``.
 
-    def __enter__(self) -> Ranks: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def reduce_scatter(
-        self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
-    ) -> Whole:
-        """This rank's element of what ``merge`` makes of all parts."""
-        ...
-
-    def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
-        """What ``merge`` makes of all parts, the same on every rank."""
-        ...
-
-    def locally(self, phase: str, local: Callable[[], Part]) -> Part:
-        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
-        ...
-
-    def again(self) -> None:
-        """Go on after a failure that every rank has raised, as if it had not been; all ranks do so, or none."""
-        ...
-
-    def check(self) -> None:
-        """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
-        ...
-
-    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
-        """Ask now and then, in another thread, how far the work is, and at which file, and show that to the others."""
-        ...
-
-
-class SoloRanks:
-    """One process that is all the ranks there are, or acts as if it were: then under the number that it has."""
+    Attributes:
+        is_coordinator: whether this is the one that merges.
+        job_ranks: the number of each in the whole job, as errors name them.
+        deadline_s: seconds without progress after which a rank that others wait for is given up.
+        kept: what this rank keeps for later operations of the same ranks under the same coordinator.
+    """
 
     def __init__(self, *, rank: int = 0, is_coordinator: bool = True) -> None:
         self.rank = rank
         self.size = 1
-        self.deadline_s = math.inf
-        self.job_ranks: tuple[int, ...] = (rank,)
         self.is_coordinator = is_coordinator
+        self.job_ranks: tuple[int, ...] = (rank,)
+        self.deadline_s = math.inf
         self.kept: dict[object, Any] = {}
 
-    def __enter__(self) -> SoloRanks:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(
@@ -109,9 +72,11 @@ class SoloRanks:
     def reduce_scatter(
         self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
     ) -> Whole:
+        """This rank's element of what ``merge`` makes of all parts."""
         return self.all_reduce(phase, local, merge)[0]
 
     def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
+        """What ``merge`` makes of all parts, the same on every rank."""
         try:
             return merge([local()])
         except CheckpointError:
@@ -121,14 +86,18 @@ class SoloRanks:
             raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: error}) from error
 
     def locally(self, phase: str, local: Callable[[], Part]) -> Part:
+        """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
         part: Part = self.all_reduce(phase, local, itemgetter(0))
         return part
 
-    def again(self) -> None: ...
+    def again(self) -> None:
+        """Go on after a failure that every rank has raised, as if it had not been; all ranks do so, or none."""
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
 
-    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None: ...
+    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
+        """Ask now and then, in another thread, how far the work is, and at which file, and show that to the others."""
 
 
 def participants(
@@ -147,9 +116,9 @@ def participants(
     if not deadline_s > 0:
         raise ValueError(f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {deadline_s}")
     if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return SoloRanks()
+        return Ranks()
     if torch.distributed.get_world_size(process_group) == 1:
-        return SoloRanks()
+        return Ranks()
     from holdfast._ranks.rendezvous import several  # which is made of what is here
 
     path = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
 from holdfast._plan.coverage import HeldRows, Holding, holding_of, widened
-from holdfast._save_plan.together import JointPlan, chosen_columns, joint_plan
+from holdfast._save_plan.together import JointPlan, chosen_columns, entry_of, joint_plan
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
 from holdfast._state.tensors import (
     DTYPE_NAMES,
@@ -30,11 +30,8 @@ from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkColumns,
     Metadata,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from holdfast.planner import Memory, SavePlan, TensorHead, WriteColumns, padded, write_columns
 
@@ -194,8 +191,7 @@ def plan_together(
     hold different contents where they should hold the same. ``hosts`` has the number of each rank's host, where known.
     """
     if len(plans) == 1 and _is_whole(table := write_columns(plans[0].items)):
-        entries = _Entries(table.heads, np.arange(len(table.key) + 1), table.lo, table.length)
-        return plans, Metadata(LazyDict(table.keys, entries))
+        return plans, Metadata(LazyDict(table.keys, _Entries(table.heads, table.lo, table.length)))
     tables, heads = _tables(plans)
     differing = check_contents(tables)
     plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole, hosts=hosts)
@@ -260,10 +256,19 @@ def _lenient(tables: Sequence[WriteColumns]) -> frozenset[str]:
 
 
 def _tables(plans: list[SavePlan]) -> tuple[list[WriteColumns], _Heads]:
+    """The rows of all plans, and what every key is.
+
+    InvalidStateError when a plan has a value twice; for tensors, the tiling shows it.
+    """
     tables = [write_columns(plan.items) for plan in plans]
-    for table in tables:
-        _check_values_once(table)
-    return tables, agreed_heads(_said_of_heads(tables))
+    said: list[tuple[int, str, TensorHead | None, bool]] = []
+    for rank, table in enumerate(tables):
+        counts = np.bincount(table.key, minlength=len(table.keys)).tolist()
+        for key, head, count in zip(table.keys, table.heads, counts, strict=True):
+            if head is None and count > 1:
+                raise InvalidStateError(f"the plan has the value of {key!r} {count} times; save it once", key=key)
+            said.append((rank, key, head, count > 0))
+    return tables, agreed_heads(said)
 
 
 def _planned(
@@ -336,22 +341,6 @@ def _is_whole(table: WriteColumns) -> bool:
     return True
 
 
-def _check_values_once(table: WriteColumns) -> None:
-    """InvalidStateError when a plan has a value twice; for tensors, the tiling shows it."""
-    counts = np.bincount(table.key, minlength=len(table.keys))
-    for which in np.flatnonzero(counts > 1).tolist():
-        if table.heads[which] is None:
-            key = table.keys[which]
-            raise InvalidStateError(f"the plan has the value of {key!r} {counts[which]} times; save it once", key=key)
-
-
-def _said_of_heads(tables: list[WriteColumns]) -> Iterator[tuple[int, str, TensorHead | None, bool]]:
-    for rank, table in enumerate(tables):
-        held = set(table.key.tolist())
-        for which, (key, head) in enumerate(zip(table.keys, table.heads, strict=True)):
-            yield rank, key, head, which in held
-
-
 def agreed_heads(said: Iterable[tuple[int, str, TensorHead | None, bool]]) -> _Heads:
     """What every key is, in the order in which ranks have them; a rank says what it is, and whether it holds any of it.
 
@@ -399,17 +388,11 @@ def _check_same_head(key: str, known: TensorHead | None, known_rank: int, head: 
 
 
 class _Entries(NamedTuple):
-    """What the metadata says of each key: chunks from ``bounds[n]`` to ``bounds[n + 1]`` of the boxes for key n."""
+    """What the metadata says of each key, whose one chunk is box n of the boxes for key n."""
 
     heads: list[TensorHead | None]
-    bounds: np.ndarray
     lo: np.ndarray
     length: np.ndarray
 
     def item(self, row: int) -> STORAGE_TYPES:
-        head = self.heads[row]
-        if head is None:
-            return BytesStorageMetadata()
-        first, stop = self.bounds[row : row + 2].tolist()
-        chunks = ChunkColumns(self.lo, self.length, first, stop, len(head.size))
-        return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind)
+        return entry_of(self.heads[row], self.lo[row : row + 1], self.length[row : row + 1])

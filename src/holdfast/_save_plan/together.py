@@ -356,11 +356,15 @@ class JointPlan:
 
     def item(self, row: int) -> STORAGE_TYPES:
         """What the metadata says of key number ``row``."""
-        head, chunks = self.heads[row], self.chunks[row]
-        if head is None:
-            return BytesStorageMetadata()
-        table = ChunkColumns(chunks.lo, chunks.length, 0, len(chunks.lo), len(head.size))
-        return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(table), head.alias_of, head.kind)
+        return entry_of(self.heads[row], self.chunks[row].lo, self.chunks[row].length)
+
+
+def entry_of(head: TensorHead | None, lo: np.ndarray, length: np.ndarray) -> STORAGE_TYPES:
+    """What the metadata says of a key that has these chunks."""
+    if head is None:
+        return BytesStorageMetadata()
+    chunks = ChunkColumns(lo, length, 0, len(lo), len(head.size))
+    return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

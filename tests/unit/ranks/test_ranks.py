@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast._ranks.ranks import Failure, Ranks, SoloRanks, Watch, agreed, combine, describe, pack, unpack
+from holdfast._ranks.ranks import Failure, Ranks, Watch, agreed, combine, describe, pack, unpack
 from holdfast._torch_codec.pickles import encode_message
 from holdfast._values.deadline import Patience, Sign
 from holdfast.errors import (
@@ -25,7 +25,7 @@ from holdfast.errors import (
 
 
 def test_both_kinds_of_phase_merge_the_one_part() -> None:
-    ranks: Ranks = SoloRanks()
+    ranks = Ranks()
     with ranks as entered:
         assert entered is ranks
         assert ranks.reduce_scatter("planning", lambda: 2, lambda parts: [sum(parts) + 1]) == 3
@@ -42,7 +42,7 @@ def raising(error: BaseException) -> None:
 
 
 def test_errors_are_named_by_phase_and_interrupts_pass() -> None:
-    ranks = SoloRanks()
+    ranks = Ranks()
     with pytest.raises(CheckpointError, match=r"^writing failed: ValueError: odd$") as caught:
         ranks.all_reduce("writing", lambda: raising(ValueError("odd\nmore")), lambda parts: None)
     assert isinstance(caught.value.__cause__, ValueError)
