@@ -203,15 +203,19 @@ def _dial(address: Address, number: int, deadline: Deadline, *, is_answered: boo
     for host in [_LOOPBACK, *address.candidates] if is_same_host else address.candidates:
         try:
             connection = socket.create_connection((host, address.port), min(_CONNECT_S, deadline.remaining_s))
+        except OSError as error:
+            reasons.append(f"{host}: {error}")
+            continue
+        try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(min(_LONGEST_S, deadline.remaining_s))  # whoever listens there may be busy for long
             connection.sendall(HELLO.pack(MAGIC, address.token, number))
             if not is_answered or _receive(connection, len(MAGIC)) == MAGIC:
                 return connection
-            connection.close()
             reasons.append(f"{host}: something else answers")
         except OSError as error:
             reasons.append(f"{host}: {error}")
+        connection.close()
     raise ConnectionError("; ".join(reasons))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import socket
 
 import pytest
 
@@ -12,7 +13,8 @@ from holdfast._io import sharing
 from holdfast._io.sharing import SharedMemory
 from holdfast._ranks import exchange, rendezvous
 from holdfast._ranks.exchange import Link, SharedLayout, Visit
-from holdfast._ranks.rendezvous import Greeting, Seat, seats
+from holdfast._ranks.rendezvous import Address, Greeting, Seat, caller, seats
+from holdfast.errors import RankLostError
 
 LAYOUT = SharedLayout(sections=(3, 5000, 2), slots=4, slot_bytes=8192)
 
@@ -145,3 +147,14 @@ def test_without_a_place_to_leave_things_a_rank_stays_alone(monkeypatch: pytest.
     visit = Visit(lambda: ("here",))
     assert visit.greet() == Greeting(host=("here",), address=None)
     visit.close()
+
+
+def test_a_connection_that_nobody_answers_is_closed_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        address = Address(hostname=socket.gethostname(), candidates=(), port=port, token=bytes(32))
+        before = open_descriptors()
+        with pytest.raises(RankLostError, match="cannot be reached") as raised:
+            caller(lambda limit_s: address, rank=1, coordinator=0)(0.05)
+        assert raised.tb is not None, "its frames are still there, and what they hold"
+        assert len(os.listdir("/proc/self/fd")) == before
