@@ -1,15 +1,11 @@
-"""The examples do what they say: the reader without holdfast reads everything, the training jobs resume exactly."""
+"""The examples do what they say: the reader without holdfast reads everything, the training job resumes exactly."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
-import os
 import random
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,69 +206,3 @@ def test_the_training_job_resumes_from_the_newest_whole_checkpoint_with_the_same
     assert sorted(resumed) == [5, 6, 7, 8]
     assert resumed == {step: whole[step] for step in resumed}
     assert training.newest_whole_checkpoint(tmp_path / "ck") == tmp_path / "ck" / "step-000008"
-
-
-def torchrun(ranks: int, script: str, *arguments: str) -> str:
-    """What ``script`` printed on ``ranks`` ranks; no process of it is left."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         str(EXAMPLES / script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(holdfast.__file__).parents[1])},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        output, errors = started.communicate(timeout=300)
-    finally:
-        if started.poll() is None:
-            started.terminate()  # it ends its workers; SIGKILL would leave them
-            started.communicate(timeout=300)
-    assert started.returncode == 0, errors
-    return output
-
-
-def losses_after_loading(output: str) -> list[float]:
-    found = re.fullmatch(r".* ranks: the same losses after loading: (\[.*\])\n", output)
-    assert found is not None, output
-    losses: list[float] = json.loads(found[1])
-    assert len(losses) == 3
-    return losses
-
-
-@pytest.fixture(scope="module")
-def saved_on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A checkpoint of the FSDP2 example, and the losses of the steps after it."""
-    path = tmp_path_factory.mktemp("fsdp2") / "ck"
-    return path, losses_after_loading(torchrun(4, "fsdp2.py", str(path)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "ranks"), [("fsdp2.py", 2), ("ddp.py", 2), ("hsdp.py", 4), ("fsdp2_tensor_parallel.py", 4)]
-)
-def test_an_example_on_ranks_resumes_what_another_layout_saved(
-    script: str, ranks: int, saved_on_four_ranks: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    saved, expected = saved_on_four_ranks
-    output = torchrun(ranks, script, str(tmp_path / "ck"), "--resume", str(saved))
-    assert losses_after_loading(output) == pytest.approx(expected, rel=1e-5)
-    with holdfast.open(tmp_path / "ck") as resaved, holdfast.open(saved) as original:
-        assert sorted(resaved) == sorted(original)
-
-
-@pytest.mark.slow
-def test_the_demonstration_holds(tmp_path: Path) -> None:
-    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
-    try:
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLES / "demo.py")], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        assert "bit-equal" in done.stdout
-        assert "losses are those of 4 ranks" in done.stdout
-        assert "holds no finished checkpoint" in done.stdout
-        assert "Everything held" in done.stdout
-        assert (tmp_path / "demo-output" / "loss.png").stat().st_size > 10_000
-    finally:
-        # Some hundred megabytes that pytest would keep.
-        shutil.rmtree(tmp_path / "demo-output", ignore_errors=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from outside_views import held_bytes
 
 import holdfast
 from holdfast import AsyncCheckpointerType, async_save, guard, prewarm, release
@@ -27,11 +28,6 @@ MIB = 1 << 20
 def nothing_left() -> Iterator[None]:
     yield
     release()
-
-
-def held_bytes() -> int:
-    """The host memory that is kept for snapshots."""
-    return prewarm({"a": torch.ones(1)}, max_host_bytes=0)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

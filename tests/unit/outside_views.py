@@ -10,6 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
+import holdfast
+
+
+def held_bytes() -> int:
+    """The host memory that is kept for snapshots."""
+    return holdfast.prewarm({"a": torch.ones(1)}, max_host_bytes=0)
+
 
 def writer_processes() -> list[int]:
     """The process ids of those children of this process that write checkpoints for it."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outside_views import writer_processes
+from outside_views import held_bytes, writer_processes
 
 import holdfast
 from holdfast import AsyncCheckpointerType, AsyncSave, AsyncSaveResponse, async_save, guard, prewarm, release
@@ -33,11 +33,6 @@ TIMEOUT_S = 300
 def nothing_left() -> Iterator[None]:
     yield
     release()
-
-
-def held_bytes() -> int:
-    """The host memory that is kept for snapshots."""
-    return prewarm({"a": torch.ones(1)}, max_host_bytes=0)
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:

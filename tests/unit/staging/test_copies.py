@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from outside_views import held_bytes
 
 import holdfast
 from holdfast import async_save, guard, prewarm, release
@@ -141,7 +142,7 @@ def test_copy_returns_when_all_is_copied(tmp_path: Path, played: PlayedAccelerat
     handle.result()
     assert stored(tmp_path / "checkpoint") == EXPECTED
     assert played.log == ["issue"]
-    assert list(played.pinned.values()) == [prewarm({}, max_host_bytes=0)]
+    assert list(played.pinned.values()) == [held_bytes()]
 
 
 def test_overlap_returns_before_and_the_fence_waits(tmp_path: Path, played: PlayedAccelerator) -> None:
