@@ -1,6 +1,6 @@
 """Holdfast: distributed checkpoints for PyTorch that hold.
 
-A save is whole or invisible, every byte is checked, nothing is pickled, and the disk is the limit.
+A save is whole or invisible. Every byte is checked. Nothing is pickled. Only the disk limits the speed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class AsyncCheckpointerType(enum.Enum):
-    """Who writes: a thread of this process, or a process of its own."""
+    """Who writes: a thread of this process, or another process."""
 
     THREAD = "thread"
     PROCESS = "process"
@@ -60,25 +60,25 @@ def async_save(
     """Save ``state_dict`` as it is now, in the background; the handle is a future of the metadata.
 
     Args:
-        state_dict: as for ``save``; may be changed as soon as this returns, unless ``options.stage`` says otherwise.
-        checkpoint_id: the directory of the checkpoint.
-        storage_writer: where to write instead of native files at ``checkpoint_id``.
-        planner: what to write instead of the whole state.
+        state_dict: as for ``save``. You may change it as soon as this returns, unless ``options.stage`` says otherwise.
+        checkpoint_id: as for ``save``.
+        storage_writer: as for ``save``.
+        planner: as for ``save``.
         process_group: as for ``save``.
-        async_checkpointer_type: whether a thread writes native files, or a process. Other storage is always a thread's.
-        async_stager: who copies the state, instead of this library; so does a storage writer that is a stager. It
-            cannot show progress: other ranks that wait for it give up after ``options.deadline_s``.
+        async_checkpointer_type: whether a thread or a process writes native files. A thread writes all other storage.
+        async_stager: copies the state, instead of this library; a storage writer that is a stager does so too. It
+            cannot show progress: ranks that wait for it give up after ``options.deadline_s``.
         no_dist: as for ``save``.
         use_collectives: as for ``save``.
         overwrite: as for ``save``.
         user_metadata: as for ``save``; copied now.
-        options: the rest, in one value.
+        options: all other options.
 
     Raises:
         BusyError: see ``options.when_busy``.
         InvalidStateError: the state has something that cannot be stored.
-        CheckpointError: the save before failed, and nobody has asked its handle; or as ``save``. What fails later is
-            raised by ``result`` of the handle.
+        CheckpointError: the last save failed, and you did not ask its handle; or as for ``save``. ``result`` of the
+            handle raises what fails later.
     """
     handle = AsyncSave()
     ranks = participants(
@@ -116,10 +116,10 @@ def _trained(options: SaveOptions, planner: SavePlanner, state: Mapping[Any, Any
 
 
 def guard(optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Let every step of ``optimizer`` wait, on its stream, for copies that an asynchronous save has not done yet.
+    """Make every step of ``optimizer`` wait, on its stream, until an asynchronous save has copied the state.
 
-    What else changes the state (averaged weights, buffers that the forward pass updates) it cannot see: name those in
-    ``copy_now``. Returns a handle whose ``remove()`` ends it.
+    It cannot stop other changes of the state (averaged weights, buffers that the forward pass updates): name those in
+    ``copy_now``. To end it, call ``remove()`` of the handle that this returns.
     """
     _guarded.add(optimizer)
     return optimizer.register_step_pre_hook(lambda *_: TURNS.fence())
@@ -135,10 +135,10 @@ def prewarm(
     max_host_bytes: int | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> int:
-    """Get ready for saves of ``state_dict``, so that the first is as fast as the others; returns the bytes held.
+    """Prepare for saves of ``state_dict``, so that the first is as fast as the others; return the bytes held.
 
-    All ranks call it, as they call ``async_save``. Host memory is allocated and pinned, the state is copied once for
-    practice, and the process that writes is started, where one is wanted. Nothing is written.
+    All ranks call it, as they call ``async_save``. It allocates and pins host memory, copies the state once for
+    practice, and starts the process that writes, if you want one. It writes nothing.
     """
     handle = AsyncSave()
     turn = TURNS.ending(handle)
@@ -159,9 +159,9 @@ def prewarm(
 
 
 def release() -> None:
-    """Give back the host memory and the process of asynchronous saves, once the one under way is over.
+    """Wait for the asynchronous save under way, then free the host memory and end the process that writes.
 
-    The buffers of saves and loads, which are kept for the next one, go too.
+    This also frees the buffers that saves and loads keep for the next one.
     """
     TURNS.release()
     slabs.release()

@@ -205,8 +205,8 @@ class BackgroundSave:
         same = self._handle.unchanged = CHANGES.unchanged(report_of(results), self._trained())
         if same:
             logger.warning(
-                "%d tensors that are being trained are just as they were at the save before (%s); if steps were taken "
-                "in between, the state that is saved is not the one that is trained",
+                "%d trained tensors did not change since the last save (%s); if the optimizer took steps, check that "
+                "you save the state that you train",
                 len(same),
                 ", ".join(same[:3]),
             )
@@ -217,7 +217,7 @@ def _go_on(check: Callable[[], None], handle: AsyncSave, options: SaveOptions) -
     handle.tell()
     check()
     if handle.is_given_up and not handle.is_staged.is_set():
-        raise CheckpointError("the save was given up, because async_save was interrupted before all was copied")
+        raise CheckpointError("the save was abandoned, because async_save was interrupted before it copied all")
     if options.at_exit == "abandon" and interpreter_ends():
         raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
 

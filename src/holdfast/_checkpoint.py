@@ -61,7 +61,7 @@ Index = int | slice | EllipsisType
 
 
 class StoredTensor:
-    """A tensor on disk: ``shape``, ``dtype`` and ``nbytes`` cost nothing, an index reads just that part."""
+    """A tensor on disk: ``shape``, ``dtype`` and ``nbytes`` read nothing, an index reads only that part."""
 
     def __init__(self, checkpoint: Checkpoint, key: str, stored: TensorStorageMetadata) -> None:
         self._checkpoint = checkpoint
@@ -82,7 +82,7 @@ class StoredTensor:
         return self.shape[0]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """The part that ``index`` selects, as a new CPU tensor; ``[...]`` reads it all."""
+        """The part that ``index`` selects, as a new CPU tensor; ``[...]`` reads all of it."""
         box, view = _selection(index if isinstance(index, tuple) else (index,), self.shape, self.key)
         return self._checkpoint._read(self.key, self._stored, box)[view]
 
@@ -95,10 +95,10 @@ class StoredTensor:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A published checkpoint: keys to ``StoredTensor``, or to the value itself where it is no tensor.
+    """A published checkpoint: a mapping from keys to ``StoredTensor``, or to the value if it is not a tensor.
 
-    It stays the checkpoint that was opened, as long as its files are there; once a saver has replaced it, reads may
-    raise a StorageError (ESTALE). Close it, or use it in a ``with`` block.
+    If a saver replaces the checkpoint, this still reads the one that was opened while its files exist, and then raises
+    a StorageError (ESTALE). Close it, or use it in a ``with`` block.
     """
 
     def __init__(self, reader: NativeReader | FileSystemReader) -> None:
@@ -142,7 +142,7 @@ class Checkpoint(Mapping[str, Any]):
             tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
         if tensor.is_quantized and box != whole(stored.size):
             raise InvalidStateError(
-                f"{key!r} is quantised and cannot be read in parts; read it whole, by [...]", key=key
+                f"{key!r} is quantised and cannot be read in parts; read it whole, with [...]", key=key
             )
         self._read_into(key, stored, box, tensor)
         return tensor
@@ -173,7 +173,7 @@ class Checkpoint(Mapping[str, Any]):
         return target
 
     def close(self) -> None:
-        """Close the files; what was read stays, and nothing more can be."""
+        """Close the files. What was read stays valid; nothing more can be read."""
         self._bytes_read = self.bytes_read
         self._reader.close()
 
@@ -188,10 +188,10 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> Checkpoint:
-    """The checkpoint at ``path``, native or torch's own; only what describes it is read now, tensors when indexed.
+    """Open the checkpoint at ``path``, in the native format or torch's; tensors are read when you index them.
 
-    With ``verify`` every 1 MiB block that a read touches is read whole and checked; without it just the bytes wanted.
-    In torch's format just the bytes wanted are read, and checked where they are all of a chunk.
+    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it, only the bytes wanted. In torch's
+    format a read takes only the bytes wanted, and checks them if they are a whole chunk.
     """
     while True:
         reader = reader_for(path, verify=verify, allow_pickle=allow_pickle)
@@ -210,26 +210,26 @@ def verify(
     sample: float = 1.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """What a look at every byte of the checkpoint at ``path`` found; nothing is changed or decoded.
+    """Check every byte of the checkpoint at ``path``, and report all damage; nothing is changed or decoded.
 
-    A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
+    Not everything in torch's own format can be checked; the report says what was not.
 
     Args:
         path: the directory of the checkpoint.
-        level: "sizes" looks whether each file is there in its size; "coverage" reads the index too, whose chunks must
-            make up every tensor and every file; "digests" reads everything.
-        sample: the part of the data that "digests" reads, chosen anew each time.
-        on_progress: called with the bytes that are done and all that there are, from any thread.
+        level: "sizes" checks that each file exists and has its size; "coverage" also reads the index, and checks that
+            the chunks cover every tensor and every file; "digests" reads everything.
+        sample: the part of the data that "digests" reads, chosen at random each time.
+        on_progress: called with the bytes done and the bytes in all, from any thread.
 
     Raises:
         NotFoundError: there is no checkpoint.
-        CorruptError: what describes the checkpoint is damaged, so that nothing else can be said.
-        StorageError: the file system refused; this tells nothing about the bytes.
+        CorruptError: the manifest or the index is damaged, so nothing else can be checked.
+        StorageError: the file system refused; the checkpoint may still be whole.
     """
     if is_remote(path):
-        raise ValueError("only files can be checked; copy the checkpoint from its URL to a directory first")
+        raise ValueError("verify reads only local files; copy the checkpoint from its URL to a directory first")
     if sample < 1 and level != "digests":
-        raise ValueError("a sample is of the digests; leave out the level")
+        raise ValueError("only level 'digests' reads a sample; leave out the level")
     if not is_torch_format(path):
         return verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
     if level != "digests" or sample != 1:
@@ -244,7 +244,7 @@ def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[B
         missing = len(shape) - len(index) + 1
         index = (*index[:place], *([slice(None)] * missing), *index[place + 1 :])
     if len(index) > len(shape) or any(part is Ellipsis for part in index):
-        raise IndexError(f"{key!r} has {len(shape)} dimensions, and {len(index)} were indexed")
+        raise IndexError(f"{key!r} has {len(shape)} dimensions, but the index has {len(index)}")
     offsets: list[int] = []
     lengths: list[int] = []
     view: list[int | slice] = []

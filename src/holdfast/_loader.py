@@ -43,16 +43,15 @@ FindReader = Callable[[], StorageReader]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load, beyond what torch's parameters say.
+    """The options of ``load`` and ``read`` that torch does not have.
 
     Attributes:
-        cast: let a tensor of one floating type be loaded into one of another.
+        cast: allow loading one floating type into another.
         verify: check every byte that is read against its digest.
-        allow_pickle: unpickle values that were saved with allow_pickle; it runs code from the checkpoint.
-        deadline_s: seconds without progress after which a rank that others wait for is given up.
-        share: "host" reads what several ranks of one host want once and passes it on in their memory; "job" also reads
-            what four or more hosts want once, and sends it from host to host; with "off" every rank reads all it wants
-            itself.
+        allow_pickle: unpickle values that were saved with allow_pickle; this runs code from the checkpoint.
+        deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
+        share: "host": one rank reads what several ranks of its host want, and passes it on in memory. "job": one host
+            also reads what four or more hosts want, and sends it to the others. "off": every rank reads for itself.
     """
 
     cast: bool = False
@@ -67,9 +66,9 @@ _DEFAULTS = LoadOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did: keys read, what did not fit, what nobody asked for, bytes and seconds.
+    """What a load did: keys loaded, keys that only the checkpoint has, differences, casts, bytes and seconds.
 
-    ``made`` has the loaded keys that the target had only an empty container for.
+    ``made`` has the loaded keys for which the target had only an empty container.
     """
 
     loaded: tuple[str, ...]
@@ -114,22 +113,25 @@ def load(
 ) -> LoadReport | State:
     """Load ``checkpoint_id`` into ``state_dict``, in place; ``load(path)`` alone is ``read(path)``.
 
-    In a job of several ranks all of them call it, each with its own target; how many ranks wrote the checkpoint, and on
-    which mesh, does not matter.
+    In a job of several ranks, all of them call it, each with its own target. Any number of ranks, on any mesh, may have
+    written the checkpoint.
 
     Args:
-        state_dict: the target, of the same shape as what was saved. Tensors, on any device, are filled; other values
-            are set in it; Stateful objects get load_state_dict. Meta tensors are replaced by CPU ones. An empty
-            container gets all that is stored below it, on the CPU; an optimizer without state, as its parameters are.
+        state_dict: the target, nested like the saved state. Tensors are filled, on any device; other values are set;
+            ``load_state_dict`` of Stateful objects is called. Meta tensors are replaced by CPU tensors. An empty
+            container gets all that is stored below it, on the CPU; a new optimizer, in the layout of its parameters.
         checkpoint_id: the directory of the checkpoint, or the URL of one in torch's format, which needs fsspec.
             A storage here is torch's old form.
-        storage_reader: where to read from instead of ``checkpoint_id``; ours or torch's.
-        planner: what to read instead of everything in the target; ours or torch's.
-        process_group: the ranks that take part, instead of all.
-        no_dist: this process loads alone, whatever others do.
-        strict: any difference in keys, kinds, shapes or dtypes is one MismatchError, raised before anything is
-            touched; False loads what fits. Keys that only the checkpoint has are never an error.
-        options: the rest, in one value.
+        storage_reader: a storage to read from, instead of ``checkpoint_id``; ours or torch's.
+        planner: decides what to read, instead of everything in the target; ours or torch's.
+        process_group: only these ranks take part.
+        no_dist: only this process takes part.
+        strict: if keys, kinds, shapes or dtypes differ, raise one MismatchError before anything is changed; False loads
+            what fits. Keys that only the checkpoint has are never an error.
+        options: all other options.
+
+    Returns:
+        A report of what was loaded; for ``load(path)`` the state.
 
     Raises:
         NotFoundError: no checkpoint is published there.
@@ -139,7 +141,7 @@ def load(
     """
     if isinstance(state_dict, (str, bytes, os.PathLike)):
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
-            raise ValueError("load(path) takes no other place to read from; load(state, path) loads into a state")
+            raise ValueError("load(path) takes no checkpoint_id, storage or planner; call load(state, path) for those")
         return read(state_dict, options=options)
     ranks = participants(
         process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=options.deadline_s
@@ -154,16 +156,16 @@ def load(
         if planner is None:
             planner = DefaultLoadPlanner(strict=strict, cast=options.cast, allow_pickle=options.allow_pickle)
         elif not strict:
-            raise ValueError("strict is an option of the planner; give it to it")
+            raise ValueError("strict is an option of the planner; pass it to the planner")
         return load_with(state_dict, find_reader, planner, ranks, options)
 
 
 @collector_paused
 def read(path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, options: LoadOptions = _DEFAULTS) -> State:
-    """All that is in the checkpoint at ``path``, nested as it was saved, on the CPU; the business of one process.
+    """Return everything in the checkpoint at ``path``, nested as it was saved, on the CPU; other ranks take no part.
 
-    With ``keys`` just these and all that is below them: "model" stands for "model.weight" too. MismatchError for a key
-    that stands for nothing. Else it raises what ``load`` raises.
+    With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not in
+    the checkpoint raises MismatchError. Other errors are those of ``load``.
     """
     find_reader = reader_finder(path, None, options)
     return read_with(find_reader, keys, Ranks(), allow_pickle=options.allow_pickle)
@@ -175,7 +177,7 @@ def reader_finder(
     """What finds the storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or that of it."""
     if storage_reader is not None:
         if not options.verify:
-            raise ValueError("verify is an option of the storage; give it to it")
+            raise ValueError("verify is an option of the storage; pass it to the storage_reader")
         if checkpoint_id is not None:
             storage_reader.reset(checkpoint_id)
         return lambda: storage_reader
@@ -406,7 +408,7 @@ def _check_filled(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
     ]
     if faults:
         raise MismatchError.of(
-            faults, advice="What ranks saved apart only as many ranks with the same layout can load."
+            faults, advice="Each rank saved its own part: load on as many ranks, with the same layout."
         )
 
 

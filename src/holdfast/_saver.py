@@ -52,30 +52,30 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How to save, beyond what torch's parameters say.
+    """The options of ``save`` and ``async_save`` that torch does not have.
 
     Attributes:
-        allow_pickle: store values that have no typed form as pickles; loading them needs allow_pickle too.
-        replica_check: how ranks compare what they should have in common: a sample of each tensor, all of it, or not.
-            Keys, or patterns of them, may differ, and all else is compared by a sample. Buffers of modules always may:
-            the lowest rank's are saved, and ``differing`` of the metadata tells.
-        deadline_s: seconds without progress after which a rank that others wait for is given up.
+        allow_pickle: store values that have no typed form as pickles; to load them, pass allow_pickle too.
+        replica_check: how ranks compare data that must be equal: a "sample" of each tensor, "all" of it, or "off". A
+            list of keys or patterns names what may differ; a sample of the rest is compared. Buffers of modules may
+            always differ: those of the lowest rank are saved, and ``differing`` of the metadata has their keys.
+        deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
 
-    For ``async_save`` alone:
+    Only for ``async_save``:
 
     Attributes:
-        stage: "copy" returns when the snapshot is complete. "overlap" returns at once, and the copies run beside the
-            training: nothing of the state may be changed before ``handle.wait_staged()``, or the step of an optimizer
-            under ``guard``. "device" clones the state on its device, if there is room, and copies it from there.
-        copy_now: with "overlap", keys (or what keys begin with) that are copied before ``async_save`` returns.
+        stage: "copy" returns when the snapshot is complete. "overlap" returns at once and copies while training goes
+            on: do not change the state before ``handle.wait_staged()``, or before the step of an optimizer under
+            ``guard``. "device" clones the state on its device, if there is room, and copies the clone.
+        copy_now: with "overlap", keys (or starts of keys) that are copied before ``async_save`` returns.
         max_host_bytes: the most host memory for the snapshot. A larger state streams through it: then ``async_save``
-            returns only when the last byte is copied, most of the others being on disk by then.
-        when_busy: whether to wait while the save before is under way, or to raise BusyError.
-        at_exit: whether the interpreter waits for the save when it ends, or abandons it and removes what is there.
-        prove: take a fingerprint of every tensor now, where it is, and compare it with what was written.
-        warn_unchanged: log a warning for tensors that are just as they were at the save before: False for none, or the
-            keys to look at; those for which an optimizer has state by default.
-        progress: "terminal" for a progress bar, or what to call with the handle when something has changed.
+            returns when the last byte is copied, and most bytes are on disk by then.
+        when_busy: what to do while the last save is under way: "wait" for it, or "raise" BusyError.
+        at_exit: what to do when the interpreter ends: "finish" the save, or "abandon" it and remove its files.
+        prove: compute a fingerprint of every tensor now, on its device, and compare it with what was written.
+        warn_unchanged: log a warning if trained tensors did not change since the last save. True checks those for which
+            an optimizer has state, a list of keys checks these, False checks none.
+        progress: "terminal" for a progress bar, or a function that is called with the handle after each change.
     """
 
     allow_pickle: bool = False
@@ -122,23 +122,23 @@ def save(
 ) -> Metadata:
     """Save ``state_dict`` under ``checkpoint_id``; when this returns, the checkpoint is whole, visible and durable.
 
-    In a job of several ranks all of them call it, each with its own part: DTensors and ShardedTensors know which part
-    that is, plain tensors and values that several ranks have are taken to be the same on all of them.
+    In a job of several ranks, all of them call it, each with its own part. DTensors and ShardedTensors know their part.
+    Plain tensors and values under one key must be the same on all ranks that have them.
 
     Args:
         state_dict: nested dicts, lists and tuples of tensors, numpy arrays and plain values. Stateful objects (modules,
-            optimizers) stand for their state_dict. Nothing is copied but what is written.
-        checkpoint_id: the directory of the checkpoint, made when it does not exist; or a URL, which is written in
-            torch's format by the file system that fsspec has for it. A storage here is torch's old form.
-        storage_writer: where to write instead of native files at ``checkpoint_id``; ours or torch's.
-        planner: what to write instead of the whole state; ours or torch's.
-        process_group: the ranks that take part, instead of all.
-        no_dist: this process saves alone, whatever others do.
-        use_collectives: False lets every rank plan and publish its own part, for storage that keeps metadata per rank;
-            only as many ranks can load it, each its own part.
-        overwrite: replace a checkpoint of that name, atomically; False makes that AlreadyPublishedError.
+            optimizers) are saved as their state_dict. Only what is written is copied.
+        checkpoint_id: the directory of the checkpoint, which is created if it does not exist; or a URL, which fsspec
+            writes in torch's format. A storage here is torch's old form.
+        storage_writer: a storage to write to, instead of native files at ``checkpoint_id``; ours or torch's.
+        planner: decides what to write, instead of the whole state; ours or torch's.
+        process_group: only these ranks take part.
+        no_dist: only this process takes part.
+        use_collectives: False lets every rank plan and publish its own part, for storage that keeps metadata per rank.
+            Load it on as many ranks, each its own part.
+        overwrite: replace a checkpoint of that name, atomically; False raises AlreadyPublishedError instead.
         user_metadata: plain values to keep in the manifest beside the state.
-        options: the rest, in one value.
+        options: all other options.
 
     Returns:
         The metadata of the checkpoint.
@@ -148,8 +148,8 @@ def save(
         AlreadyPublishedError: see ``overwrite``.
         RankLostError: a rank died, or made no progress for ``options.deadline_s`` seconds.
         RankDisagreementError: ranks gave different paths, or different things under one key.
-        StorageError: the file system refused; nothing of this save is visible, what was there before still is. Only
-            where the last sync of the directory failed is the new checkpoint visible without being known to be durable.
+        StorageError: the file system refused. Nothing of this save is visible, and the old checkpoint is still there;
+            but if only the last sync of the directory failed, the new one is visible, and may not be durable.
     """
     ranks = participants(
         process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=options.deadline_s
@@ -186,7 +186,7 @@ def writer_for(
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
         if not overwrite or allow_pickle or user_metadata is not None:
-            raise ValueError("overwrite, allow_pickle and user_metadata are options of the storage; give them to it")
+            raise ValueError("pass overwrite, allow_pickle and user_metadata to the storage_writer, not to save")
         if checkpoint_id is not None:
             storage_writer.reset(checkpoint_id)
         return storage_writer
@@ -195,7 +195,7 @@ def writer_for(
     if NativeWriter.validate_checkpoint_id(checkpoint_id):
         return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:
-        raise ValueError("torch's format, in which URLs are written, has no place for user_metadata; save to a path")
+        raise ValueError("a URL is written in torch's format, which has no place for user_metadata; save to a path")
     return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
 
 
@@ -240,7 +240,7 @@ def _save(state: State, saving: Saving) -> Metadata:
 def _check(ranks: Ranks, process: int) -> None:
     # A child that a state_dict() or planner forked may come back from it: one saves, not two.
     if os.getpid() != process:
-        raise CheckpointError("this process was forked in the middle of a save, which is its parent's; end it there")
+        raise CheckpointError("this process was forked during a save, which belongs to its parent; let it exit here")
     ranks.check()
 
 
@@ -297,7 +297,7 @@ class Saving:
         metadata = self.ranks.locally("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
-            logger.info("%d keys differ between ranks, the lowest rank's are saved: %s", len(metadata.differing), names)
+            logger.info("%d keys differ between ranks; the lowest rank's are saved: %s", len(metadata.differing), names)
         return metadata
 
     def _set_up(self, state: State, before: Callable[[], None]) -> None:

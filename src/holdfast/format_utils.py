@@ -236,10 +236,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the conversion that ``arguments`` ask for and return the exit code."""
     modes = {"torch_to_dcp": torch_save_to_dcp, "dcp_to_torch": dcp_to_torch_save}
     parser = argparse.ArgumentParser(prog="python -m holdfast.format_utils", description="Convert a checkpoint.")
-    parser.add_argument("mode", choices=list(modes), help="which way")
+    parser.add_argument("mode", choices=list(modes), help="the direction of the conversion")
     parser.add_argument("src", help="what to convert: a file, or the directory of a checkpoint")
     parser.add_argument("dst", help="where the result goes; replaced if it is of the same kind")
-    parser.add_argument("--allow-pickle", action="store_true", help="also what only a pickle can keep; runs its code")
+    parser.add_argument("--allow-pickle", action="store_true", help="also convert pickled values; this runs their code")
     chosen = parser.parse_args(arguments)
     try:
         modes[chosen.mode](chosen.src, chosen.dst, allow_pickle=chosen.allow_pickle)

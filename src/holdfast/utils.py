@@ -360,7 +360,7 @@ def _api_bc_check(func: Callable[P, R]) -> Callable[..., R]:
         if storage in kwargs:
             raise TypeError(f"{func.__name__} was given {storage} twice, by position and by name")
         warnings.warn(
-            f"pass the storage to {func.__name__} by name, as {storage}=...; its second place means something else now",
+            f"pass the storage to {func.__name__} by name, as {storage}=...; its second argument is now another one",
             stacklevel=2,
         )
         return func(args[0], **{storage: args[1]}, **kwargs)

@@ -173,7 +173,7 @@ def refuse_while_busy(path: str) -> str:
 
 def test_a_busy_rank_makes_all_refuse(pool: Crew, tmp_path: Path) -> None:
     said = pool.run(2, refuse_while_busy, str(tmp_path))
-    assert all("save before this one is still" in each for each in said)
+    assert all("the last save is still" in each for each in said)
     assert not (tmp_path / "second").exists()
     assert holdfast.load(tmp_path / "first")["a"].unique().tolist() == [1.0]
 

@@ -285,7 +285,7 @@ def test_what_nobody_can_place_is_refused(pool: Crew, tmp_path: Path) -> None:
         assert key == "optimizer 0.state"
         assert "put the optimizer itself into the target" in message
         assert named == "named.state.embed.weight"
-        assert "load into what torch's get_optimizer_state_dict gives" in other
+        assert "load into the result of torch's get_optimizer_state_dict" in other
 
 
 class Late:

@@ -311,7 +311,7 @@ def test_what_is_damaged_on_the_way_is_noticed_on_arrival(pool: Crew, tmp_path: 
     results = pool.run(4, load_damaged, str(tmp_path / "step"), "network")
     for result in results:
         assert result["key"] == "large"
-        assert "read intact by rank 1" in result["message"]
+        assert "intact on the host of rank 1" in result["message"]
         assert result["failures"] == [3]
 
 

@@ -164,7 +164,7 @@ def test_a_stager_that_others_give_up_is_named_with_what_to_raise(pool: Any, tmp
     said = pool.run(2, stage_for_too_long, str(tmp_path / "checkpoint"))
     assert set(said) == {
         "rank 1 made no progress for 4 s in 'staging the state with _StandingStager'; "
-        "look at what it hangs on, or allow more with deadline_s"
+        "find out where it hangs, or raise deadline_s"
     }
 
 

@@ -355,7 +355,7 @@ def saves_apart(path: str, fails: bool) -> list[str]:
     assert torch.equal(target["rows"].to_local(), own["rows"].to_local())
     assert target["step"] == rank
     columns = {"rows": sharded(torch.zeros(6, 2), Shard(1))}
-    with pytest.raises(holdfast.MismatchError, match="only as many ranks with the same layout"):
+    with pytest.raises(holdfast.MismatchError, match="load on as many ranks, with the same layout"):
         holdfast.load(columns, storage_reader=dcp.FileSystemReader(path))  # type: ignore[arg-type]
     return names_in(path)
 

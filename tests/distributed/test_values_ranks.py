@@ -126,7 +126,7 @@ def save_other_weights(directory: str) -> dict[str, str]:
 
 def test_parameters_and_plain_dicts_may_not_unless_they_are_named(pool: Crew, tmp_path: Path) -> None:
     for told in pool.run(WORLD, save_other_weights, str(tmp_path)):
-        assert "replica_check=['model.bn.mean']) to keep that of rank 0" in told["plain"]
+        assert "replica_check=['model.bn.mean']) to save that of rank 0" in told["plain"]
         assert "'loss' has other contents" in told["one"]
         assert told["both"] == "{'model.bn.mean': 0, 'loss': 0}"
         assert told["loaded"] == "0.5"

@@ -64,9 +64,9 @@ def test_an_asynchronous_save_within_another_is_an_error_at_once(tmp_path: Path,
     if outer is holdfast.save:
         outer(state, tmp_path / "outer")  # in this one it works
         return
-    with pytest.raises(holdfast.BusyError, match=r"within an async_save, by the state_dict\(\)"):
+    with pytest.raises(holdfast.BusyError, match=r"inside an async_save, by its state_dict\(\)"):
         outer(state, tmp_path / "outer")
-    with pytest.raises(holdfast.BusyError, match="within an async_save"):
+    with pytest.raises(holdfast.BusyError, match="inside an async_save"):
         holdfast.async_save({"part": Calling(holdfast.release)}, tmp_path / "outer")
     # And the turn has been given back.
     holdfast.async_save({"step": 1}, tmp_path / "next").result()

@@ -135,7 +135,7 @@ def test_any_index_gives_what_torch_gives(index: Any, verify: bool, stored: str)
         (4, "index 4 is out of range for a dimension of 4"),
         (-5, "index -5 is out of range"),
         ((0, 0, 6), "index 6 is out of range for a dimension of 6"),
-        ((0, 0, 0, 0), "'cube' has 3 dimensions, and 4 were indexed"),
+        ((0, 0, 0, 0), "'cube' has 3 dimensions, but the index has 4"),
         ((0, 0, ..., 0, 0), "'cube' has 3 dimensions"),
         ((..., ...), "'cube' has 3 dimensions"),
         (slice(None, None, -1), "step must be positive"),

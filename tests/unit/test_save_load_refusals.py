@@ -273,7 +273,7 @@ def test_arguments_that_contradict_each_other(path: str) -> None:
         holdfast.save(state)
     pickles = holdfast.SaveOptions(allow_pickle=True)
     for option in ({"overwrite": False}, {"options": pickles}, {"user_metadata": {}}):
-        with pytest.raises(ValueError, match="options of the storage"):
+        with pytest.raises(ValueError, match="to the storage_writer"):
             holdfast.save(state, storage_writer=holdfast.NativeWriter(path), **option)
     holdfast.save(state, path)
     with pytest.raises(ValueError, match="checkpoint_id or a storage_reader"):
@@ -282,7 +282,7 @@ def test_arguments_that_contradict_each_other(path: str) -> None:
         holdfast.load(state, storage_reader=holdfast.NativeReader(path), options=holdfast.LoadOptions(verify=False))
     with pytest.raises(ValueError, match="strict is an option of the planner"):
         holdfast.load(state, path, planner=holdfast.DefaultLoadPlanner(), strict=False)
-    with pytest.raises(ValueError, match=r"load\(path\) takes no other place"):
+    with pytest.raises(ValueError, match=r"load\(path\) takes no checkpoint_id"):
         holdfast.load(path, path)  # type: ignore[call-overload]
 
 

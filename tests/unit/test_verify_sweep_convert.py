@@ -52,9 +52,9 @@ def test_less_may_be_asked_for_of_a_native_checkpoint(tmp_path: Path) -> None:
     ("path", "options", "message"),
     [
         ("memory://a", {}, "URL"),
-        ("native", {"level": "sizes", "sample": 0.5}, "a sample is of the digests"),
-        ("native", {"level": "bytes"}, "a level is one of"),
-        ("native", {"sample": 0}, "a sample"),
+        ("native", {"level": "sizes", "sample": 0.5}, "only level 'digests' reads a sample"),
+        ("native", {"level": "bytes"}, "level must be one of"),
+        ("native", {"sample": 0}, "and sample more than 0"),
         ("torch", {"level": "sizes"}, "checked as a whole"),
         ("torch", {"sample": 0.5}, "checked as a whole"),
     ],
@@ -71,7 +71,7 @@ def test_there_must_be_something_to_verify_or_to_sweep(tmp_path: Path) -> None:
         holdfast.verify(tmp_path / "nothing")
     with pytest.raises(holdfast.NotFoundError):
         holdfast.sweep(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="only directories can be swept"):
+    with pytest.raises(ValueError, match="only local directories can be swept"):
         holdfast.sweep("memory://a")
 
 

@@ -66,7 +66,7 @@ def new_shared(size: int) -> Descriptor:
     Not charged to /dev/shm, which is small in many containers.
     """
     if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "this system has no memory without a name")
+        raise OSError(errno.ENOSYS, "this system has no anonymous shared memory (memfd_create)")
     descriptor = opened(map(os.memfd_create, ("holdfast",), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
     try:
         os.ftruncate(descriptor, size)

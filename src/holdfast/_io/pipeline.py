@@ -95,7 +95,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 def _left_behind() -> CheckpointError:
     return CheckpointError(
-        "this process was forked in the middle of a save or load, which is its parent's; call it here anew"
+        "this process was forked during a save or load, which belongs to its parent; call save or load again here"
     )
 
 

@@ -51,7 +51,7 @@ class SharedMemory:
         """The memory behind a descriptor that was handed over, which is this object's from now on."""
         try:
             if os.fstat(descriptor).st_size != size:
-                raise OSError(errno.EINVAL, "shared memory of another size than was said")
+                raise OSError(errno.EINVAL, "the shared memory does not have the announced size")
             return cls(descriptor, size)
         except BaseException:
             descriptor.close()
@@ -167,7 +167,7 @@ class Doorstep:
                 try:
                     message, flags = _receive(visitor, descriptors)
                     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or not message:
-                        raise OSError(errno.EMFILE, "what was left is not whole")
+                        raise OSError(errno.EMFILE, "the message is cut off")
                 except BaseException:
                     close_all(descriptors)
                     raise
@@ -201,12 +201,12 @@ def leave_at(address: str, message: bytes, descriptors: Sequence[int], timeout_s
         visitor.connect(f"\0{address}")
         credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
-            raise OSError(errno.EPERM, "someone else's process is there")
+            raise OSError(errno.EPERM, "a process of another user is there")
         sent = visitor.sendmsg(
             [message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
         )
         if sent != len(message):
-            raise OSError(errno.EMSGSIZE, "the message was not taken whole")
+            raise OSError(errno.EMSGSIZE, "the message was cut off")
 
 
 def host_identity() -> tuple[str, ...]:

@@ -412,9 +412,8 @@ class _Common:
 def _damaged_on_the_way(damage: CorruptError, sender: int) -> CorruptError:
     start, stop = damage.span or (0, 0)
     return CorruptError(
-        f"bytes {start} to {stop} of {damage.path!r}, which hold part of {damage.key!r}, were read intact by rank "
-        f"{sender} or others of its host, and did not arrive so; look at the network and memory of both hosts, and "
-        "load again",
+        f"bytes {start} to {stop} of {damage.path!r}, which hold part of {damage.key!r}, were intact on the host of "
+        f"rank {sender} and arrived damaged; check the network and the memory of both hosts, and load again",
         path=damage.path,
         key=damage.key,
         span=damage.span,

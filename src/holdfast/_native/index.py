@@ -130,7 +130,7 @@ def decode_header(data: bytes, *, path: str = "", metadata: Mapping[str, str] | 
         members.pop(RESERVED_NAME, None)
         bodies = {name: _decode_body(raw) for name, raw in members.items()}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _bad_header(path, "it is not the JSON that it should be") from error
+        raise _bad_header(path, "it is not the expected JSON") from error
     entries: list[HeaderEntry] = []
     position = 0
     for name, body in bodies.items():
@@ -140,7 +140,7 @@ def decode_header(data: bytes, *, path: str = "", metadata: Mapping[str, str] | 
         position = end
     # Names that come twice, odd spacing and foreign notes all show as a difference to the one way of writing it.
     if encode_header(entries, reserve=len(data), metadata=metadata) != data:
-        raise _bad_header(path, "it is not written in the one way that it should be")
+        raise _bad_header(path, "it is not in canonical form")
     return entries
 
 
@@ -154,7 +154,7 @@ def _check_body(name: str, body: _Body, position: int, path: str) -> None:
     if begin != position or not begin <= end <= MAX_FILE_BYTES:
         raise _bad_header(path, f"the data of {name[:200]!r} does not follow what comes before it")
     if math.prod(body.shape) * itemsize != end - begin:
-        raise _bad_header(path, f"the data of {name[:200]!r} has not the size of its shape")
+        raise _bad_header(path, f"the data of {name[:200]!r} does not have the size of its shape")
 
 
 def _quoted(name: str) -> bytes:
@@ -312,7 +312,7 @@ def _check_boxes(index: ChunkIndex, shapes: _Int64s, tensors: Sequence[TensorEnt
     # No overflow: boxes are within their shapes by now, and the manifest's shapes fit 62 bits.
     wrong = index.length.prod(axis=1) * itemsizes[index.tensor] != index.bytes
     if wrong.any():
-        _refuse_row(wrong, "has not the size of its box", index, tensors, path)
+        _refuse_row(wrong, "does not have the size of its box", index, tensors, path)
     counts = np.bincount(index.tensor, minlength=len(tensors))
     for number, entry in enumerate(tensors):
         # Readers take a run of bytes as a whole.

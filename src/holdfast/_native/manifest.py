@@ -192,14 +192,14 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
         manifest = _decode_manifest(data)
         # Duplicate members, spaces, other ways to write a number: all show as a difference to the one way.
         if _serialise(manifest) != data:
-            raise _BadManifest("it is not written in the one way that it should be")
+            raise _BadManifest("it is not in canonical form")
         _check(manifest)
     except _BadManifest as fault:
         raise _corrupt(path, fault.problem, fault.key) from None
     except CorruptError as error:
         raise _corrupt(path, error.message, error.key) from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _corrupt(path, f"it is not the JSON that it should be ({error})") from error
+        raise _corrupt(path, f"it is not the expected JSON ({error})") from error
     return manifest
 
 
@@ -243,7 +243,7 @@ def _check(manifest: Manifest) -> None:
     if manifest.format != FORMAT or manifest.version != VERSION:
         raise _BadManifest(f"the format is {manifest.format[:80]!r}, version {manifest.version}")
     if list(manifest.requires) != sorted(set(manifest.requires)):
-        raise _BadManifest("what it requires is not in order")
+        raise _BadManifest("its required features are not in order")
     _check_files(manifest)
     if len(manifest.tensors) > MAX_TENSORS or len(manifest.values) > MAX_TENSORS:
         raise _BadManifest(f"there are more than {MAX_TENSORS} entries")
@@ -262,7 +262,7 @@ def _check(manifest: Manifest) -> None:
         _check_tensor(entry)
         has_aliases |= entry.alias_of is not None
         if entry.kind == "pickle" and "pickle" not in manifest.requires:
-            raise _BadManifest("is a pickle, which the manifest does not say that it requires", entry.key)
+            raise _BadManifest("is a pickle, but the manifest does not require pickle", entry.key)
     if has_aliases:
         _check_aliases(manifest.tensors)
     last = -1
@@ -373,6 +373,6 @@ def _check_aliases(tensors: Sequence[TensorEntry]) -> None:
         if target is None or target.alias_of is not None:
             raise _BadManifest(f"is an alias of {str(entry.alias_of)[:200]!r}, which holds no data", entry.key)
         if (target.dtype, tuple(target.shape)) != (entry.dtype, tuple(entry.shape)):
-            raise _BadManifest(f"has not the dtype and shape of {target.key[:200]!r}, whose data it shares", entry.key)
+            raise _BadManifest(f"shares data with {target.key[:200]!r}, but not dtype and shape", entry.key)
         if entry.kind in BYTE_KINDS or target.kind in BYTE_KINDS:
             raise _BadManifest("is an alias of something that is no tensor", entry.key)

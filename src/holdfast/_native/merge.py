@@ -52,7 +52,7 @@ def merge_reports(
             if tensor.alias_of is not None:  # it has become what the tensor that it shares has become
                 first = written.get(tensor.alias_of)
                 if first is None:
-                    message = f"{key!r} is planned as the same as {tensor.alias_of!r}, which nobody wrote"
+                    message = f"{key!r} shares the data of {tensor.alias_of!r}, which no rank wrote"
                     raise InvalidStateError(message, key=key)
                 tensors[key] = msgspec.structs.replace(
                     tensor, dtype=first.dtype, shape=first.shape, quantizer=first.quantizer
@@ -163,7 +163,7 @@ def _chunks_as_reported(tensors: Mapping[str, WrittenTensor], reports: Sequence[
     is_whole = np.array_equal(tensor, np.arange(len(sizes))) and not lo.any() and np.array_equal(length, sizes)
     for fault in () if is_whole else check_coverage(tensor, lo, length, sizes):
         key = list(tensors)[fault.tensor]
-        raise InvalidStateError(f"what was written of {key!r} is not whole: {fault.detail}", key=key)
+        raise InvalidStateError(f"{key!r} was not written as a whole: {fault.detail}", key=key)
     nbytes = np.concatenate([each.nbytes for each in boxes])[order]
     return _Chunks(tensor, lo, length, nbytes, np.split(place, np.cumsum([len(each.key) for each in boxes])[:-1]))
 
@@ -233,7 +233,7 @@ def _index(chunks: _Chunks, reports: Sequence[WriteReport]) -> ChunkIndex:
         files += len(report.files)
         placed += len(mine)
     if placed != len(nbytes) or (len(offset) and int(offset.min()) < 0):
-        raise InternalError("what was planned and what was written once are not the same chunks; please report it")
+        raise InternalError("the written chunks are not the planned ones; please report it")
     return ChunkIndex(
         tensor=chunks.tensor,
         file=file,

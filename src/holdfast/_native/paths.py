@@ -86,7 +86,7 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) ->
     try:
         for key, path in leaves:
             if path is not None and len(path) == 1 and path[0] == key:
-                raise _BadPath("has a path that is just the key, and should have none")
+                raise _BadPath("has a path that is only its key, and needs none")
             _add_leaf(tree, (key,) if path is None else path)
         positions = sum(tree.last_positions.values()) + len(tree.last_positions)
         if positions - tree.taken_positions > MAX_EMPTY_POSITIONS:
@@ -94,7 +94,7 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) ->
         effort = Effort()
         for keys in tree.typed_keys() if tree.typed else ():
             if len(effort.fill(dict[object, None](), [(each, None) for each in keys], keys)) < len(keys):
-                raise _BadPath("or another one has a path with a key that equals another one")
+                raise _BadPath("or another key has a path through two equal dict keys")
     except (_BadPath, TooMuchEffort) as fault:
         return PathFault(key=key, problem=str(fault))
     return None
@@ -102,7 +102,7 @@ def check_paths(leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) ->
 
 def _add_leaf(tree: _Tree, path: Sequence[StoredElement]) -> None:
     if not 0 < len(path) <= MAX_PATH_DEPTH:
-        raise _BadPath(f"has a path of {len(path)} elements, and 1 to {MAX_PATH_DEPTH} are allowed")
+        raise _BadPath(f"has a path of {len(path)} steps, but 1 to {MAX_PATH_DEPTH} are allowed")
     place = 0
     is_new = False
     for element in path:

@@ -72,8 +72,8 @@ def format_at(path: str | os.PathLike[str]) -> Format | None:
         if digests is not None and _digests(directory, _heads(directory)) == digests:
             raise CorruptError(
                 f"{directory!r} holds two checkpoints, {found['native']} (native) and {found['torch']} (torch's "
-                "format), and nothing tells which one is meant; remove the one of these two files that is not, or name "
-                "the one to read: storage_reader=NativeReader(path) or FileSystemReader(path)",
+                "format); remove the one of these two files that you do not want, or choose the reader: "
+                "storage_reader=NativeReader(path) or FileSystemReader(path)",
                 path=directory,
             )
 

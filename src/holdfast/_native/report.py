@@ -108,7 +108,7 @@ class WriteReport:
     def columns(self) -> WriteColumns:
         """The plan that this is a report on."""
         if self.plan is None:
-            raise InternalError("a report is of a plan that is not known here; please report it")
+            raise InternalError("a report belongs to an unknown plan; please report it")
         return self.plan() if callable(self.plan) else self.plan
 
     @cached_property

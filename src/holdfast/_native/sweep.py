@@ -98,7 +98,7 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
         NotFoundError: there is no directory ``root``.
     """
     if "://" in posix.text_path(root):
-        raise ValueError("only directories can be swept; at a URL nothing tells a dead save from a living one")
+        raise ValueError("only local directories can be swept; at a URL no save can be proven dead")
     root = posix.absolute(root)
     leftovers: list[Leftover] = []
     problems: list[str] = []
@@ -187,7 +187,7 @@ def _published(directory: Directory) -> str | None:
             return None
         raise _NotDead("unknown", error.message) from None
     except (CorruptError, UnsupportedVersionError):
-        raise _NotDead("unknown", f"{MANIFEST_NAME} cannot be read here, so nobody can tell what it needs") from None
+        raise _NotDead("unknown", f"{MANIFEST_NAME} cannot be read, so the files that it needs are unknown") from None
 
 
 class _Attempt:
@@ -214,7 +214,7 @@ class _Attempt:
                     return None
                 # Its saver died, or is, between giving the manifest its name and taking away the temporary one.
                 self._names = [self._staged]
-                return self._leftover("dead", "the manifest has its name already")
+                return self._leftover("dead", "its manifest is already published")
             self._check_dead()
             if _published(self._directory) == self._attempt:
                 return None
@@ -247,7 +247,7 @@ class _Attempt:
             self._claim(held, made)
             names = _attempts(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
-                raise _NotDead("living", "it went on while it was looked at")
+                raise _NotDead("living", "it changed during the sweep")
             directory.sync()
             for name in self._data:
                 with self._locked(name) as is_there:
@@ -262,7 +262,7 @@ class _Attempt:
         if self._directory.status(self._index) is None:
             self._directory.create(self._index, made)
         if not held.enter_context(self._locked(self._index)):
-            raise _NotDead("living", "it went on while it was looked at")
+            raise _NotDead("living", "it changed during the sweep")
 
     def _check_dead(self) -> None:
         """_NotDead unless the locks of all files can be had."""
@@ -274,7 +274,7 @@ class _Attempt:
             raise _NotDead("unknown", f"{self._staged} is not a regular file")
         is_reliable, kind = self._directory.locks_are_reliable()
         if not is_reliable and not self._is_named:
-            raise _NotDead("unknown", f"the locks of other hosts may not show on {kind}")
+            raise _NotDead("unknown", f"locks of other hosts may be invisible on {kind}")
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
@@ -286,7 +286,7 @@ class _Attempt:
                 if file is None:
                     raise _NotDead("living", f"a writer holds the lock of {name}")
                 if not self._directory.holds(name, file.descriptor):
-                    raise _NotDead("living", "it went on while it was looked at")
+                    raise _NotDead("living", "it changed during the sweep")
                 is_there = True
             except StorageError as error:
                 is_there = error.errno != errno.ENOENT

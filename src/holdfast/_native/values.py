@@ -188,7 +188,7 @@ def _decode(json: object, depth: int, effort: Effort) -> object:
     if type(json) is list:
         return [_decode(item, depth + 1, effort) for item in json]
     if type(json) is not dict or len(json) != 1:
-        raise _BadValue("an object has not exactly one member")
+        raise _BadValue("an object does not have exactly one member")
     [(tag, body)] = json.items()
     if tag in _LEAVES:
         return _LEAVES[tag](body)

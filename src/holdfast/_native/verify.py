@@ -101,7 +101,7 @@ def verify_checkpoint(
     from the start. The headers of files are read whatever the ``sample``.
     """
     if level not in get_args(Level) or not 0 < sample <= 1:
-        raise ValueError(f"a level is one of {get_args(Level)}, and a sample more than 0 and at most 1")
+        raise ValueError(f"level must be one of {get_args(Level)}, and sample more than 0 and at most 1")
     begin = time.perf_counter()
     directory = posix.absolute(path)
     data = "the digests of the data"
@@ -123,7 +123,7 @@ def verify_checkpoint(
             continue
         read, unchecked = checks.total_bytes, [data] if level != "digests" else []
         if level == "digests" and sample < 1:
-            unchecked = [f"{data} but for a sample of {100 * sample:g} % of its blocks"]
+            unchecked = [f"{data}, except for a sample of {100 * sample:g} % of its blocks"]
         break
     return VerifyReport(
         files=len(manifest.files) + 2,

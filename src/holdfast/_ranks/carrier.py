@@ -362,14 +362,13 @@ class _HostConnection:
 
 
 def _unexpected(leader: int) -> InternalError:
-    return InternalError(f"rank {leader} has sent something else than was agreed on; please report it")
+    return InternalError(f"rank {leader} sent unexpected data; please report it")
 
 
 def _lost(job_rank: int, what: str) -> RankLostError:
     phase = "passing blocks on between hosts"
     return RankLostError(
-        f"rank {job_rank} {what} in {phase!r}; look at what it hangs on and at the network, "
-        "or allow more with deadline_s",
+        f"rank {job_rank} {what} in {phase!r}; find out where it hangs, check the network, or raise deadline_s",
         rank=job_rank,
         phase=phase,
     )

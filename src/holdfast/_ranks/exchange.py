@@ -162,7 +162,7 @@ class Visit:
             failed.callback(sharing.close_all, descriptors)
             layout = msgspec.json.decode(message, type=SharedLayout)
             if len(descriptors) != 2 + len(seat.members) + bool(layout.hosts):
-                raise OSError("what was left is not what the ranks of a host share")
+                raise OSError("the message is not from the ranks of this host")
             memory = SharedMemory.attach(descriptors.pop(0), layout.size)
             failed.pop_all()
             return _link(seat, layout, memory, descriptors[:1], descriptors[1:])
@@ -217,7 +217,7 @@ class _Mail:
                 where = f"{phase!r} (at {file!r})" if file else repr(phase)
                 raise RankLostError(
                     f"rank {job_rank} made no progress for {self.deadline_s:g} s in {where}; "
-                    "look at what it hangs on, or allow more with deadline_s",
+                    "find out where it hangs, or raise deadline_s",
                     rank=job_rank,
                     phase=phase,
                 )

@@ -148,7 +148,7 @@ def disagreement(name: str, said: Mapping[int, str]) -> RankDisagreementError:
     shown = [f"{_ranks(ranks)} {_shortened(what)}" for what, ranks in list(by_camp.items())[:_MOST_CAMPS]]
     more = f" and {len(camps) - _MOST_CAMPS} other answers" if len(camps) > _MOST_CAMPS else ""
     error = RankDisagreementError(
-        f"the ranks disagree on the {name}: {', '.join(shown)}{more}; call with the same on every rank", said=said
+        f"the ranks disagree on the {name}: {', '.join(shown)}{more}; use the same one on every rank", said=said
     )
     error.failures = {
         rank: RankDisagreementError(f"rank {rank} said {_shortened(what)}")
@@ -324,7 +324,7 @@ class Watch:
         """``rank``, which is ourselves, if the others have given us up while we were stopped."""
         if pause_s < _PAUSE_S or pause_s < self._patience.progress_s - 2 * self._patience.beat_s:
             return {}
-        said = f"was stopped for {pause_s:.0f} s in {phase!r}, so the others have given it up; try again"
+        said = f"was stopped for {pause_s:.0f} s in {phase!r}, so the other ranks have given it up; try again"
         return {rank: self._lost(rank, phase, said)}
 
     def see(self, rank: int, sign: Sign) -> None:
@@ -368,7 +368,7 @@ class Watch:
                 lost[rank] = self._lost(rank, phase, said)
             elif (pulse.silent_s if excuse_waiting and not pulse.sign.working else pulse.stalled_s) >= limit_s:
                 said = f"made no progress for {limit_s:g} s in {_place(pulse.sign)}; "
-                said += "look at what it hangs on, or allow more with deadline_s"
+                said += "find out where it hangs, or raise deadline_s"
                 lost[rank] = self._lost(rank, pulse.sign.phase, said)
         return lost
 

@@ -212,7 +212,7 @@ def _dial(address: Address, number: int, deadline: Deadline, *, is_answered: boo
             connection.sendall(HELLO.pack(MAGIC, address.token, number))
             if not is_answered or _receive(connection, len(MAGIC)) == MAGIC:
                 return connection
-            reasons.append(f"{host}: something else answers")
+            reasons.append(f"{host}: another program answers")
         except OSError as error:
             reasons.append(f"{host}: {error}")
         connection.close()
@@ -235,7 +235,7 @@ def _find(store: Store, key: str, job_rank: int, deadline_s: float) -> Address:
     try:
         while not store.check([key]):  # a wait for it could not be interrupted
             if deadline.passed:
-                raise _unreachable(job_rank, f"it told no address within {deadline_s:g} s")
+                raise _unreachable(job_rank, f"it published no address within {deadline_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.25)
         return msgspec.json.decode(store.get(key), type=Address)
@@ -266,7 +266,7 @@ def _store_of(group: ProcessGroup) -> Store | None:
 
 def _unreachable(job_rank: int, reason: str) -> RankLostError:
     said = f"rank {job_rank} cannot be reached in {MEETING!r} ({reason}); "
-    said += "see whether it runs and whether a firewall is in between"
+    said += "check that it runs and that no firewall is in between"
     return RankLostError(said, rank=job_rank, phase=MEETING)
 
 

@@ -215,7 +215,7 @@ def as_planned(plans: list[SavePlan], *, rewrite_index_hints: bool = True) -> tu
     for key, head, holding in zip(plan.keys, plan.heads, plan.holdings, strict=True):
         if len(holding.shared):
             what, times = "the value" if head is None else "a piece", len(holding.holders_of(holding.shared[0]))
-            raise InvalidStateError(f"the plans have {what} of {key!r} {times} times; keep it in one", key=key)
+            raise InvalidStateError(f"the plans have {what} of {key!r} {times} times; keep it in one plan", key=key)
     return _plans(plans, tables, plan) if rewrite_index_hints else plans, Metadata(LazyDict(plan.keys, plan))
 
 
@@ -243,9 +243,8 @@ def check_contents(tables: Sequence[WriteColumns]) -> dict[str, int]:
     lowest, key = int(rank[members].min()), names[looked[wrong]]
     others = sorted({int(rank[member]) for member in members.tolist() if said[member] != said[members[0]]})
     raise RankDisagreementError(
-        f"{key!r} has other contents on rank {', '.join(map(str, others))} than on rank {lowest}, though all of them "
-        f"hold it; name what differs by rank, or pass SaveOptions(replica_check=[{key!r}]) to keep that of rank "
-        f"{lowest}",
+        f"{key!r} has other contents on rank {', '.join(map(str, others))} than on rank {lowest}; use another key "
+        f"on each rank, or pass SaveOptions(replica_check=[{key!r}]) to save that of rank {lowest}",
         said={int(rank[member]): f"{int(said[member]):016x}" for member in members.tolist()},
     )
 
@@ -382,7 +381,7 @@ def _check_same_head(key: str, known: TensorHead | None, known_rank: int, head: 
 
     if said(known) != said(head):
         raise RankDisagreementError(
-            f"{key!r} is {said(known)} on rank {known_rank} but {said(head)} on rank {rank}; give it one name per kind",
+            f"{key!r} is {said(known)} on rank {known_rank} but {said(head)} on rank {rank}; use different keys",
             said={known_rank: said(known), rank: said(head)},
         )
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("holdfast")
 Phase = Literal["planned", "staging", "staged", "writing", "published", "failed"]
 OnProgress = Callable[["AsyncSave"], None]
 
-_PARENTS = "this save is made by the process that this one was forked from; ask for it there"
+_PARENTS = "this save belongs to the parent of this process; ask for its result there"
 
 
 @dataclass(eq=False)
@@ -269,7 +269,7 @@ class Turns:
                     return
             if not wait:
                 raise BusyError(
-                    f"the save before this one is still {current.phase}; wait for its result, save less often, "
+                    f"the last save is still {current.phase}; wait for its result, save less often, "
                     'or pass when_busy="wait"'
                 )
             _wait_for(current)
@@ -304,7 +304,7 @@ class Turns:
         last.is_over.wait()  # its turn is over, so this is a matter of moments
         error = last.take_unobserved()
         if error is not None:
-            logger.error("nobody has asked what became of the last save, which failed; its error is raised now")
+            logger.error("the last save failed, and its result was never asked for; its error is raised now")
             raise error
 
     def fence(self) -> None:
@@ -341,8 +341,8 @@ def _wait_for(current: AsyncSave) -> None:
     """Return when the turn of ``current`` is over."""
     if current.is_within:
         raise BusyError(
-            "this was called within an async_save, by the state_dict(), planner, storage, stager or progress "
-            "callback that it is at, and would wait for it for ever; call it before or after, or call save there"
+            "this was called inside an async_save, by its state_dict(), planner, storage, stager or progress callback, "
+            "and would wait for ever; call it before or after, or call save instead"
         )
     current.is_past.wait()
 

@@ -232,8 +232,8 @@ class WriterProcess:
         self.close()
         code = None if process is None else process.returncode
         return CheckpointError(
-            f"the process that writes checkpoints died (exit code {code}); this save is lost, the next one starts "
-            "another; see whether the system ran out of memory"
+            f"the process that writes checkpoints died (exit code {code}); this save is lost, the next one starts a "
+            "new process; check whether the system ran out of memory"
         )
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class _EntryCount:
             known = self._counts[id(value)][1]
             if known is None:
                 raise _BadContainer(
-                    "{} leads back to a container that it is in, and no state can contain itself; take it out"
+                    "{} leads back to a container that it is in; a state cannot contain itself, so remove it"
                 )
             return known
         self._counts[id(value)] = value, None

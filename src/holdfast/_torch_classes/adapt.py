@@ -141,7 +141,7 @@ def set_up_writer(writer: StorageWriter, *, is_coordinator: bool, rank: int, use
         writer.set_up_storage_writer(is_coordinator, rank=rank, use_collectives=use_collectives)
         return
     if not use_collectives:
-        raise ValueError(f"{type(writer).__name__} knows nothing of use_collectives; leave it at True")
+        raise ValueError(f"{type(writer).__name__} does not support use_collectives=False; leave it at True")
     _warn_of_old_style(writer, "set_up_storage_writer", "keywords")
     writer.set_up_storage_writer(is_coordinator)
 

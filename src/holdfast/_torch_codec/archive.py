@@ -199,7 +199,7 @@ def _content(read: Read, entry: _Entry, length: int) -> bytes:
 
 
 def _damaged(problem: str) -> CorruptError:
-    return CorruptError(f"is no whole torch.save archive: {problem}")
+    return CorruptError(f"is not a whole torch.save archive: {problem}")
 
 
 class _View(NamedTuple):

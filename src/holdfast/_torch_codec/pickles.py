@@ -107,7 +107,7 @@ def check_opcodes(data: bytes, *, what: str) -> bytes:
         else:
             break
         pieces.append(data[start:position])
-    raise CorruptError(f"{what} is damaged: no pickle of torch's (byte {min(position, end)}); use another checkpoint")
+    raise CorruptError(f"{what} is damaged: not a pickle of torch (byte {min(position, end)}); use another checkpoint")
 
 
 class _Restricted(pickle.Unpickler):
@@ -369,7 +369,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         if allow_pickle or (not is_archive and not _is_pickle(name)):
-            raise NotACheckpointError(f"{name!r} is no file that torch.save wrote: {reason}") from error
+            raise NotACheckpointError(f"{name!r} was not written by torch.save: {reason}") from error
         raise UnsafeError(
             f"{name!r} has more than weights and plain values in it, and loading it would run code; "
             "pass allow_pickle=True if you trust it"
@@ -381,7 +381,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error
     if not isinstance(state, Mapping):
         raise InvalidStateError(
-            f"{name!r} holds a {type(state).__name__}, and a state is a dict of names to values; save it within one"
+            f"{name!r} holds a {type(state).__name__}, but a state is a dict of names to values; save it in a dict"
         )
     return state
 

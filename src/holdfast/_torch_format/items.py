@@ -367,7 +367,7 @@ class Delivery:
         """Through torch.load: for what is no dense tensor in an archive of the usual form."""
         loaded = deserialize_object(io.BytesIO(data), key=item.key, allow_pickle=self._allow_pickle)
         if not isinstance(loaded, torch.Tensor):
-            raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, no tensor", key=item.key)
+            raise CorruptError(f"the item of {item.key!r} is a {type(loaded).__name__}, not a tensor", key=item.key)
         for row, tensor in zip(item.rows, tensors, strict=True):
             check_resolved(self._columns, row, tensor, loaded.dtype, cast=self._cast)
             box = self.box(row)

@@ -83,7 +83,7 @@ def every_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at checkpoints, check that they are whole, convert them, and tidy up after saves that died."""
+    """Show checkpoints, verify them, convert them, and remove what killed saves left behind."""
     # Output of any key is possible, whatever the encoding of the terminal or pipe.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -118,21 +118,21 @@ def verify_command(
         _Level,
         typer.Option(
             "--level",
-            help="How closely: names and sizes of files; coverage, which reads the index too; or all digests.",
+            help="What to check: sizes of files; coverage, which also reads the index; or digests, which reads all.",
         ),
     ] = _Level.DIGESTS,
     sample: Annotated[
-        str, typer.Option("--sample", metavar="PART", help="Read only a part of the data, such as 5%, chosen anew.")
+        str, typer.Option("--sample", metavar="PART", help="Read only a random part of the data, such as 5%.")
     ] = "100%",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Check every byte of a checkpoint.
 
-    Sizes, coverage, headers and all digests are checked, in parallel. Exits with 0 when it is whole. Exits with 1 when
-    it is damaged or not there; the damaged keys and files are listed, and what is not listed can still be loaded.
-    With --level or --sample less is checked, and the report says what was not.
+    Checks sizes, coverage, headers and all digests, in parallel. Exits with 0 if the checkpoint is whole. Exits with 1
+    if it is damaged or missing, and lists the damaged keys and files. You can still load what is not listed. With
+    --level or --sample it checks less, and says what it did not check.
 
-    A checkpoint in torch's own format is checked as far as that goes; the report says what could not be.
+    Not everything in torch's own format can be checked; the report says what was not.
     """
     with as_options(), progress_bar("verifying") as on_progress:
         report = holdfast.verify(path, level=level.value, sample=_part(sample), on_progress=on_progress)
@@ -153,7 +153,7 @@ def _part(text: str) -> float:
     except ValueError:
         part = 0.0
     if not 0 < part <= 1:
-        raise typer.BadParameter(f"{text!r} is no part of a whole, such as 5% or 0.05", param_hint="--sample")
+        raise typer.BadParameter(f"{text!r} is not a part such as 5% or 0.05", param_hint="--sample")
     return part
 
 
@@ -211,7 +211,7 @@ def convert_command(
     ],
     target: Annotated[
         str,
-        typer.Argument(metavar="DST", help="Where the result goes; new, unless with --overwrite.", show_default=False),
+        typer.Argument(metavar="DST", help="The result; must not exist, except with --overwrite.", show_default=False),
     ],
     to: Annotated[
         _Format,
@@ -220,7 +220,7 @@ def convert_command(
         ),
     ],
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read and write pickled values; reading them runs code from SRC.")
+        bool, typer.Option("--allow-pickle", help="Read and write pickled values. This runs code from SRC.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST, if it is a checkpoint of the same format.")
@@ -228,14 +228,14 @@ def convert_command(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check the digests or checksums of SRC.")] = True,
     max_bytes: Annotated[
         int | None,
-        typer.Option("--max-bytes", help="The most bytes of tensors to write, where SRC is much smaller."),
+        typer.Option("--max-bytes", help="Allow DST to have so many bytes of tensors, even if SRC is much smaller."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write a checkpoint in another format.
 
-    What SRC is, is found out. Tensors pass through in pieces, so memory stays small; values keep their types. DST
-    appears whole or not at all. Exits with 1 when SRC is damaged or not there, or something in it cannot be kept.
+    Finds out the format of SRC by itself. Copies tensors in pieces, so it needs little memory. Values keep their types.
+    DST appears whole or not at all. Exits with 1 if SRC is damaged or missing, or if DST cannot hold something in it.
     """
     with as_options(), progress_bar("converting") as on_progress:
         done = holdfast.convert(
@@ -272,27 +272,27 @@ _STYLES = {"dead": "yellow", "living": "green", "unknown": "red"}
 def sweep_command(
     root: Annotated[
         str,
-        typer.Argument(metavar="ROOT", help="A checkpoint, or a directory with checkpoints below.", show_default=False),
+        typer.Argument(metavar="ROOT", help="A checkpoint, or a directory that holds some.", show_default=False),
     ],
     delete: Annotated[
-        bool, typer.Option("--delete", help="Remove what is proven dead; without it, only list.")
+        bool, typer.Option("--delete", help="Remove files whose writer is proven dead. Without it, only list them.")
     ] = False,
     attempt: Annotated[
         list[str] | None,
         typer.Option(
             "--attempt",
             metavar="ID",
-            help="Take this attempt for dead where locks cannot tell, as on shared file systems. May be repeated.",
+            help="Treat this attempt as dead if locks cannot show it, as on shared file systems. May be repeated.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """List what saves that died left in ROOT and below, and remove it with --delete.
+    """List the files that killed saves left in ROOT and below; remove them with --delete.
 
-    Only files named like ours that no published checkpoint needs and whose writer is proven dead are removed: a living
-    writer holds locks, which the kernel drops when it dies. Links are not followed. Exits with 0, or with 1 when ROOT
-    is missing or something could not be looked at or removed.
+    Removes a file only if it has a name of ours, no published checkpoint needs it, and its writer is proven dead: a
+    living writer holds locks, which the kernel drops when it dies. Does not follow links. Exits with 1 if ROOT is
+    missing, or if something could not be read or removed.
     """
     with as_options():
         report = holdfast.sweep(root, delete=delete, attempts=attempt or ())

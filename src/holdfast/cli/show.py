@@ -219,8 +219,8 @@ def show_command(
 ) -> None:
     """Show what a checkpoint holds.
 
-    A tree of its keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others read
-    "= key". Only the manifest and the index are read; of a checkpoint in torch's own format, its metadata.
+    Prints a tree of keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others
+    show "= key". Reads only the manifest and the index, or the metadata of a checkpoint in torch's own format.
     """
     with as_options():
         contents = contents_of(path, pattern)

@@ -99,7 +99,7 @@ def chosen_keys(metadata: Metadata, keys: Collection[str] | None, *, allow_missi
     if names - met and not allow_missing:
         raise MismatchError.of(
             [Difference(key=name, kind="missing", stored="nothing", wanted="a key") for name in sorted(names - met)],
-            advice="Ask for keys, or for what comes before one of their dots.",
+            advice="Ask for a key, or for the part of a key before one of its dots.",
         )
     return chosen
 
@@ -211,11 +211,11 @@ def _refusal(
             return "it has tensor subclasses; have the optimizer make its state first (get_optimizer_state_dict does)"
     elif path[:-1] in optimizers:
         if str(path[-1]).isdigit():
-            return "the optimizer has no such parameter; give it those that it had"
+            return "the optimizer has no such parameter; give it the parameters that it had at the save"
         if needs_placement:
-            return "it is a name, and the optimizer has numbers; load into what torch's get_optimizer_state_dict gives"
+            return "it is stored by name, not by number; load into the result of torch's get_optimizer_state_dict"
     elif needs_placement and path[-1:] == ("state",) and path_key((*path[:-1], "param_groups.0.params")) in leaves:
-        return "nothing says how it is sharded; put the optimizer itself into the target, or get_optimizer_state_dict"
+        return "its sharding is unknown; put the optimizer itself into the target, not its state_dict()"
     return None
 
 
@@ -307,7 +307,7 @@ class _AsideReader:
 def _mismatch(differences: list[Difference]) -> MismatchError:
     return MismatchError.of(
         differences,
-        advice="Give each key a memory of its own, or pass strict=False to have the last one. "
+        advice="Give each key its own memory, or pass strict=False to load the last one. "
         "The contents of the target are undefined now.",
     )
 

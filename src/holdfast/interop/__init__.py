@@ -111,7 +111,7 @@ def convert(
     for place in (source, target):
         if is_remote(place):
             raise ValueError(
-                f"only files can be converted, and {os.fspath(place)!r} is a URL; convert in a directory, and copy that"
+                f"{os.fspath(place)!r} is a URL, and only local files can be converted; copy them from or to it"
             )
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
@@ -165,8 +165,8 @@ class _ByteCount(Progress):
         if self.total > self._most:
             key = max(sizes, key=sizes.__getitem__)
             raise InvalidStateError(
-                f"{self._source!r} has {self._source_bytes} bytes and would become {self.total}, {sizes[key]} of them "
-                f"for {key[:200]!r}, more than {self._most}; pass max_bytes={self.total} if you want that",
+                f"{self._source!r} has {self._source_bytes} bytes, but the result would have {self.total}, "
+                f"{sizes[key]} of them for {key[:200]!r}; pass max_bytes={self.total} to allow more than {self._most}",
                 key=key,
             )
 

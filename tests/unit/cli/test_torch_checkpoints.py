@@ -174,7 +174,7 @@ def resize(metadata: Any) -> None:
     [
         (flip_data, "not the bytes that were written"),
         (cut_file, "the file ends at byte"),
-        (break_archive, "is no whole torch.save archive"),
+        (break_archive, "is not a whole torch.save archive"),
         (change(shrink), "gap at [599, 0]"),
         (change(resize), "[600, 1000] elements instead of [601, 1000]"),
         (change(lambda metadata: metadata.storage_data.pop(place_in(metadata))), "does not say where"),

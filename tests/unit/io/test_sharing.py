@@ -62,7 +62,7 @@ def test_memory_cannot_be_shrunk_under_those_who_use_it() -> None:
 def test_memory_of_another_size_is_refused_and_its_descriptor_closed() -> None:
     memory = SharedMemory.create(8192)
     before = open_descriptors()
-    with pytest.raises(OSError, match="another size"):
+    with pytest.raises(OSError, match="the announced size"):
         SharedMemory.attach(OpenDescriptor(os.dup(memory.descriptor)), 1 << 20)
     assert open_descriptors() <= before
     memory.close()
@@ -70,7 +70,7 @@ def test_memory_of_another_size_is_refused_and_its_descriptor_closed() -> None:
 
 def test_a_system_without_nameless_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(OSError, match="no memory without a name"):
+    with pytest.raises(OSError, match="no anonymous shared memory"):
         SharedMemory.create(4096)
 
 
@@ -136,7 +136,7 @@ def test_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(TimeoutError):
         doorstep.pick_up(0.05)
-    with pytest.raises(OSError, match="someone else"):
+    with pytest.raises(OSError, match="another user"):
         leave_at(doorstep.address, b"hello", [0], 1.0)
     doorstep.close()
 
@@ -145,7 +145,7 @@ def test_a_visitor_who_leaves_nothing_is_an_error() -> None:
     doorstep = Doorstep()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.connect(f"\0{doorstep.address}")
-    with pytest.raises(OSError, match="not whole"):
+    with pytest.raises(OSError, match="cut off"):
         doorstep.pick_up(1.0)
     doorstep.close()
 

@@ -107,7 +107,7 @@ def test_ranks_that_wrote_one_key_differently_are_refused(tmp_path: Path) -> Non
 
 def test_chunks_that_do_not_tile_are_refused(tmp_path: Path) -> None:
     change = with_other("weight", lambda result: stored(result, lo=(1,)))
-    error = refuse(tmp_path, InvalidStateError, r"what was written of 'weight' is not whole", change)
+    error = refuse(tmp_path, InvalidStateError, r"'weight' was not written as a whole", change)
     assert error.key == "weight"
 
 
@@ -123,5 +123,5 @@ def test_a_chunk_without_its_digests_is_refused(tmp_path: Path) -> None:
 
 def test_an_alias_of_a_tensor_that_nobody_wrote_is_refused(tmp_path: Path) -> None:
     change = with_other("tied", lambda result: tensor(result, alias_of="nothing"))
-    error = refuse(tmp_path, InvalidStateError, "'nothing', which nobody wrote", change)
+    error = refuse(tmp_path, InvalidStateError, "'nothing', which no rank wrote", change)
     assert error.key == "tied"

@@ -171,7 +171,7 @@ def test_a_frame_that_was_not_agreed_on_is_refused(said: bytes) -> None:
         carriers, sockets = carriers_on(made)
         carriers[0].start(reads_on(job, 0), freight_of(job))
         sockets[1][0].send(said)
-        with pytest.raises(InternalError, match="rank 11 has sent something else"):
+        with pytest.raises(InternalError, match="rank 11 sent unexpected data"):
             carriers[0].wait(nothing)
         for each in carriers:
             each.close()
@@ -181,7 +181,7 @@ def test_wishes_of_another_length_are_refused() -> None:
     with links(4) as made:
         carriers, sockets = carriers_on(made)
         sockets[2][0].send(frame(module._WISHES, 2, 9))
-        with pytest.raises(InternalError, match="rank 12 has sent something else"):
+        with pytest.raises(InternalError, match="rank 12 sent unexpected data"):
             carriers[0].gather_wishes(b"12345678")
         for each in carriers:
             each.close()

@@ -70,7 +70,7 @@ def test_the_minority_is_named() -> None:
     error = pickle.loads(pickle.dumps(caught.value))
     assert str(error) == (
         "the ranks disagree on the checkpoint path: ranks 0-2 and 5 say 'a', rank 3 says 'b'; "
-        "call with the same on every rank"
+        "use the same one on every rank"
     )
     assert error.said == said
     assert list(error.failures) == [3]
@@ -260,7 +260,7 @@ def test_silence_is_no_death_but_work_without_progress(watch: Watch, clock: Hand
     pass_time(watch, clock, 0.5)
     assert overdue(watch, start) == {
         2: "rank 6 made no progress for 120 s in 'writing' (4,096 bytes done); "
-        "look at what it hangs on, or allow more with deadline_s"
+        "find out where it hangs, or raise deadline_s"
     }
 
 
@@ -299,7 +299,7 @@ def test_whoever_was_stopped_for_long_has_been_given_up(watch: Watch) -> None:
     assert watch.given_up(1, 117.9, "writing") == {}
     (lost,) = watch.given_up(1, 118.0, "writing").items()
     assert (lost[0], lost[1].rank) == (1, 5)
-    assert str(lost[1]) == "rank 5 was stopped for 118 s in 'writing', so the others have given it up; try again"
+    assert str(lost[1]) == "rank 5 was stopped for 118 s in 'writing', so the other ranks have given it up; try again"
 
 
 def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: HandClock) -> None:
@@ -308,10 +308,7 @@ def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: Hand
         watch.see(2, Sign(beat=beat, phase="writing", progress=7))
         assert overdue(watch, start) == {}
         pass_time(watch, clock, 1)
-    said = (
-        "rank 6 made no progress for 120 s in 'writing' (7 bytes done); "
-        "look at what it hangs on, or allow more with deadline_s"
-    )
+    said = "rank 6 made no progress for 120 s in 'writing' (7 bytes done); find out where it hangs, or raise deadline_s"
     assert overdue(watch, start + 1) == {}
     assert overdue(watch, start) == {2: said}
     assert overdue(watch, start, awaited=(1, 3)) == {
@@ -353,7 +350,7 @@ def test_a_rank_still_on_its_way_has_time_from_when_we_wait(watch: Watch, clock:
     assert overdue(watch, start) == {}
     pass_time(watch, clock, 1)
     assert overdue(watch, start) == {
-        2: "rank 6 made no progress for 120 s in 'planning'; look at what it hangs on, or allow more with deadline_s"
+        2: "rank 6 made no progress for 120 s in 'planning'; find out where it hangs, or raise deadline_s"
     }
 
 

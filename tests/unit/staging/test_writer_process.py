@@ -15,7 +15,7 @@ from outside_views import writer_processes
 import holdfast
 from holdfast import AsyncCheckpointerType
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process needs memory without a name")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process needs anonymous shared memory")
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 STATE = {"weight": torch.arange(1000.0)}

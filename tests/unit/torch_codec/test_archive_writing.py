@@ -299,7 +299,7 @@ def test_whichever_byte_is_damaged_the_error_is_of_this_library_and_names_the_fi
 @pytest.mark.parametrize("content", [torch.ones(3), [torch.ones(3)]])
 def test_a_file_without_a_state_is_refused_by_name(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(InvalidStateError, match=rf"a\.pt' holds a {type(content).__name__}, and a state is a dict"):
+    with pytest.raises(InvalidStateError, match=rf"a\.pt' holds a {type(content).__name__}, but a state is a dict"):
         read_pt(tmp_path / "a.pt")
 
 

@@ -276,20 +276,20 @@ GLOBAL_METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no pickle"),
+        (b"", "not a pickle"),
         (b"\x80\x04.", "damaged"),
         (b"\x80\x04N.", "NoneType instead of Metadata"),
-        (b"\x80\x04N.N.", "no pickle"),
-        (b"\x80\x04Nr\xff\xff\xff\x7f.", "no pickle"),  # would allocate gigabytes for the memo
-        (b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"x.", "no pickle"),
-        (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "no pickle"),  # BYTEARRAY8 allocates at once
-        (b"\x80\x04\x82\x01.", "no pickle"),  # an extension of the registry
-        (b"\x80\x04P123\n.", "no pickle"),
+        (b"\x80\x04N.N.", "not a pickle"),
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "not a pickle"),  # would allocate gigabytes for the memo
+        (b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"x.", "not a pickle"),
+        (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "not a pickle"),  # BYTEARRAY8 allocates at once
+        (b"\x80\x04\x82\x01.", "not a pickle"),  # an extension of the registry
+        (b"\x80\x04P123\n.", "not a pickle"),
         (b"\x80\x04NQ.", "outside of itself"),
-        (b"(S'x'\ni__main__\nX\n.", "no pickle"),
+        (b"(S'x'\ni__main__\nX\n.", "not a pickle"),
         (b"\x80\x02" + GLOBAL_METADATA + b")\x81.", "state_dict_metadata"),
         (b"\x80\x02" + GLOBAL_METADATA + b")\x81}X\x13\x00\x00\x00state_dict_metadataNsb.", "not a dict"),
-        (b"\x80\x02ctorch\nSize\n(K\x01Ntt R.", "no pickle"),
+        (b"\x80\x02ctorch\nSize\n(K\x01Ntt R.", "not a pickle"),
         (b"\x80\x02ctorch\nSize\n(K\x01NttR.", "damaged"),
     ],
 )

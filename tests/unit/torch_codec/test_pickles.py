@@ -101,7 +101,7 @@ def test_ordered_dicts_are_filled_by_us_too() -> None:
 
 @pytest.mark.parametrize("opcode", [b"\x8f", b"(\x91", b"\x8f(\x90"], ids=["set", "frozenset", "filled"])
 def test_sets_are_not_what_metadata_is_made_of(opcode: bytes) -> None:
-    with pytest.raises(CorruptError, match="no pickle of torch's"):
+    with pytest.raises(CorruptError, match="not a pickle of torch"):
         unpickle(b"\x80\x04" + opcode + b".", nothing, what="it")
 
 
