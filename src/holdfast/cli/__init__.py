@@ -288,11 +288,11 @@ def sweep_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """List the files that killed saves left in ROOT and below; remove them with --delete.
+    """List or remove the files that killed saves left behind.
 
-    Removes a file only if it has a name of ours, no published checkpoint needs it, and its writer is proven dead: a
-    living writer holds locks, which the kernel drops when it dies. Does not follow links. Exits with 1 if ROOT is
-    missing, or if something could not be read or removed.
+    Looks in ROOT and below. Removes a file only with --delete, and only if it has a name of ours, no published
+    checkpoint needs it, and its writer is proven dead: a living writer holds locks, which the kernel drops when it
+    dies. Does not follow links. Exits with 1 if ROOT is missing, or if something could not be read or removed.
     """
     with as_options():
         report = holdfast.sweep(root, delete=delete, attempts=attempt or ())
