@@ -259,7 +259,7 @@ def check_index(index: ChunkIndex, *, files: Sequence[FileEntry], tensors: Seque
     """Accept only chunks that tile every tensor and every file exactly; else CorruptError, which names the key."""
     for name, column, count in (("tensor", index.tensor, len(tensors)), ("file", index.file, len(files))):
         if column.size and not 0 <= int(column.min()) <= int(column.max()) < count:
-            raise _corrupt(path, f"a chunk is of {name} number {int(column.max())}, and there are {count}")
+            raise _corrupt(path, f"a chunk names {name} number {int(column.max())}, but there are {count}")
     ranks = np.fromiter((len(entry.shape) for entry in tensors), dtype=np.int64, count=len(tensors))
     dimensions = index.lo.shape[1]
     if len(ranks) and int(ranks.max()) > dimensions:
@@ -317,7 +317,7 @@ def _check_boxes(index: ChunkIndex, shapes: _Int64s, tensors: Sequence[TensorEnt
     for number, entry in enumerate(tensors):
         # Readers take a run of bytes as a whole.
         if entry.kind in BYTE_KINDS and counts[number] != 1:
-            raise _corrupt(path, f"{entry.key[:200]!r} is one run of bytes and has {counts[number]} chunks", entry.key)
+            raise _corrupt(path, f"{entry.key[:200]!r} must have one chunk, and has {counts[number]}", entry.key)
 
 
 def _check_files(index: ChunkIndex, files: Sequence[FileEntry], tensors: Sequence[TensorEntry], path: str) -> None:
@@ -342,7 +342,7 @@ def _check_files(index: ChunkIndex, files: Sequence[FileEntry], tensors: Sequenc
     unfilled = np.flatnonzero(filled != ends)
     if len(unfilled):
         name = files[int(unfilled[0])].name
-        raise _corrupt(path, f"the chunks of {name} end at {filled[unfilled[0]]}, and it has {ends[unfilled[0]]} bytes")
+        raise _corrupt(path, f"the chunks of {name} end at {filled[unfilled[0]]}, but it has {ends[unfilled[0]]} bytes")
 
 
 def _are_filled(index: ChunkIndex, begins: _Int64s, ends: _Int64s) -> bool:

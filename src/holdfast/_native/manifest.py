@@ -214,7 +214,7 @@ def _serialise(manifest: Manifest) -> bytes:
 def _check_frame(data: bytes, path: str) -> None:
     """Accept only what starts like a manifest, ends with its own digest and has a version that is known."""
     if len(data) > MAX_MANIFEST_BYTES:
-        raise _corrupt(path, f"it has {len(data)} bytes, and {MAX_MANIFEST_BYTES} are allowed")
+        raise _corrupt(path, f"it has {len(data)} bytes, but only {MAX_MANIFEST_BYTES} are allowed")
     start = _START.match(data)
     end = _END.fullmatch(data[-_END_BYTES:])
     if start is None or end is None:
@@ -225,7 +225,7 @@ def _check_frame(data: bytes, path: str) -> None:
     version = int(start[1])
     if version > VERSION:
         known = f"this holdfast reads up to {VERSION}"
-        raise UnsupportedVersionError(f"{path} has format version {version}, and {known}; upgrade holdfast")
+        raise UnsupportedVersionError(f"{path} has format version {version}, but {known}; upgrade holdfast")
     if version < 1:
         raise _corrupt(path, f"there is no format version {version}")
 
