@@ -219,12 +219,8 @@ class Carrier:
 
     def _look_at_the_clock(self) -> None:
         """RankLostError when the one that is waited for has had its time."""
-        now, deadline_s, exchange, others = (
-            time.monotonic(),
-            self._exchange.mail.deadline_s,
-            self._exchange,
-            self._others.values(),
-        )
+        now, exchange, others = time.monotonic(), self._exchange, self._others.values()
+        deadline_s = exchange.mail.deadline_s
         for other in others:
             if other.lost_at is not None and other.is_busy and now - other.lost_at > _NAMING_S:
                 raise _lost(other.leader, "closed its connection before it was done")
@@ -236,9 +232,8 @@ class Carrier:
         awaited = None if place is None else exchange.mail.job_ranks[place]
         if awaited is None:
             deadline_s *= _HOST_PATIENCE
-            awaited = min(((not other.sends, other.leader) for other in others if other.is_busy), default=(True, None))[
-                1
-            ]
+            busy = sorted((not other.sends, other.leader) for other in others if other.is_busy)
+            awaited = busy[0][1] if busy else None
         if awaited is not None and now - self._moved_at > deadline_s:
             raise _lost(awaited, f"made no progress for {deadline_s:g} s")
 

@@ -311,24 +311,18 @@ def seats(greetings: Sequence[Greeting], *, between_hosts: bool = False) -> list
         for ranks in hosts.values()
         for start in range(0, len(ranks), MOST_MEMBERS)
     ]
+    is_shared = between_hosts and len(groups) >= shared_reads.LEAST_HOSTS
+    parts = -(-len(groups) // MOST_HOSTS)  # of the hosts; those of one share
+    bounds = [part * len(groups) // parts for part in range(parts + 1)] if is_shared else [0, len(groups)]
     found: list[Seat | None] = [None] * len(greetings)
-    for members, (leaders, host) in zip(groups, _neighbours(groups, between_hosts=between_hosts), strict=True):
-        addresses = tuple(greetings[rank].address or "" for rank in members)
-        for place, rank in enumerate(members if leaders or len(members) > 1 else ()):
-            found[rank] = Seat(members=members, addresses=addresses, place=place, hosts=leaders, host=host)
+    for start, stop in itertools.pairwise(bounds):
+        leaders = tuple(members[0] for members in groups[start:stop]) if is_shared else ()
+        for host, members in enumerate(groups[start:stop]):
+            addresses = tuple(greetings[rank].address or "" for rank in members)
+            for place, rank in enumerate(members if is_shared or len(members) > 1 else ()):
+                mine = host if is_shared else 0
+                found[rank] = Seat(members=members, addresses=addresses, place=place, hosts=leaders, host=mine)
     return found
-
-
-def _neighbours(groups: list[tuple[int, ...]], *, between_hosts: bool) -> list[tuple[tuple[int, ...], int]]:
-    """For each host the leaders of those it shares with, itself among them, and its place there."""
-    if not between_hosts or len(groups) < shared_reads.LEAST_HOSTS:
-        return [((), 0)] * len(groups)
-    parts = -(-len(groups) // MOST_HOSTS)
-    bounds = [part * len(groups) // parts for part in range(parts + 1)]
-    leaders = [members[0] for members in groups]
-    return [
-        (tuple(leaders[start:stop]), host) for start, stop in itertools.pairwise(bounds) for host in range(stop - start)
-    ]
 
 
 class Reception:
