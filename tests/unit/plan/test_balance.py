@@ -546,10 +546,14 @@ def test_where_hosts_are_alike_ranks_are_balanced_as_well(data: st.DataObject, c
 @settings(max_examples=100)
 @given(st.data(), st.integers(1, 6))
 def test_one_host_or_one_for_each_rank_changes_nothing(data: st.DataObject, ranks: int) -> None:
-    held = holders_of(data.draw(pieces(ranks)))
-    expected = parts_of(held, ranks=ranks)
-    assert parts_of(held, ranks=ranks, hosts=[0] * ranks) == expected
-    assert parts_of(held, ranks=ranks, hosts=list(range(ranks))) == expected
+    found = data.draw(pieces(ranks))
+    held = holders_of(found)
+    assert parts_of(held, ranks=ranks, hosts=list(range(ranks))) == parts_of(held, ranks=ranks)
+    # One host is no host to a save. Asked all the same, its sums are rounded: as good, but not always the same.
+    assert host_numbers([7] * ranks) is None
+    parts = parts_of(held, ranks=ranks, hosts=[0] * ranks)
+    check_tiles(found, parts, least=MIB // 4)
+    assert loads_of(parts, ranks).max() <= 1.1 * least_possible(found, ranks) + MIB
 
 
 # Bytes evened out: over hosts, then over the ranks of each.
