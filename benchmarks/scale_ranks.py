@@ -50,7 +50,6 @@ from holdfast.planner import SavePlan, TensorHead, WriteColumns
 DTYPE = torch.bfloat16
 ATTEMPT = "scale"
 STEP = "step"
-RANKS_PER_HOST = 8
 Sizes = dict[str, tuple[int, int]]
 
 
@@ -110,7 +109,6 @@ class Crew:
             rows_digest(name_words(mine.keys), mine.key, mine.lo, mine.length),
             rank,
             True,
-            1 + rank // RANKS_PER_HOST,
         )
 
     def reply(self, rank: int, asked: Asked) -> Any:
@@ -202,7 +200,7 @@ def decide_seconds(crew: Crew) -> float:
     ranks = np.arange(crew.ranks)
     start = time.perf_counter()
     rows = layout_rows([Members(layout=layout, ranks=ranks)], ranks)
-    row_digests(plan_layouts(rows, layout.said.keys, hosts=ranks // RANKS_PER_HOST))
+    row_digests(plan_layouts(rows, layout.said.keys))
     return time.perf_counter() - start
 
 
@@ -266,7 +264,7 @@ def rank_seconds(crew: Crew, final: Final, folder: Path) -> tuple[float, float]:
         planner.ranks = crew.ranks
 
         start = time.perf_counter()
-        plan_save(planner, writer, ranks, partial(planner.set_up_planner, state), job_rank=1, host=1)  # type: ignore[arg-type]
+        plan_save(planner, writer, ranks, partial(planner.set_up_planner, state), job_rank=1)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - start)
     assert ranks.sent[0] == crew.offer(1), "the real rank must say what the played one says"
     assert all(isinstance(said, bytes) for said in ranks.sent[1:])

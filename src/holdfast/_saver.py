@@ -10,10 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from holdfast._native.writer import NativeWriter
-from holdfast._plan.balance import UNKNOWN_HOST
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, participants
-from holdfast._ranks.rendezvous import host_id, mesh_rank
+from holdfast._ranks.rendezvous import mesh_rank
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
 from holdfast._staging.one_at_a_time import TURNS, OnProgress
@@ -269,9 +268,9 @@ class Saving:
 
         ``before`` is called first: what it raises is raised on every rank.
         """
-        job_rank, host = (mesh_rank(), host_id()) if self.ranks.size > 1 else (0, UNKNOWN_HOST)
+        job_rank = mesh_rank() if self.ranks.size > 1 else 0
         set_up = partial(self._set_up, state, before)
-        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=job_rank, host=host)
+        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=job_rank)
         return self._planned.plan
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:

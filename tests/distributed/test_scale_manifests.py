@@ -7,7 +7,7 @@ planned as real ones are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -25,7 +25,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast import NativeWriter
-from holdfast import _saver as saver
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._save_plan.coordinator import Asked
 from holdfast._save_plan.rounds import RankPlanning, _PlanMemory
@@ -72,11 +71,9 @@ def _placed(truth: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 # Real processes against played ones.
 
 
-def save_together(path: str, hosts: list[int] | None = None) -> list[str]:
+def save_together(path: str) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    pretended = nullcontext() if hosts is None else mock.patch.object(saver, "host_id", return_value=hosts[rank])
-    with pretended:
-        metadata = holdfast.save(state_of(rank, world), storage_writer=NativeWriter(path, attempt=ATTEMPT))
+    metadata = holdfast.save(state_of(rank, world), storage_writer=NativeWriter(path, attempt=ATTEMPT))
     return list(metadata.state_dict_metadata)
 
 
@@ -89,7 +86,7 @@ def played(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def play(path: str, world: int, hosts: list[int]) -> None:
+def play(path: str, world: int) -> None:
     """Save as ``world`` ranks would, one after the other in each step."""
     planners = [DefaultSavePlanner() for _ in range(world)]
     writers = [NativeWriter(path, attempt=ATTEMPT) for _ in range(world)]
@@ -107,7 +104,6 @@ def play(path: str, world: int, hosts: list[int]) -> None:
                     writer=writers[rank],
                     memory=memory,
                     job_rank=rank,
-                    host=hosts[rank],
                     size=world,
                 )
             )
@@ -140,7 +136,7 @@ def test_real_processes_write_what_played_ranks_write(pool: Crew, tmp_path: Path
     real, simulated = tmp_path / "real", tmp_path / "played"
     keys = pool.run(world, save_together, str(real))
     assert all(each == keys[0] for each in keys)
-    play(str(simulated), world, [0] * world)
+    play(str(simulated), world)
     assert len(same_files(real, simulated)) == world + 2 or world > 2  # a rank may have nothing to write
     found = holdfast.load(real)
     assert torch.equal(found["rows"], numbered(13, 5))
@@ -150,57 +146,24 @@ def test_real_processes_write_what_played_ranks_write(pool: Crew, tmp_path: Path
         assert torch.equal(found["half"], numbered(8, 3))
 
 
-def bytes_by_rank(path: Path, world: int) -> list[int]:
-    return [sum(file.stat().st_size for file in path.glob(f"data-*-{rank}-*")) for rank in range(world)]
-
-
-def test_ranks_on_several_hosts_write_what_they_write_when_played(pool: Crew, tmp_path: Path) -> None:
-    hosts = [31, 31, 17, 31]
-    real, simulated, on_one = (tmp_path / name for name in ("real", "played", "on one"))
-    pool.run(4, save_together, str(real), hosts)
-    play(str(simulated), 4, hosts)
-    same_files(real, simulated)
-    play(str(on_one), 4, [17] * 4)
-    assert bytes_by_rank(real, 4) != bytes_by_rank(on_one, 4)
-    assert torch.equal(holdfast.load(real)["same"], numbered(600, 50))
-
-
-def save_replicas(path: str, hosts: list[int]) -> None:
-    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
-    state = {f"w{number}": _placed(numbered(100, 99 + number % 7), mesh, Replicate()) for number in range(120)}
-    with mock.patch.object(saver, "host_id", return_value=hosts[dist.get_rank()]):
-        for number in range(2):
-            holdfast.save(state, f"{path}/{number}")
-
-
-def test_hosts_write_as_much_as_each_other(pool: Crew, tmp_path: Path) -> None:
-    pool.run(4, save_replicas, str(tmp_path), [31, 31, 17, 31])
-    for number in range(2):
-        written = bytes_by_rank(tmp_path / str(number), 4)
-        half = sum(written) / 2
-        assert abs(written[2] - half) <= 0.1 * half
-        assert max(written[:2] + written[3:]) <= 1.1 * half / 3
-
-
 # A job that starts again.
 
 
-def load_and_save_twice(path: str, hosts: list[int]) -> None:
+def load_and_save_twice(path: str) -> None:
     """Take up the newest checkpoint in ``path``, if there is one, and write two more."""
     rank, world = dist.get_rank(), dist.get_world_size()
     state = state_of(rank, world)
     found = sorted(Path(path).iterdir())
     if found:
         holdfast.load(state, found[-1])
-    with mock.patch.object(saver, "host_id", return_value=hosts[rank]):
-        for number in range(len(found), len(found) + 2):
-            holdfast.save(state, storage_writer=NativeWriter(f"{path}/{number}", attempt=ATTEMPT))
+    for number in range(len(found), len(found) + 2):
+        holdfast.save(state, storage_writer=NativeWriter(f"{path}/{number}", attempt=ATTEMPT))
 
 
 def test_a_restarted_job_arrives_at_the_plan_of_its_last_checkpoint(pool: Crew, tmp_path: Path) -> None:
-    pool.run(4, load_and_save_twice, str(tmp_path), [31, 31, 17, 31])
-    # Another process group remembers nothing; other hosts, as many ranks on each.
-    pool.run(4, load_and_save_twice, str(tmp_path), [5, 5, 99, 5])
+    pool.run(4, load_and_save_twice, str(tmp_path))
+    # Another process group remembers nothing.
+    pool.run(4, load_and_save_twice, str(tmp_path))
     for number in range(1, 4):
         same_files(tmp_path / "0", tmp_path / str(number))
 

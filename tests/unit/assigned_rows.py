@@ -47,7 +47,6 @@ def assign(
     *,
     ranks: int,
     to_lowest_rank: bool = False,
-    hosts: Int64s | None = None,
     split_bytes: int = SPLIT_BYTES,
 ) -> Assignment:
     tensors = np.unique(held.tensor).tolist()
@@ -59,9 +58,7 @@ def assign(
         size = torch.Size((held.lo[rows] + held.length[rows]).max(axis=0).tolist())
         heads[f"{tensor:09}"] = TensorHead(properties_of(DTYPES[int(held.itemsize[rows[0]])], False), size)
         holdings.append(holding_of([HeldRows(rank=held.rank[rows], lo=held.lo[rows], length=held.length[rows])]))
-    plan = joint_plan(
-        heads, holdings, ranks, to_lowest_rank=to_lowest_rank, hosts=hosts, split_bytes=split_bytes, is_whole=False
-    )
+    plan = joint_plan(heads, holdings, ranks, to_lowest_rank=to_lowest_rank, split_bytes=split_bytes, is_whole=False)
     found: list[tuple[int, int, int]] = []  # key, chunk, row
     in_order = np.concatenate(rows_of) if rows_of else np.zeros(0, dtype=np.int64)
     for rank in range(ranks):

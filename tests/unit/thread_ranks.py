@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter
-from holdfast import _saver as saver
 from holdfast._saver import Saving, _save
 from holdfast._torch_codec.pickles import decode_message, encode_message
 
@@ -88,7 +86,6 @@ class Job:
         self.board = Board(ranks)
         self.planners: list[DefaultSavePlanner] = []
         self.make_writer: Callable[[str], holdfast.StorageWriter] = lambda path: NativeWriter(path, attempt=ATTEMPT)
-        self.hosts = [1] * ranks
         self.saves = 0
 
     def save(self, states: list[dict[str, Any]]) -> list[Metadata]:
@@ -106,15 +103,11 @@ class Job:
             except Exception as error:
                 results[rank] = error
 
-        def host_id() -> int:
-            return self.hosts[int(threading.current_thread().name)]
-
         threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(len(states))]
-        with mock.patch.object(saver, "host_id", host_id):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(300)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
         for result in results:
             if isinstance(result, Exception):
                 raise result

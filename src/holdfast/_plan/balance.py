@@ -1,15 +1,14 @@
 """Balance: which rank writes which box, when several ranks hold the same one.
 
 Rows with the same tensor and the same box are replicas; each distinct box is written once, by one of the ranks that
-hold it or in parts by several, so that all hosts, and on each its ranks, write about as many bytes: the ranks of a host
-share its disk and its network. A rank whose host is not known is taken to be alone on one. Boxes that the same ranks
-hold are planned together, because a job has few such sets of holders however many boxes it has:
+hold it or in parts by several, so that all ranks write about as many bytes. Boxes that the same ranks hold are planned
+together, because a job has few such sets of holders however many boxes it has:
 
-1. how many bytes each holder should take of each set: what brings hosts, where they are known, and then the ranks of
-   each to the same number of bytes (``fair_shares``);
+1. how many bytes each holder should take of each set: what brings the ranks to the same number of bytes
+   (``fair_shares``);
 2. the large boxes of a set are laid end to end and cut where one holder's share ends and the next one's begins, so
    that only a box on such a border is split (``_cut``);
-3. small boxes go whole, the largest first, to the holder with the most left to take, on such a host (``_place``).
+3. small boxes go whole, the largest first, to the holder with the most left to take (``_place``).
 
 The result depends on what the rows say, not on their order. Boxes that overlap without being equal are no replicas
 here: the check of coverage finds those. Never looks at data.
@@ -21,6 +20,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +30,6 @@ from holdfast._values.digest import scrambled
 
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
-
-UNKNOWN_HOST = 0
-"""What a rank says of its host when it cannot tell."""
 
 SPLIT_BYTES = 16 << 20
 """Replicated boxes above this may be split between the ranks that hold them."""
@@ -54,18 +51,6 @@ _CORRECTIONS = 16
 
 _DEALT_SHARE = 1 / 100
 """The smallest of the small boxes, together this part of their bytes, are dealt out by number: bytes are no guide."""
-
-
-def host_numbers(said: Sequence[int]) -> _Int64s | None:
-    """The number of each rank's host, by lowest rank, where ``said`` are the names of hosts.
-
-    None where hosts make no difference: all ranks are on one, or each is on its own.
-    """
-    names: dict[object, int] = {}
-    numbers = [
-        names.setdefault((rank,) if name == UNKNOWN_HOST else name, len(names)) for rank, name in enumerate(said)
-    ]
-    return np.array(numbers, dtype=np.int64) if 1 < len(names) < len(numbers) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,21 +78,14 @@ class Parts(NamedTuple):
         return Parts(*[column[rows] for column in self])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HolderSet:
-    """Boxes that the same ranks hold: ``ranks`` is [h], ascending, ``boxes`` are numbers of distinct boxes.
-
-    ``by_host`` has the places of the ranks host by host: those on ``hosts[i]`` from ``starts[i]`` up to the next start.
-    """
+class HolderSet(NamedTuple):
+    """Boxes that the same ranks hold: ``ranks`` is [h], ascending, ``boxes`` are numbers of distinct boxes."""
 
     ranks: _Int64s
     boxes: _Int64s
-    by_host: _Int64s
-    hosts: _Int64s
-    starts: _Int64s
 
 
-def holder_sets(holders: Sequence[_Int64s], number: _Int64s, host_of: _Int64s) -> list[HolderSet]:
+def holder_sets(holders: Sequence[_Int64s], number: _Int64s) -> list[HolderSet]:
     """Boxes by their sets of holders, the sets with the fewest holders first; ``number`` has each box's set."""
     by_set = np.argsort(number, kind="stable")
     bounds = np.searchsorted(number[by_set], np.arange(len(holders) + 1)).tolist()
@@ -115,64 +93,34 @@ def holder_sets(holders: Sequence[_Int64s], number: _Int64s, host_of: _Int64s) -
     for which, ranks in enumerate(holders):
         boxes = by_set[bounds[which] : bounds[which + 1]]
         if len(boxes):
-            host = host_of[ranks]
-            by_host = np.argsort(host, kind="stable")
-            starts = np.flatnonzero(np.diff(host[by_host], prepend=-1))
-            hosts = host[by_host[starts]]
-            one = HolderSet(ranks=ranks, boxes=boxes, by_host=by_host, hosts=hosts, starts=starts)
-            found.append((len(ranks), int(boxes[0]), one))
-    return [one for _, _, one in sorted(found)]
+            found.append((len(ranks), int(boxes[0]), HolderSet(ranks, boxes)))
+    return [one for _, _, one in sorted(found, key=itemgetter(0, 1))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Levels:
-    """How many bytes every rank, and every host, writes."""
-
-    ranks: _Floats
-    hosts: _Floats
-
-    def add(self, holders: HolderSet, shares: _Floats) -> None:
-        self.ranks[holders.ranks] += shares
-        self.hosts[holders.hosts] += np.add.reduceat(shares[holders.by_host], holders.starts)
-
-    def shares_of(self, amount: float, holders: HolderSet) -> _Floats:
-        """What each holder gets of ``amount`` if hosts with little, and on them ranks with little, get the most."""
-        of_hosts = _raised(np.array([amount]), self.hosts[holders.hosts], np.zeros(1, dtype=np.int64))
-        shares = np.empty(len(holders.ranks))
-        if len(of_hosts) == len(shares):
-            shares[holders.by_host] = of_hosts
-        else:
-            shares[holders.by_host] = _raised(of_hosts, self.ranks[holders.ranks[holders.by_host]], holders.starts)
-        return shares
-
-
-def _raised(amounts: _Floats, loads: _Floats, starts: _Int64s) -> _Floats:
-    """What each load gets if ``amounts[i]`` brings the lowest from ``starts[i]`` to the next start to one level."""
-    group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(loads))))
-    ascending = loads[np.lexsort((loads, group))]
-    below = np.cumsum(ascending)
-    below -= (below - ascending)[starts][group]
-    levels = (below + amounts[group]) / (np.arange(1, len(loads) + 1) - starts[group])
+def _raised(amount: float, loads: _Floats) -> _Floats:
+    """What each of ``loads`` gets if ``amount`` brings the lowest of them to one level."""
+    levels = (np.cumsum(np.sort(loads)) + amount) / np.arange(1, len(loads) + 1)
     # To raise one load more lowers the level as long as that load is below it: the lowest level is the one reached.
-    reached: _Floats = np.maximum(np.minimum.reduceat(levels, starts)[group] - loads, 0)
+    reached: _Floats = np.maximum(levels.min() - loads, 0)
     return reached
 
 
-def fair_shares(levels: Levels, sets: Sequence[HolderSet], amounts: Sequence[float]) -> list[_Floats]:
+def fair_shares(loads: _Floats, sets: Sequence[HolderSet], amounts: Sequence[float]) -> list[_Floats]:
     """For each set the bytes that each of its holders takes, so that the fullest have as little as can be.
 
-    ``levels`` has them afterwards. Each set in turn gives its bytes to those of its holders that have the least.
-    Repeated, that comes ever closer to the fairest shares (it minimises the sum of squared loads, set by set).
+    ``loads``, the bytes of every rank, has them afterwards. Each set in turn gives its bytes to those of its holders
+    that have the least. Repeated, that comes ever closer to the fairest shares (it minimises the sum of squared loads,
+    set by set).
     """
     shares = [np.zeros(len(one.ranks)) for one in sets]
-    negligible = 0.001 * (levels.ranks.sum() + sum(amounts)) / len(levels.ranks)
+    negligible = 0.001 * (loads.sum() + sum(amounts)) / len(loads)
     for _ in range(min(_SWEEPS, max(1, _SHARES_AT_MOST // len(sets)))):
         change = 0.0
         for number, (one, amount) in enumerate(zip(sets, amounts, strict=True)):
-            levels.add(one, -shares[number])
-            share = levels.shares_of(amount, one)
+            loads[one.ranks] -= shares[number]
+            share = _raised(amount, loads[one.ranks])
             change = max(change, float(np.abs(share - shares[number]).max()))
-            levels.add(one, share)
+            loads[one.ranks] += share
             shares[number] = share
         if change <= negligible:
             break
@@ -185,34 +133,30 @@ def share_out(
     number: _Int64s,
     loads: _Floats,
     *,
-    hosts: _Int64s | None = None,
     split_bytes: int = SPLIT_BYTES,
 ) -> Parts:
     """The parts of all ``boxes``, by box, each for one of the box's holders.
 
-    ``number`` has for each box which of ``holders`` hold it; ``loads`` are the bytes that each rank writes anyway,
-    ``hosts`` the numbers of their hosts: where they are given, the bytes of hosts are balanced, and then those of the
-    ranks on each.
+    ``number`` has for each box which of ``holders`` hold it; ``loads`` are the bytes that each rank writes anyway.
 
     Boxes above ``split_bytes`` may be split between their holders, those from a sixteenth of it on only where ranks
     might otherwise differ by more than 10 %. Parts are not smaller than a sixteenth (where ranks write little, a
     quarter of that), and a box never has more of them than holders.
     """
-    host_of = np.arange(len(loads)) if hosts is None else hosts
-    sets = holder_sets(holders, number, host_of)
-    levels = Levels(ranks=loads.copy(), hosts=np.bincount(host_of, loads, len(loads)).astype(np.float64))
+    sets = holder_sets(holders, number)
+    loads = loads.astype(np.float64)
     amounts = [float(boxes.nbytes[one.boxes].sum()) for one in sets]
-    shares = fair_shares(levels, sets, amounts)
+    shares = fair_shares(loads, sets, amounts)
     place_all = len(boxes.nbytes) <= _PLACED_ONE_BY_ONE
     found: list[Parts] = []
     for one, amount, share in zip(sets, amounts, shares, strict=True):
         size, lengths = boxes.nbytes[one.boxes], boxes.length[one.boxes]
-        reached = levels.ranks[one.ranks]
+        reached = loads[one.ranks]
         # The fewer bytes a rank writes, the finer boxes are cut.
         tolerated = int(reached.min(where=share > 0, initial=reached.max()) * _TOLERANCE)
         # Earlier sets took other bytes than their shares, because boxes are not cut anywhere: this set evens that out.
-        levels.add(one, -share)
-        left = levels.shares_of(amount, one)
+        loads[one.ranks] -= share
+        left = _raised(amount, loads[one.ranks])
         divisible = (lengths.prod(axis=1) * boxes.itemsize[one.boxes] == size) & (lengths > 1).any(axis=1)
         cut = (size > max(split_bytes // 16, min(tolerated, split_bytes))) & divisible
         taken = np.zeros(len(left))
@@ -221,10 +165,10 @@ def share_out(
             least = max(split_bytes // 64, min(tolerated, split_bytes // 16), 1)
             cuts, taken = _cut(one.boxes[cut], size[cut], lengths[cut], target, least, max(least, tolerated))
             found.append(cuts)
-        holder = _place(size[~cut], left - taken, np.split(one.by_host, one.starts[1:]), place_all=place_all)
+        holder = _place(size[~cut], left - taken, place_all=place_all)
         nothing = np.zeros(len(holder), dtype=np.int64)
         found.append(Parts(one.boxes[~cut], holder, nothing - 1, nothing, nothing))
-        levels.add(one, taken + np.bincount(holder, weights=size[~cut], minlength=len(left)))
+        loads[one.ranks] += taken + np.bincount(holder, weights=size[~cut], minlength=len(left))
     parts = Parts(*map(np.concatenate, zip(*found, strict=True)))
     return parts.take(np.argsort(parts.box, kind="stable"))
 
@@ -300,11 +244,10 @@ def _borders(
     return np.array(borders, dtype=np.int64)
 
 
-def _place(sizes: _Int64s, left: _Floats, hosts: Sequence[_Int64s], *, place_all: bool) -> _Int64s:
+def _place(sizes: _Int64s, left: _Floats, *, place_all: bool) -> _Int64s:
     """For each box of ``sizes`` bytes the holder that takes it whole; ``left`` is what the holders have still to take.
 
-    ``hosts`` has the places of the holders on each host. Without ``place_all`` most boxes are laid end to end and go
-    to the holder in whose share their middle lies.
+    Without ``place_all`` most boxes are laid end to end and go to the holder in whose share their middle lies.
     """
     holders = len(left)
     descending = np.argsort(-sizes, kind="stable")
@@ -325,17 +268,13 @@ def _place(sizes: _Int64s, left: _Floats, hosts: Sequence[_Int64s], *, place_all
         middle = (ends - sizes[line] / 2) * (room[-1] / ends[-1])
         holder[line] = np.minimum(np.searchsorted(room, middle, side="right"), holders - 1)
         left = left - np.bincount(holder[line], weights=sizes[line], minlength=holders)
-    # One after the other to the holder with the most left to take on the host with the most left.
-    of_hosts = [(-float(left[places].sum()), number) for number, places in enumerate(hosts)]
-    of_ranks = [[(-float(left[place]), place) for place in places.tolist()] for places in hosts]
-    for heap in (of_hosts, *of_ranks):
-        heapq.heapify(heap)
+    # One after the other to the holder with the most left to take.
+    heap = [(-each, place) for place, each in enumerate(left.tolist())]
+    heapq.heapify(heap)
     takers = []
     for size in sizes[placed].tolist():
-        excess, number = of_hosts[0]
-        heapq.heapreplace(of_hosts, (excess + size, number))
-        excess, place = of_ranks[number][0]
-        heapq.heapreplace(of_ranks[number], (excess + size, place))
+        excess, place = heap[0]
+        heapq.heapreplace(heap, (excess + size, place))
         takers.append(place)
     holder[placed] = takers
     return holder

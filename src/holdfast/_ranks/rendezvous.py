@@ -29,7 +29,6 @@ import torch.distributed
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from holdfast._io.sharing import host_identity
 from holdfast._plan import reads as shared_reads
 from holdfast._process import forget_in_child, reset_in_child
 from holdfast._ranks.channel import Channel
@@ -37,7 +36,6 @@ from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by
 from holdfast._ranks.ranks import MEETING
 from holdfast._values.deadline import Deadline, Patience
-from holdfast._values.digest import digest
 from holdfast.errors import CheckpointError, RankLostError
 
 # With more ranks, the messages that can be under way to one of them might not fit into the smallest pipe there is.
@@ -71,11 +69,6 @@ def mesh_rank() -> int:
     """The number that meshes have for this process."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if is_there else 0
-
-
-def host_id() -> int:
-    """A number that processes have in common when they are on one host."""
-    return digest("\0".join(host_identity()).encode())
 
 
 def several(process_group: ProcessGroup | None, *, coordinator: int, key: str, patience: Patience) -> ChannelRanks:

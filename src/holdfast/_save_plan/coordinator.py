@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from holdfast._plan.balance import host_numbers
 from holdfast._save_plan.from_layouts import (
     Layout,
     LayoutRows,
@@ -39,7 +38,7 @@ TOKEN_BYTES = 8
 
 
 class Offer(NamedTuple):
-    """What a rank says of its layout, and its number in meshes; whether it will look at contents; its host.
+    """What a rank says of its layout, and its number in meshes; and whether it will look at contents.
 
     It is sent as a plain tuple, which takes few bytes.
     """
@@ -48,14 +47,6 @@ class Offer(NamedTuple):
     rows: int
     job_rank: int
     looks: bool
-    host: int
-
-
-class LocalPlan(NamedTuple):
-    """All that a rank plans to write, and its host."""
-
-    plan: SavePlan
-    host: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +74,6 @@ class Recipe:
     order: np.ndarray
     job_ranks: np.ndarray
     to_lowest_rank: bool
-    hosts: np.ndarray | None
 
     @cached_property
     def keys(self) -> list[str]:
@@ -94,9 +84,8 @@ class Recipe:
     @cached_property
     def plan(self) -> JointPlan:
         """The plan, made again."""
-        hosts = None if self.hosts is None else self.hosts.astype(np.int64)
         rows = layout_rows(self.classes, self.job_ranks.astype(np.int64))
-        return plan_layouts(rows, self.keys, to_lowest_rank=self.to_lowest_rank, hosts=hosts)
+        return plan_layouts(rows, self.keys, to_lowest_rank=self.to_lowest_rank)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -192,7 +181,7 @@ def coordinated(
 
     ``outcomes`` are those of plannings before, the newest last. ``layout`` is the coordinator's own, if it has one.
     """
-    if not isinstance(planner, DefaultSavePlanner) or any(isinstance(part, LocalPlan) for part in parts):
+    if not isinstance(planner, DefaultSavePlanner) or any(isinstance(part, SavePlan) for part in parts):
         return (yield from _from_plans(parts, planner, writer))
     manner = planner.flatten_state_dict, planner.dedup_save_to_lowest_rank
     tokens = [part[:TOKEN_BYTES] if isinstance(part, bytes) else b"" for part in parts]
@@ -220,13 +209,10 @@ def coordinated(
 
 def _from_plans(parts: list[object], planner: SavePlanner, writer: StorageWriter) -> Rounds[Decision]:
     """What the planner decides when it sees the plans of all ranks."""
-    if not all(isinstance(part, LocalPlan) for part in parts):
-        replies = yield [_NOTHING if isinstance(part, LocalPlan) else Asked(what="plan") for part in parts]
-        parts = [part if isinstance(part, LocalPlan) else reply for part, reply in zip(parts, replies, strict=True)]
-    local = [part for part in parts if isinstance(part, LocalPlan)]
-    if isinstance(planner, DefaultSavePlanner):
-        planner.hosts = host_numbers([part.host for part in local]) if len(local) > 1 else None
-    plans, metadata = planner.create_global_plan([part.plan for part in local])
+    if not all(isinstance(part, SavePlan) for part in parts):
+        replies = yield [_NOTHING if isinstance(part, SavePlan) else Asked(what="plan") for part in parts]
+        parts = [part if isinstance(part, SavePlan) else reply for part, reply in zip(parts, replies, strict=True)]
+    plans, metadata = planner.create_global_plan([part for part in parts if isinstance(part, SavePlan)])
     return Decision(answers=writer.prepare_global_plan(plans), metadata=metadata)
 
 
@@ -257,10 +243,9 @@ def _planned(offers: list[Offer], layouts: list[Layout], planner: DefaultSavePla
     numbers = {layout.fingerprint: number for number, layout in enumerate(layouts)}
     classes = classes_of(layouts, np.array([numbers[offer.fingerprint] for offer in offers]))
     job_ranks = np.array([offer.job_rank for offer in offers], dtype=np.int64)
-    hosts = host_numbers([offer.host for offer in offers])
     to_lowest_rank = planner.dedup_save_to_lowest_rank
     rows = layout_rows(classes, job_ranks)
-    plan = plan_layouts(rows, all_keys(layouts), to_lowest_rank=to_lowest_rank, hosts=hosts)
+    plan = plan_layouts(rows, all_keys(layouts), to_lowest_rank=to_lowest_rank)
     if not np.array_equal(row_digests(plan), np.array([offer.rows for offer in offers], dtype=np.uint64)):
         raise InternalError("the rows of a rank are not what its layout says; please report it")
     place = {key: number for number, key in enumerate(all_keys(members.layout for members in classes))}
@@ -285,7 +270,6 @@ def _planned(offers: list[Offer], layouts: list[Layout], planner: DefaultSavePla
             order=_narrow(np.array([place[key] for key in plan.keys], dtype=np.int64)),
             job_ranks=_narrow(job_ranks),
             to_lowest_rank=to_lowest_rank,
-            hosts=None if hosts is None else _narrow(hosts),
         ),
     )
 

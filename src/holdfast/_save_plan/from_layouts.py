@@ -330,9 +330,7 @@ def layout_rows(classes: Sequence[Members], job_ranks: np.ndarray) -> LayoutRows
     )
 
 
-def plan_layouts(
-    rows: LayoutRows, keys: list[str], *, to_lowest_rank: bool = False, hosts: np.ndarray | None = None
-) -> JointPlan:
+def plan_layouts(rows: LayoutRows, keys: list[str], *, to_lowest_rank: bool = False) -> JointPlan:
     """Who writes what of these rows; ``keys`` are all keys in the order that the metadata has them in.
 
     InvalidStateError where the boxes of a tensor do not tile it exactly, RankDisagreementError where layouts say
@@ -358,7 +356,6 @@ def plan_layouts(
         holdings,
         len(rows.classes_of_rank),
         to_lowest_rank=to_lowest_rank,
-        hosts=hosts,
         lenient=rows.lenient,
     )
 

@@ -182,19 +182,18 @@ def plan_together(
     *,
     to_lowest_rank: bool = False,
     is_whole: bool = True,
-    hosts: np.ndarray | None = None,
 ) -> tuple[list[SavePlan], Metadata]:
     """The plan of each rank, and the metadata of what they write.
 
     InvalidStateError unless the boxes of each tensor tile it exactly, which is asked of them where ``is_whole``, that
     is, where these are all the plans there are; RankDisagreementError where ranks say different things of one key, or
-    hold different contents where they should hold the same. ``hosts`` has the number of each rank's host, where known.
+    hold different contents where they should hold the same.
     """
     if len(plans) == 1 and _is_whole(table := write_columns(plans[0].items)):
         return plans, Metadata(LazyDict(table.keys, _Entries(table.heads, table.lo, table.length)))
     tables, heads = _tables(plans)
     differing = check_contents(tables)
-    plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole, hosts=hosts)
+    plan = _planned(tables, heads, to_lowest_rank=to_lowest_rank, is_whole=is_whole)
     return _plans(plans, tables, plan), Metadata(LazyDict(plan.keys, plan), differing=differing)
 
 
@@ -276,7 +275,6 @@ def _planned(
     *,
     to_lowest_rank: bool,
     is_whole: bool,
-    hosts: np.ndarray | None = None,
     split_bytes: int = SPLIT_BYTES,
 ) -> JointPlan:
     ids = {key: number for number, key in enumerate(heads)}
@@ -300,7 +298,6 @@ def _planned(
         holdings,
         len(tables),
         to_lowest_rank=to_lowest_rank,
-        hosts=hosts,
         split_bytes=split_bytes,
         is_whole=is_whole,
         lenient=_lenient(tables),

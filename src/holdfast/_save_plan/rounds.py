@@ -27,7 +27,6 @@ from holdfast._save_plan.coordinator import (
     Decision,
     Final,
     Groups,
-    LocalPlan,
     Offer,
     Outcome,
     Recipe,
@@ -121,11 +120,11 @@ class PlannedSave:
 
 
 def plan_save(
-    planner: SavePlanner, writer: StorageWriter, ranks: Ranks, set_up: Callable[[], None], *, job_rank: int, host: int
+    planner: SavePlanner, writer: StorageWriter, ranks: Ranks, set_up: Callable[[], None], *, job_rank: int
 ) -> PlannedSave:
     """What all ranks write; ``set_up`` makes planner and storage ready, and may fail like all else here.
 
-    ``job_rank`` is the number of this rank in meshes, ``host`` that of its host.
+    ``job_rank`` is the number of this rank in meshes.
     """
     if ranks.size == 1:
         return ranks.locally(_PHASE, partial(_planned_alone, planner, writer, set_up))
@@ -134,7 +133,6 @@ def plan_save(
         writer=writer,
         memory=ranks.kept.setdefault(_PlanMemory, _PlanMemory()),
         job_rank=job_rank,
-        host=host,
         size=ranks.size,
     )
     answer = ranks.reduce_scatter(_PHASE, partial(part.said_first, set_up), part.merged)
@@ -159,13 +157,13 @@ class _Surveyed:
     layout: Layout
     replica_check: str
 
-    def local_plan(self, host: int) -> LocalPlan:
+    def local_plan(self) -> SavePlan:
         """The plan with what tells its contents apart, as far as storage has left it as it was."""
         items = self.plan.items
         if not isinstance(items, LazyList) or items.columns is not self.local.columns:
-            return LocalPlan(self.plan, host)
+            return self.plan
         columns = self.local.looked_at(self.replica_check)
-        return LocalPlan(dataclasses.replace(self.plan, items=LazyList(columns)), host)
+        return dataclasses.replace(self.plan, items=LazyList(columns))
 
     def own(self, groups: Groups) -> tuple[Groups, np.ndarray]:
         """The same with rows as this rank counts them; and a word for each row, the same on every rank."""
@@ -191,7 +189,6 @@ class RankPlanning:
     writer: StorageWriter
     memory: _PlanMemory
     job_rank: int
-    host: int
     size: int
     _surveyed: _Surveyed | None = None
     _offer: Offer | None = None
@@ -204,7 +201,7 @@ class RankPlanning:
         planner = self.planner
         found = planner.survey() if isinstance(planner, DefaultSavePlanner) else None
         if found is None:
-            return LocalPlan(self.writer.prepare_local_plan(planner.create_local_plan()), self.host)
+            return self.writer.prepare_local_plan(planner.create_local_plan())
         local, plan = found
         assert isinstance(planner, DefaultSavePlanner)
         prepared = self.writer.prepare_local_plan(plan)
@@ -212,9 +209,9 @@ class RankPlanning:
         self._surveyed = _Surveyed(local=local, plan=prepared, layout=layout, replica_check=planner.replica_check)
         columns = local.columns
         if prepared is not plan or write_columns(plan.items) is not columns:
-            return self._surveyed.local_plan(self.host)
+            return self._surveyed.local_plan()
         rows = rows_digest(name_words(columns.keys), columns.key, columns.lo, columns.length)
-        self._offer = Offer(layout.fingerprint, rows, self.job_rank, planner.replica_check != "off", self.host)
+        self._offer = Offer(layout.fingerprint, rows, self.job_rank, planner.replica_check != "off")
         known = self.memory.remembered.get(self._offer)
         return tuple(self._offer) if known is None else known.token + self._surveyed.digests(known.groups, known.words)
 
@@ -228,7 +225,7 @@ class RankPlanning:
         if asked.what == "layout":
             return surveyed.layout
         if asked.what == "plan":
-            return surveyed.local_plan(self.host)
+            return surveyed.local_plan()
         assert asked.groups is not None
         groups, words = surveyed.own(asked.groups)
         if asked.what == "contents":

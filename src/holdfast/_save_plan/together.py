@@ -1,9 +1,9 @@
 """What all ranks write together: who writes which box, and the metadata of the whole. Runs on the coordinator.
 
-Each distinct box has one writer; what several ranks hold is spread over them, so that all hosts and ranks write about
+Each distinct box has one writer; what several ranks hold is spread over them, so that all ranks write about
 as much. The work follows what differs: tensors that are held alike share one holding, its boxes and who writes them;
 nothing is made once per chunk but numpy columns, and those of a rank are made for that rank. The result depends on
-what ranks hold and on their hosts, and on nothing else.
+what ranks hold, and on nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def joint_plan(
     ranks: int,
     *,
     to_lowest_rank: bool = False,
-    hosts: np.ndarray | None = None,
     split_bytes: int = SPLIT_BYTES,
     is_whole: bool = True,
     lenient: frozenset[str] = frozenset(),
@@ -42,7 +41,6 @@ def joint_plan(
         holdings: what is held of each of them, and by whom.
         ranks: how many ranks there are.
         to_lowest_rank: what several ranks hold is written by the lowest of them.
-        hosts: the number of each rank's host, where that makes a difference.
         split_bytes: what several ranks hold may be split between them where it has more bytes than this.
         is_whole: these are all the ranks there are.
         lenient: keys whose contents may differ between ranks: the lowest rank's are written, all of them.
@@ -66,7 +64,7 @@ def joint_plan(
     )
     tied = _tied(plan)
     if not to_lowest_rank:
-        _share_out(plan, tied, hosts, split_bytes)
+        _share_out(plan, tied, split_bytes)
     for number, first in tied.items():
         is_like = holdings[number].is_like(holdings[first])
         plan.chunks[number] = plan.chunks[first] if is_like else _moved(plan, first, number)
@@ -122,8 +120,8 @@ def _tied(plan: JointPlan) -> dict[int, int]:
     return tied
 
 
-def _share_out(plan: JointPlan, tied: Mapping[int, int], hosts: np.ndarray | None, split_bytes: int) -> None:
-    """Have what several ranks hold written so that all hosts and ranks write about as many bytes."""
+def _share_out(plan: JointPlan, tied: Mapping[int, int], split_bytes: int) -> None:
+    """Have what several ranks hold written so that all ranks write about as many bytes."""
     loads = np.zeros(plan.ranks)  # the bytes that each rank writes because nobody else could
     bytes_alone: dict[int, tuple[Holding, int]] = {}
     shared: list[int] = []
@@ -154,7 +152,7 @@ def _share_out(plan: JointPlan, tied: Mapping[int, int], hosts: np.ndarray | Non
         nbytes=np.concatenate(sizes), length=np.concatenate(lengths), itemsize=np.repeat(itemsizes, np.diff(bounds))
     )
     set_of_box = np.concatenate(sets)
-    parts = share_out(boxes, plan.sets, set_of_box, loads, hosts=hosts, split_bytes=split_bytes)
+    parts = share_out(boxes, plan.sets, set_of_box, loads, split_bytes=split_bytes)
     firsts = np.cumsum([0, *map(len, plan.sets)])
     writer = np.concatenate(plan.sets)[firsts[set_of_box[parts.box]] + parts.holder]
     ends = np.searchsorted(parts.box, bounds).tolist()

@@ -100,7 +100,6 @@ class DefaultSavePlanner(SavePlanner):
         self.ranks = 1
         self.is_apart = False
         self.keeps_empty_dicts = True
-        self.hosts: np.ndarray | None = None
         self.mappings: dict[str, Path] = {}
         self.versioned: dict[str, Mapping[Any, Any]] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -116,7 +115,6 @@ class DefaultSavePlanner(SavePlanner):
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
-        self.hosts = None  # of the ranks of this save, if whoever drives it says so
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
@@ -156,7 +154,6 @@ class DefaultSavePlanner(SavePlanner):
             all_plans,
             to_lowest_rank=self.dedup_save_to_lowest_rank,
             is_whole=not self.is_apart,
-            hosts=self.hosts,
         )
         # A subclass may have put something else into the plans.
         metadata = self.with_paths(metadata, [self.mappings, *map(attrgetter("planner_data"), all_plans)])

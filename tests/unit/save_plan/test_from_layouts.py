@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast._plan.balance import host_numbers
 from holdfast._plan.coverage import boxes_on_mesh
 from holdfast._save_plan.from_layouts import (
     WHOLE,
@@ -206,7 +205,6 @@ class Job:
     layouts: list[Layout]
     of_rank: np.ndarray
     names: np.ndarray
-    hosts: np.ndarray | None = None
 
 
 @st.composite
@@ -223,8 +221,7 @@ def jobs(draw: st.DrawFn) -> Job:
         mine = tuple(int(name) for name in names[firsts[stage] : firsts[stage + 1]])
         own = draw(st.lists(tensors_of(), max_size=3))
         made.append(_layout(draw, stage, mine, common, own))
-    hosts = draw(st.none() | st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks).map(host_numbers))
-    return Job(layouts=made, of_rank=np.repeat(np.arange(stages), sizes), names=names, hosts=hosts)
+    return Job(layouts=made, of_rank=np.repeat(np.arange(stages), sizes), names=names)
 
 
 def tensors_of() -> st.SearchStrategy[tuple[tuple[int, ...], torch.dtype]]:
@@ -278,7 +275,7 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     held = layout_rows(classes_of(job.layouts, job.of_rank), job.names)
     errors: list[str] = []
     try:
-        plan = plan_layouts(held, keys_of(job.layouts), to_lowest_rank=to_lowest_rank, hosts=job.hosts)
+        plan = plan_layouts(held, keys_of(job.layouts), to_lowest_rank=to_lowest_rank)
     except (InvalidStateError, RankDisagreementError) as error:
         errors.append(str(error))
     plans = [
@@ -287,10 +284,10 @@ def assert_planned_alike(job: Job, *, to_lowest_rank: bool) -> None:
     ]
     if errors:
         with pytest.raises((InvalidStateError, RankDisagreementError)) as raised:
-            plan_together(plans, to_lowest_rank=to_lowest_rank, hosts=job.hosts)
+            plan_together(plans, to_lowest_rank=to_lowest_rank)
         assert str(raised.value) == errors[0]
         return
-    expected, metadata = plan_together(plans, to_lowest_rank=to_lowest_rank, hosts=job.hosts)
+    expected, metadata = plan_together(plans, to_lowest_rank=to_lowest_rank)
     for rank in range(len(job.of_rank)):
         mine = rows(write_columns(expected[rank].items))
         assert sorted(mine) == sorted(written_by(plan, held, rank))
@@ -364,7 +361,6 @@ def test_so_it_is_on_thousands_of_ranks(replicas: int) -> None:
             layouts=[layout],
             of_rank=np.zeros(ranks, dtype=np.int64),
             names=np.arange(ranks),
-            hosts=np.arange(ranks) // 8,
         ),
         to_lowest_rank=False,
     )

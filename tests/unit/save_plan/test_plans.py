@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from holdfast._save_plan.plans import as_planned, local_leaves, plan_together
 from holdfast._values.box import Box
 from holdfast._values.lazy import LazyList
-from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import InvalidStateError, RankDisagreementError
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -431,18 +430,6 @@ def test_a_value_in_the_plans_of_two_ranks_is_refused_where_plans_stay_as_they_a
     kept, metadata = as_planned(plans[:1])
     assert keys_written(kept) == [["step"]]
     assert list(metadata.state_dict_metadata) == ["step"]
-
-
-def test_hosts_are_those_of_one_save() -> None:
-    """A planner that is used again, by whoever drives it then, has forgotten who shared a host with whom."""
-    planner = DefaultSavePlanner()
-    for hosts in ([0, 0, 1], None):
-        planner.set_up_planner({"w": torch.zeros(3 << 20)})
-        assert planner.hosts is None
-        planner.hosts = None if hosts is None else np.array(hosts)
-        plans, _ = planner.create_global_plan([plan_of({"w": torch.zeros(3 << 20)})] * 3)
-        sizes = [sum(item.tensor_data.chunk.sizes[0] for item in plan.items) for plan in plans]  # type: ignore[union-attr]
-        assert sizes == ([3 << 18, 3 << 18, 3 << 19] if hosts else [1 << 20] * 3)
 
 
 def test_what_may_differ_is_all_of_it_the_lowest_ranks() -> None:
