@@ -269,3 +269,20 @@ def test_tensors_that_cannot_be_made_are_refused(path: str) -> None:
     with pytest.raises(holdfast.MismatchError, match=r"'optimizer\.state\.0' .* has tensor subclasses; have the opt"):
         holdfast.load({"optimizer": fresh}, path)
     assert not fresh.state
+
+
+def test_an_empty_container_that_has_the_key_of_another_leaf_by_chance(path: str) -> None:
+    save({"a": [torch.ones(2)], "a.0": [{}]}, path)
+    target: dict[str, Any] = {"a": [], "a.0": []}
+    report = holdfast.load(target, path)
+    assert torch.equal(target["a"][0], torch.ones(2))
+    assert target["a.0"] == [{}]
+    assert set(report.made) == {"a.0", "a.0.0"}
+
+
+def test_a_key_that_would_stand_for_two_entries_of_the_target_is_refused(path: str) -> None:
+    save({"a": [torch.ones(2)]}, path)
+    target: dict[str, Any] = {"a": [], "a.0": []}
+    with pytest.raises(holdfast.InvalidStateError, match=r"'a\.0' stands for two entries of the target; rename one"):
+        holdfast.load(target, path)
+    assert target["a.0"] == []

@@ -25,7 +25,7 @@ from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.lazy import LazyList
-from holdfast.errors import Difference, MismatchError
+from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows
@@ -145,7 +145,7 @@ def fill_empty_containers(
     if not rooms:
         return [], []
     optimizers = {path[:-1] for path in owners.parameters}
-    _sort_in(rooms, optimizers, leaves, metadata)
+    _sort_in(rooms, optimizers, leaves, paths, metadata)
     tensors = (leaf for leaf in (*leaves.values(), *owners.parameters.values()) if isinstance(leaf, torch.Tensor))
     is_spread = any(map(is_sharded, tensors))
     filled: list[_Room] = []
@@ -170,19 +170,26 @@ def fill_empty_containers(
     for container in {room.path for room in filled} | {room.path[:-1] for room in filled}:
         if container in empty:
             del leaves[empty[container]]
+    for key in made.keys() & leaves.keys():
+        raise InvalidStateError(f"key {key!r} stands for two entries of the target; rename one", key=key)
     leaves.update(made)
     return list(made), refused
 
 
 def _sort_in(
-    rooms: dict[Path, _Room], optimizers: Collection[Path], leaves: Collection[str], metadata: Metadata
+    rooms: dict[Path, _Room],
+    optimizers: Collection[Path],
+    leaves: STATE_DICT_TYPE,
+    paths: Mapping[str, Path],
+    metadata: Metadata,
 ) -> None:
     """Put each stored key that is no leaf of the target into the innermost of ``rooms`` that it is below, if any."""
-    paths, names = restorable_paths(metadata), {path_key(path): path for path in rooms}
+    stored_paths, names = restorable_paths(metadata), {path_key(path): path for path in rooms}
     for key in metadata.state_dict_metadata:
-        if key in leaves:
+        path = stored_paths.get(key, (key,) if () in rooms else None)
+        # An empty container that has the key by chance, as {"a": [], "a.0": []} has that of a[0], is another leaf.
+        if key in leaves and (path in (None, paths[key]) or not is_empty_container(leaves[key])):
             continue
-        path = paths.get(key, (key,) if () in rooms else None)
         if path is None:
             room = next((rooms[names[name]] for name in prefixes(key) if name in names), None)
         else:
