@@ -189,7 +189,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     (
         "a published checkpoint is taken away by a late failure",
         "_native:publish",
-        always("may_be_published"),
+        always("published is False"),
         (*_PUBLISH, "tests/faults/test_storage_failures.py"),
     ),
     (

@@ -140,18 +140,15 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     def run(self) -> None:
         """Read, verify and deliver everything; CorruptError at the first block that is not what was written."""
         try:
-            self._finish_empty()
+            empty = [number for number, count in enumerate(self._pending) if count == 0]
+            if empty:
+                self._open(empty)
+            for number in empty:
+                self._close_target(number, self._targets.pop(number))
             self._transfer()
         finally:
             # A fetch whose own methods these are would hold itself, and the targets, until the collector comes.
             del self._open_targets, self._close_target
-
-    def _finish_empty(self) -> None:
-        empty = [number for number, count in enumerate(self._pending) if count == 0]
-        if empty:
-            self._open(empty)
-        for number in empty:
-            self._close_target(number, self._targets.pop(number))
 
     def _transfer(self) -> None:
         """Read, verify and deliver everything that has bytes."""

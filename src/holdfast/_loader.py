@@ -230,8 +230,6 @@ def read_with(
     return add_versions(unflatten(leaves, restorable_paths(metadata)), metadata.versions)
 
 
-# --- the steps of a load, which all ranks take together; what goes wrong in one is raised on every rank --------------
-
 _MakeTarget = Callable[[StorageReader, Metadata], State]
 
 
@@ -356,7 +354,8 @@ def _plan(
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     # These two leave all plans as they are, and so does a rank that has only metadata of its own.
     is_plain = ours is not None and not is_overridden(ours, DefaultLoadPlanner, "create_global_plan")
-    is_alone = is_apart or (is_plain and reader.keeps_plans)
+    changes_plans = is_overridden(reader, StorageReader, "prepare_local_plan", "prepare_global_plan")
+    is_alone = is_apart or (is_plain and not changes_plans)
 
     def plan_locally() -> LoadPlan:
         if ours is not None:

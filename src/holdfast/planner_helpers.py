@@ -194,9 +194,6 @@ class ReadRows:
         )
 
 
-# --- torch's names --------------------------------------------------------------------------------------------------
-
-
 def create_read_items_for_chunk_list(
     fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: Sequence[ChunkStorageMetadata]
 ) -> list[ReadItem]:

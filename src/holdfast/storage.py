@@ -21,7 +21,7 @@ from torch.futures import Future
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import Columns
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
-from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns, is_overridden
+from holdfast.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteColumns
 
 if TYPE_CHECKING:
     from holdfast._ranks.ranks import Ranks
@@ -148,11 +148,6 @@ class StorageReader(abc.ABC):
     @abc.abstractmethod
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Get ready to read the checkpoint that ``metadata`` describes."""
-
-    @property
-    def keeps_plans(self) -> bool:
-        """Whether the storage leaves all plans as they are, so that they need not travel."""
-        return not is_overridden(self, StorageReader, "prepare_local_plan", "prepare_global_plan")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The local plan, with what the storage wants to add to it."""

@@ -66,9 +66,9 @@ def test_chunks_that_leave_something_out_are_taken_by_torch_and_refused_here(tmp
         holdfast.load(target, storage_reader=reader)
     assert target["a"].tolist() == [-1] * 4
     planner: Any = HalfATensor()
-    with pytest.raises(holdfast.InvalidStateError, match="not whole"):
+    with pytest.raises(holdfast.InvalidStateError, match="not written as a whole"):
         holdfast.save({"a": torch.ones(4)}, tmp_path / "ours", planner=planner)
-    with pytest.raises(dcp.CheckpointException, match="not whole"):
+    with pytest.raises(dcp.CheckpointException, match="not written as a whole"):
         dcp.save({"a": torch.ones(4)}, storage_writer=holdfast.NativeWriter(tmp_path / "ours"), planner=HalfATensor())
     assert os.listdir(tmp_path / "ours") == []
 

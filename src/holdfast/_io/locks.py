@@ -207,7 +207,7 @@ class Directory:
     """The directory ``path``, open; close it, or use it in a ``with`` block."""
 
     def __init__(self, descriptor: Descriptor, path: str) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self.path = path
 
     @classmethod
@@ -223,7 +223,7 @@ class Directory:
         self.close()
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, CLOSED
+        descriptor, self.descriptor = self.descriptor, CLOSED
         descriptor.close()
 
     def path_of(self, name: str) -> str:
@@ -231,12 +231,7 @@ class Directory:
 
     def names(self) -> list[str]:
         with posix.reporting("list", self.path):
-            return sorted(os.listdir(self._descriptor))
-
-    def subdirectories(self) -> list[str]:
-        """The sorted names of the directories in it; a link to one is none."""
-        with posix.reporting("list", self.path), os.scandir(self._descriptor) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            return sorted(os.listdir(self.descriptor))
 
     def enter(self, name: str) -> Directory:
         """The directory ``name`` in it; a StorageError when it is a link, or no directory any more."""
@@ -248,7 +243,7 @@ class Directory:
         """The status of ``name`` itself; None if nothing has it."""
         with posix.reporting("look at", self.path_of(name)):
             try:
-                return posix.uninterrupted(os.stat, name, dir_fd=self._descriptor, follow_symlinks=False)
+                return posix.uninterrupted(os.stat, name, dir_fd=self.descriptor, follow_symlinks=False)
             except FileNotFoundError:
                 return None
 
@@ -287,11 +282,11 @@ class Directory:
         is_ours = False
         try:
             with contextlib.suppress(StorageError):
-                is_ours = try_lock(self._descriptor, self.path)
+                is_ours = try_lock(self.descriptor, self.path)
             yield is_ours
         finally:
             if is_ours:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def create(self, name: str, made: list[Descriptor]) -> None:
         """Make ``name`` a new empty file, whose descriptor goes to ``made``, unless something has the name."""
@@ -300,21 +295,17 @@ class Directory:
             made.extend(map(OpenDescriptor, self._opening(name, flags)))
 
     def holds(self, name: str, descriptor: int) -> bool:
-        return has_name(descriptor, name, directory=self._descriptor)
+        return has_name(descriptor, name, directory=self.descriptor)
 
     def remove(self, name: str) -> None:
         with posix.reporting("remove", self.path_of(name)), contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor)
+            os.unlink(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        posix.sync_directory(self.path, self._descriptor)
-
-    def locks_are_reliable(self) -> tuple[bool, str]:
-        """Whether the locks of every writer show here, and on which kind of file system that is."""
-        return are_reliable(self._descriptor)
+        posix.sync_directory(self.path, self.descriptor)
 
     def _opening(self, name: str, flags: int) -> Iterator[int]:
-        return map(partial(os.open, dir_fd=self._descriptor), (name,), (flags,), (0o666,))
+        return map(partial(os.open, dir_fd=self.descriptor), (name,), (flags,), (0o666,))
 
     def _open_regular(self, name: str, flags: int) -> Descriptor:
         path = self.path_of(name)
@@ -345,7 +336,8 @@ def _walk(directory: Directory, levels: int) -> Iterator[Directory | StorageErro
         return
     yield directory
     try:
-        names = directory.subdirectories()
+        with posix.reporting("list", directory.path), os.scandir(directory.descriptor) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except StorageError as error:
         yield error
         return

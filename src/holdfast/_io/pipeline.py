@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
+from itertools import repeat
 from queue import Empty, SimpleQueue
 from typing import Generic, NoReturn, TypeVar
 
@@ -206,14 +207,10 @@ class _Crew:
         with contextlib.suppress(Empty):
             while True:
                 job = self.to_do.get_nowait()
-                if job is not None and not any(map(_is_interrupt, self.failures)):
+                if job is not None and all(map(isinstance, self.failures, repeat(Exception))):
                     _do(job, self.failures)
                 del job
                 self._done.put(None)
-
-
-def _is_interrupt(failure: BaseException) -> bool:
-    return not isinstance(failure, Exception)
 
 
 def _work(

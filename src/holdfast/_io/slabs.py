@@ -73,7 +73,7 @@ class SlabRing:
         # What is free, or None to have those who wait look again. A queue: a condition does not bear interrupts.
         self._free: SimpleQueue[Slab | None] = SimpleQueue()
         self._unmade = list(range(count))[::-1]
-        self._allocated = 0
+        self.allocated = 0
         self._arena: torch.Tensor | None = None
         self._closed = False
         forget_in_child(self)
@@ -82,10 +82,6 @@ class SlabRing:
         """Be closed: those who borrowed from it are not there to give anything back."""
         self._lock, self._free = threading.Lock(), SimpleQueue()
         self._closed = True
-
-    @property
-    def allocated(self) -> int:
-        return self._allocated
 
     def acquire(self) -> Slab:
         """A slab of one's own; waits for one to come back when all are lent."""
@@ -106,7 +102,7 @@ class SlabRing:
     def _make(self, number: int) -> Slab:
         try:
             with self._lock:
-                self._allocated += 1
+                self.allocated += 1
             if self._pinned:
                 return _pinned_slab(self._nbytes)
             with self._lock:
@@ -116,7 +112,7 @@ class SlabRing:
             return Slab(tensor.numpy().data, tensor)
         except BaseException:
             with self._lock:
-                self._allocated -= 1
+                self.allocated -= 1
                 self._unmade.append(number)
             self._free.put(None)
             raise
@@ -128,7 +124,7 @@ class SlabRing:
                 raise InternalError("a slab was given back twice; please report it")
             slab.is_lent = False
             if self._closed:
-                self._allocated -= 1
+                self.allocated -= 1
             else:
                 self._free.put(slab)
 
@@ -146,9 +142,9 @@ class SlabRing:
             self._closed = True
             with contextlib.suppress(Empty):
                 while True:
-                    self._allocated -= self._free.get_nowait() is not None
+                    self.allocated -= self._free.get_nowait() is not None
             arena, self._arena = self._arena, None
-            if arena is not None and self._allocated == 0 and arena.numel() <= _MOST_KEPT_BYTES:
+            if arena is not None and self.allocated == 0 and arena.numel() <= _MOST_KEPT_BYTES:
                 _kept.append(arena)
             self._free.put(None)
 

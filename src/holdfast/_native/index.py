@@ -170,9 +170,6 @@ def _bad_header(path: str, problem: str) -> CorruptError:
     )
 
 
-# --- the index -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkIndex:
     """All chunks, sorted by tensor and then by where in it they begin; ``offset`` counts from the start of the file.

@@ -235,9 +235,6 @@ def _corrupt(path: str, problem: str, key: str | None = None) -> CheckpointError
     return CorruptError(f"{path} is damaged: {problem}{advice}", path=path, key=key)
 
 
-# --- what it must mean ----------------------------------------------------------------------------------------------
-
-
 def _check(manifest: Manifest) -> None:
     """Raise _BadManifest, or CorruptError for a value, unless the entries make sense together."""
     if manifest.format != FORMAT or manifest.version != VERSION:

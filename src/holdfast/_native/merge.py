@@ -229,7 +229,10 @@ def _index(chunks: _Chunks, reports: Sequence[WriteReport]) -> ChunkIndex:
         _check_filled(report, rank, nbytes[mine])
         file[mine] = report.file + np.uint32(files)
         offset[mine] = report.offset
-        digests[starts[mine] if is_single else _runs(starts[mine], blocks[mine])] = report.digests
+        places, counts = starts[mine], blocks[mine]
+        if not is_single:  # from each start on, as many places as the chunk has blocks
+            places = np.repeat(places - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        digests[places] = report.digests
         files += len(report.files)
         placed += len(mine)
     if placed != len(nbytes) or (len(offset) and int(offset.min()) < 0):
@@ -243,13 +246,6 @@ def _index(chunks: _Chunks, reports: Sequence[WriteReport]) -> ChunkIndex:
         length=chunks.length,
         digests=digests,
     )
-
-
-def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers from each start on, so many, one run after the other."""
-    before = np.cumsum(counts) - counts
-    shift: np.ndarray = np.repeat(starts - before, counts)
-    return shift + np.arange(len(shift))
 
 
 def _check_filled(report: WriteReport, rank: int, size: np.ndarray) -> None:

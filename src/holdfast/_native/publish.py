@@ -232,7 +232,8 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
             posix.write_new(staged, encoded)
             turn.take()
             if "native" in turn.announce(encoded, overwrite=overwrite) and overwrite:
-                replaced = _published_files(directory)
+                with contextlib.suppress(CheckpointError):  # nothing that says which files are its own
+                    replaced = sorted(files_of(read_manifest(directory)))
             # Otherwise a crash might keep the name of the manifest, and lose that of the index.
             posix.sync_directory(directory)
             if overwrite:
@@ -243,11 +244,12 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
             # Names that were taken are somebody else's.
             taken = error.path if isinstance(error, StorageError) and error.errno == errno.EEXIST else None
             # An interrupt may come right after the fact, and a network may lose the answer.
-            if not may_be_published(directory, attempt):
+            published = is_published(directory, attempt)
+            if published is False:
                 for path in itertools.takewhile(lambda path: path != taken, written):
                     with contextlib.suppress(StorageError):
                         posix.remove(path)
-            elif not isinstance(error, CheckpointError) and _is_published(directory, attempt):
+            elif published and not isinstance(error, CheckpointError):
                 _conclude(directory, turn, [*replaced, os.path.basename(staged)])
             raise
         try:
@@ -270,19 +272,12 @@ def _conclude(directory: str, turn: Turn, replaced: Iterable[str]) -> None:
             posix.remove(os.path.join(directory, name))
 
 
-def _is_published(directory: str, attempt: str) -> bool:
-    try:
-        return read_manifest(directory).attempt == attempt
-    except CheckpointError:
-        return False
-
-
-def may_be_published(directory: str, attempt: str) -> bool:
-    """Whether the checkpoint of ``attempt`` is visible, or one cannot tell: then nothing of it may be removed."""
+def is_published(directory: str, attempt: str) -> bool | None:
+    """Whether the checkpoint of ``attempt`` is visible; None where one cannot tell: then nothing of it may go."""
     try:
         return read_manifest(directory).attempt == attempt
     except StorageError as error:
-        return error.errno != errno.ENOENT
+        return False if error.errno == errno.ENOENT else None
     except CheckpointError:
         return False
 
@@ -303,13 +298,6 @@ def read_manifest(directory: str) -> Manifest:
 def read_manifest_bytes(directory: str) -> bytes:
     """The same as it is in the file, unchecked."""
     return posix.read_whole(os.path.join(directory, MANIFEST_NAME), limit=MAX_MANIFEST_BYTES)
-
-
-def _published_files(directory: str) -> list[str]:
-    try:
-        return sorted(files_of(read_manifest(directory)))
-    except CheckpointError:
-        return []  # nothing there, or nothing that says which files are its own
 
 
 @dataclass(slots=True, kw_only=True)
@@ -365,6 +353,6 @@ class Held:
 
     def remove(self) -> None:
         """Remove the files, unless they are let go already or part of what is published."""
-        if not self._is_closed and not self._is_inherited and not may_be_published(self._path, self.attempt):
+        if not self._is_closed and not self._is_inherited and is_published(self._path, self.attempt) is False:
             self.files.abandon()
         self.close()

@@ -272,7 +272,7 @@ class _Attempt:
         status = self._directory.status(self._staged)
         if status is not None and not stat.S_ISREG(status.st_mode):
             raise _NotDead("unknown", f"{self._staged} is not a regular file")
-        is_reliable, kind = self._directory.locks_are_reliable()
+        is_reliable, kind = locks.are_reliable(self._directory.descriptor)
         if not is_reliable and not self._is_named:
             raise _NotDead("unknown", f"locks of other hosts may be invisible on {kind}")
 

@@ -106,9 +106,6 @@ def decode_value_bytes(data: bytes | bytearray | memoryview, *, key: str) -> obj
     return decode_value(json, key=key)
 
 
-# --- encoding -------------------------------------------------------------------------------------------------------
-
-
 def _encode(value: object, trail: _Trail) -> Json:
     if len(trail) > MAX_VALUE_DEPTH:
         raise _BadValue(f"it nests deeper than {MAX_VALUE_DEPTH} levels; flatten it", trail)
@@ -164,9 +161,6 @@ def _encode_numpy(value: np.generic, trail: _Trail) -> Json:
     elif isinstance(value, np.bytes_):
         item = bytes(value)
     return {"numpy": [_NUMPY_NAMES[type(value)], _encode(item, trail)]}
-
-
-# --- decoding -------------------------------------------------------------------------------------------------------
 
 
 def _decode(json: object, depth: int, effort: Effort) -> object:

@@ -21,7 +21,7 @@ from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Packer, slabs_for
 from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
-from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, may_be_published, publish
+from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, is_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
@@ -215,7 +215,7 @@ class NativeWriter(StorageWriter):
             )
             publish(self.path, manifest, index, overwrite=self.overwrite)
         except BaseException:
-            if not may_be_published(self.path, self._attempt):
+            if is_published(self.path, self._attempt) is False:
                 for name in (file.name for report in reports for file in report.files):
                     with contextlib.suppress(StorageError):
                         posix.remove(os.path.join(self.path, name))
@@ -245,7 +245,7 @@ class NativeWriter(StorageWriter):
     def _begin_attempt(self) -> None:
         """Have a new attempt; the coordinator, who alone knows how the last one ended, removes what it left."""
         if self._unfinished is not None:
-            if not may_be_published(self.path, self._unfinished):
+            if is_published(self.path, self._unfinished) is False:
                 self._failed = (*self._failed, self._unfinished)[-_MOST_FAILED:]
             self._unfinished = None
             self.abandon()

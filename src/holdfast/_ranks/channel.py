@@ -88,7 +88,7 @@ class Lobby:
 
     def __init__(self) -> None:
         self._joins: defaultdict[int, list[Join]] = defaultdict(list)
-        self._ended: defaultdict[int, deque[Ended]] = defaultdict(lambda: deque(maxlen=_MOST_REMEMBERED))
+        self.ended: defaultdict[int, deque[Ended]] = defaultdict(lambda: deque(maxlen=_MOST_REMEMBERED))
 
     def add(self, join: Join) -> None:
         self._joins[join.rank].append(join)
@@ -137,7 +137,7 @@ class Lobby:
 
     def pass_by(self, rank: int, number: int) -> None:
         """Take it that ``rank`` has come as far as call ``number`` of the coordinator."""
-        ended = self._ended[rank]
+        ended = self.ended[rank]
         while ended and ended[0].number < number:
             ended.popleft()
 
@@ -145,15 +145,12 @@ class Lobby:
         """The oldest call of ``rank`` that waits for the coordinator."""
         return next((join for join in self._joins[rank] if join.is_waiting), None)
 
-    def remember(self, rank: int, ended: Ended) -> None:
-        self._ended[rank].append(ended)
-
     def recall(self, rank: int, key: str, *, is_at_another: bool = False) -> bytes | None:
         """How the call ended to which ``rank`` comes too late, if its call with that key is such a one.
 
         ``is_at_another`` says that the coordinator is at a call with another key by now.
         """
-        for each in list(self._ended[rank]):
+        for each in list(self.ended[rank]):
             if each.is_error or (each.key == key and (is_at_another or not each.is_open)):
                 self.pass_by(rank, each.number + 1)
                 return each.verdict
@@ -269,7 +266,7 @@ class Channel:
             if self.is_coordinator and operation.has_failed:
                 for rank in self._missing(operation):
                     if self._lobby.take_left(rank, operation.key) is None:  # else it is past that call
-                        self._lobby.remember(rank, operation.ended(rank))
+                        self._lobby.ended[rank].append(operation.ended(rank))
         self.see_sent(partners, farewell_s)
         if self._when_met is not None and len(self._met) == self.size - 1:
             self._when_met()

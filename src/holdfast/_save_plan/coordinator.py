@@ -336,7 +336,7 @@ def _decided(
     answers: list[Final | SavePlan] = []
     for rank, final in enumerate(writer.prepare_global_plan(made)):
         items = final.items
-        if items is not made[rank].items or not isinstance(items, LazyList) or not items.is_unmade:
+        if items is not made[rank].items or not isinstance(items, LazyList) or items.make is None:
             answers.append(final)  # storage has looked at it, and may have changed it
             continue
         choice = None

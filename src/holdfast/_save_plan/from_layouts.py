@@ -152,10 +152,14 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
     spreads: dict[tuple[Mesh, Rule | Listed], int] = {}
     for number, layout in enumerate(layouts):
         said = layout.said
-        known = [spreads.setdefault(_with_mesh(rule, said.meshes), len(spreads)) for rule in said.spreads]
+        known: list[int] = []
+        for rule in said.spreads:  # the mesh itself tells rules of different layouts apart, not its number
+            mesh = _NOWHERE if isinstance(rule, Listed) else said.meshes[rule.mesh]
+            place = mesh, rule if isinstance(rule, Listed) else Rule(0, rule.splits)
+            known.append(spreads.setdefault(place, len(spreads)))
         known.append(WHOLE)  # rule -1
-        for key, head, rule in zip(said.keys, said.heads, said.rules, strict=True):
-            owners.setdefault((key, head, known[rule]), []).append(number)
+        for atom in zip(said.keys, said.heads, map(known.__getitem__, said.rules), strict=True):
+            owners.setdefault(atom, []).append(number)
     classes: dict[tuple[int, ...], list[tuple[str, _Head | None, int]]] = {}
     for atom, having in owners.items():
         classes.setdefault(tuple(having), []).append(atom)
@@ -165,11 +169,6 @@ def classes_of(layouts: Sequence[Layout], layout_of_rank: np.ndarray) -> list[Me
         ranks = np.flatnonzero(np.isin(layout_of_rank, numbers))
         found.append(Members(layout=_made_of(atoms, rules, layouts[numbers[-1]].paths, lenient), ranks=ranks))
     return sorted(found, key=lambda each: int(each.ranks[0]))
-
-
-def _with_mesh(rule: Rule | Listed, meshes: list[Mesh]) -> tuple[Mesh, Rule | Listed]:
-    """What tells rules of different layouts apart: the mesh itself, whatever its number."""
-    return (_NOWHERE, rule) if isinstance(rule, Listed) else (meshes[rule.mesh], Rule(0, rule.splits))
 
 
 def _made_of(

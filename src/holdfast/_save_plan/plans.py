@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from holdfast._plan.balance import SPLIT_BYTES
-from holdfast._plan.coverage import HeldRows, Holding, holding_of, widened
+from holdfast._plan.coverage import HeldRows, holding_of, widened
 from holdfast._save_plan.together import JointPlan, chosen_columns, entry_of, joint_plan
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
 from holdfast._state.tensors import (
@@ -291,7 +291,8 @@ def _planned(
         wide = slice(0, 0 if head is None else len(head.size))
         held = HeldRows(rank=rank[mine], lo=lo[mine, wide], length=length[mine, wide])
         holdings.append(holding_of([held]))
-        if _has_repetitions(holdings[-1]):
+        box = np.repeat(np.arange(len(holdings[-1].lo)), np.diff(holdings[-1].starts))
+        if ((np.diff(holdings[-1].holder) == 0) & (np.diff(box) == 0)).any():
             raise InvalidStateError(f"the plan of a rank has a piece of {key!r} twice; save it once", key=key)
     return joint_plan(
         heads,
@@ -302,12 +303,6 @@ def _planned(
         is_whole=is_whole,
         lenient=_lenient(tables),
     )
-
-
-def _has_repetitions(holding: Holding) -> bool:
-    """Whether a rank holds one box twice."""
-    box = np.repeat(np.arange(len(holding.lo)), np.diff(holding.starts))
-    return bool(((np.diff(holding.holder) == 0) & (np.diff(box) == 0)).any())
 
 
 def _plans(plans: list[SavePlan], tables: list[WriteColumns], together: JointPlan) -> list[SavePlan]:

@@ -204,7 +204,9 @@ def _check_tiling(plan: JointPlan) -> None:
         for key, head, chunks in zip(plan.keys, plan.heads, plan.chunks, strict=True)
         if head is not None and id(chunks.lo) in details
     ]
-    raise not_whole(wrong)
+    key, detail = wrong[0]
+    others = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
+    raise InvalidStateError(f"the pieces of {key!r} do not make up the whole tensor: {detail}{others}", key=key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -414,10 +416,3 @@ def chosen_columns(
         planning=planning,
         planned=order,
     )
-
-
-def not_whole(wrong: Sequence[tuple[str, str]]) -> InvalidStateError:
-    """What to raise where the pieces of these keys do not tile them; each with what is wrong with it."""
-    key, detail = wrong[0]
-    others = f" (and {len(wrong) - 1} more keys)" if len(wrong) > 1 else ""
-    return InvalidStateError(f"the pieces of {key!r} do not make up the whole tensor: {detail}{others}", key=key)

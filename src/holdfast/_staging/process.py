@@ -43,8 +43,6 @@ from holdfast.errors import CheckpointError, StorageError
 if TYPE_CHECKING:
     from holdfast._staging.memory import Region
 
-# --- what they say --------------------------------------------------------------------------------------------------
-
 _LENGTH_BYTES = 8
 _TELL_EVERY_S = 0.2
 
@@ -115,8 +113,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
         data += piece
     return bytes(data)
 
-
-# --- the parent -----------------------------------------------------------------------------------------------------
 
 _LOOK_EVERY_S = 0.25
 _FAREWELL_S = 5.0
@@ -310,9 +306,6 @@ class ProcessOutput:
         while not (isinstance(answer := self._process.answer(), Done) and not answer.files):
             pass
         self._number = None
-
-
-# --- the process ----------------------------------------------------------------------------------------------------
 
 
 class _Stopped(Exception):

@@ -46,23 +46,18 @@ class cached_property(Generic[T]):
 class LazyList(MutableSequence[T], Generic[T]):
     """A list over ``columns``, or those that ``make`` makes when asked for; objects are made at the first touch."""
 
-    __slots__ = ("_columns", "_items", "_make")
+    __slots__ = ("_columns", "_items", "make")
 
     def __init__(self, columns: Columns[T] | None, *, make: Callable[[], Columns[T]] | None = None) -> None:
         self._columns = columns
         self._items: list[T] = []
-        self._make = make
-
-    @property
-    def is_unmade(self) -> bool:
-        """Whether nobody has asked for the columns yet."""
-        return self._make is not None
+        self.make = make
 
     @property
     def columns(self) -> Columns[T] | None:
         """The columns, or None once an element was touched."""
-        if self._make is not None:
-            make, self._make = self._make, None
+        if self.make is not None:
+            make, self.make = self.make, None
             self._columns = make()
         return self._columns
 
@@ -121,7 +116,7 @@ class LazyList(MutableSequence[T], Generic[T]):
 
     def __setstate__(self, state: tuple[Columns[T] | None, list[T]]) -> None:
         self._columns, self._items = state
-        self._make = None
+        self.make = None
 
 
 class LazyDict(MutableMapping[str, T]):

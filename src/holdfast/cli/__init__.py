@@ -93,9 +93,6 @@ def every_command(
 app.command("show", epilog=SHOW_EXAMPLES)(show_command)
 
 
-# --- verify ----------------------------------------------------------------------------------------------------------
-
-
 class _Level(str, Enum):
     SIZES = "sizes"
     COVERAGE = "coverage"

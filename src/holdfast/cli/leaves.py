@@ -154,9 +154,6 @@ def _totals(catalog: Catalog) -> Totals:
     )
 
 
-# --- torch's own format ---------------------------------------------------------------------------------------------
-
-
 def _torch_contents(reader: FileSystemReader, pattern: str | None) -> Contents:
     metadata = reader.read_metadata()
     check_tiling(metadata)

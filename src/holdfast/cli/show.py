@@ -233,9 +233,6 @@ def show_command(
     _print_totals(console, contents, pattern)
 
 
-# --- for programs ---------------------------------------------------------------------------------------------------
-
-
 def _as_json(path: str, contents: Contents, *, with_chunks: bool) -> dict[str, object]:
     totals = dataclasses.asdict(contents.totals)
     fields: dict[str, object] = {
@@ -262,9 +259,6 @@ def _leaf_as_json(contents: Contents, leaf: Leaf, *, with_chunks: bool) -> dict[
     if with_chunks:
         fields["stored"] = [dataclasses.asdict(chunk) for chunk in contents.chunks_of(leaf)]
     return fields
-
-
-# --- for people -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

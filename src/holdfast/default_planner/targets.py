@@ -34,8 +34,6 @@ from holdfast.storage import StorageReader
 if TYPE_CHECKING:
     from holdfast.default_planner.load_planner import DefaultLoadPlanner
 
-# --- made of a checkpoint --------------------------------------------------------------------------------------------
-
 
 def empty_state(
     metadata: Metadata,
@@ -245,8 +243,6 @@ def _made(rooms: Collection[_Room], metadata: Metadata) -> STATE_DICT_TYPE:
     require_gradients(metadata, made)
     return made
 
-
-# --- that share memory -----------------------------------------------------------------------------------------------
 
 # So much is read aside at a time.
 _COMPARED_BYTES = 16 << 20

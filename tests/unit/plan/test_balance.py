@@ -506,7 +506,7 @@ def test_sets_that_overlap_even_out() -> None:
 def test_thousands_of_ranks_share_fairly(replicas: int) -> None:
     ranks = 4096
     shards = ranks // replicas
-    loads = np.arange(ranks) % 5 * 1000.0
+    loads = np.arange(ranks) % 5 * 10.0
     holders = [np.arange(shard, ranks, shards) for shard in range(shards)]
     fair_shares(loads, holder_sets(holders, np.arange(shards)), [1e6] * shards)
     assert loads.max() - loads.min() <= 0.1 * loads.mean()

@@ -528,7 +528,7 @@ def test_what_was_left_does_not_pile_up() -> None:
 
 def test_a_call_that_ended_is_told_once_to_whom_comes_late() -> None:
     lobby = Lobby()
-    lobby.remember(1, ended(3))
+    lobby.ended[1].append(ended(3))
     assert lobby.recall(2, "save a") is None
     assert lobby.recall(1, "save b") is None
     assert lobby.recall(1, "save a") == b"3"
@@ -537,13 +537,13 @@ def test_a_call_that_ended_is_told_once_to_whom_comes_late() -> None:
 
 def test_after_an_error_the_next_call_of_a_rank_is_the_one_that_failed() -> None:
     lobby = Lobby()
-    lobby.remember(1, ended(3, is_error=True))
+    lobby.ended[1].append(ended(3, is_error=True))
     assert lobby.recall(1, "save b") == b"3"
 
 
 def test_who_was_awaited_in_vain_may_be_at_the_next_call_of_the_same_key() -> None:
     lobby = Lobby()
-    lobby.remember(1, ended(3, is_open=True))
+    lobby.ended[1].append(ended(3, is_open=True))
     assert lobby.recall(1, "save a") is None
     assert lobby.recall(1, "save b", is_at_another=True) is None
     assert lobby.recall(1, "save a", is_at_another=True) == b"3"
@@ -551,7 +551,7 @@ def test_who_was_awaited_in_vain_may_be_at_the_next_call_of_the_same_key() -> No
 
 def test_what_a_rank_has_passed_by_is_forgotten() -> None:
     lobby = Lobby()
-    lobby.remember(1, ended(3))
+    lobby.ended[1].append(ended(3))
     lobby.add(join(0, "save b"))
     assert lobby.take(1, "save b", 4) is not None
     assert lobby.recall(1, "save a", is_at_another=True) is None
