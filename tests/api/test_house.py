@@ -27,11 +27,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "holdfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
-# What is not yet where it should be: 110 modules, 28,900 lines, 220 functions and 32 modules touched by a save, a third
-# of the test files.
 LIMITS = {
-    "modules": 120,
-    "lines": 29_620,
+    "modules": 110,
+    "lines": 28_900,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
     "parameters of a function": 8,
@@ -39,11 +37,11 @@ LIMITS = {
     "class names used twice": 0,
     "questions outside of _native whether storage is native": 0,
     "packages that import torch's checkpoint classes": 1,
-    "functions that a save touches": 290,
-    "modules that a save touches": 41,
+    "functions that a save touches": 220,
+    "modules that a save touches": 32,
     "functions that the first save touches on rank 0 of 4": 400,
     "modules that the first save touches on rank 0 of 4": 48,
-    "per cent of test files that import private modules": 65,
+    "per cent of test files that import private modules": 33,
 }
 
 # Functions that have torch's own parameters, and how many of ours beside them.
@@ -114,6 +112,13 @@ def touched_on_rank(path: str) -> set[tuple[str, str]]:
     return touched(lambda: holdfast.save(state, path), "reduce_scatter", lambda: store.set("in a step", ""))
 
 
+def touched_alone(folder: str) -> set[tuple[str, str]]:
+    """What a small save touches in a process that is alone."""
+    state = {"weights": torch.randn(10, 10), "nested": {"epoch": 1}}
+    holdfast.save(state, f"{folder}/warm", no_dist=True)
+    return touched(lambda: holdfast.save(state, f"{folder}/counted", no_dist=True))
+
+
 def counts(folder: Path) -> dict[str, float]:
     lines = {name: len(text.splitlines()) for name, text in SOURCES.items()}
     classes = Counter(
@@ -135,11 +140,9 @@ def counts(folder: Path) -> dict[str, float]:
         for text in tests
         if re.search(r"^\s*(from|import) holdfast(\.\w+)*\._\w+|^\s*from holdfast import _", text, re.M)
     ]
-    state = {"weights": torch.randn(10, 10), "nested": {"epoch": 1}}
-    holdfast.save(state, folder / "warm")
-    save = touched(lambda: holdfast.save(state, folder / "counted"))
-    with Crew(for_tests=True) as crew:
+    with Crew(for_tests=True) as crew:  # in processes of their own, where no other test has left anything
         on_rank = crew.run(4, touched_on_rank, str(folder / "on ranks"), timeout_s=120.0)[0]
+        save = crew.run(1, touched_alone, str(folder), timeout_s=120.0)[0]
     return {
         "modules": len(SOURCES),
         "lines": sum(lines.values()),
