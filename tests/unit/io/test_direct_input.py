@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from holdfast._io import direct
-from holdfast._io.direct import ALIGNMENT, InputFile
-from holdfast.errors import CorruptError, StorageError
+from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
+from holdfast.errors import CorruptError, InternalError, StorageError
 
 PAGES = 8
 
@@ -404,3 +404,26 @@ def test_probing_leaves_the_random_numbers_of_the_program_alone() -> None:
     before = random.getstate()
     direct._probe_offsets(1 << 30)
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_range_is_read_from_its_page_on_and_never_past_the_buffer(tmp_path: Path, is_cached: bool) -> None:
+    data = make_input(tmp_path / "file", PAGES * ALIGNMENT)
+    view = aligned(2 * ALIGNMENT)
+    with InputFile.open(tmp_path / "file") as file:
+        start, end = ALIGNMENT + 7, 3 * ALIGNMENT
+        base = file.read_range(view, start, end, is_cached=is_cached)
+        assert base == ALIGNMENT
+        assert bytes(view[start - base : end - base]) == data[start:end]
+        with pytest.raises(InternalError, match="larger than its buffer"):
+            file.read_range(view, start, end + 1, is_cached=is_cached)
+
+
+def test_a_file_that_cannot_be_opened_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    make_input(tmp_path / "file", 1)
+    files = LocalFiles([str(tmp_path / "nothing"), str(tmp_path / "file" / "below")], [1, 1])
+    with pytest.raises(CorruptError, match="is missing"), files.lend(0):
+        pass
+    with pytest.raises(StorageError) as caught, files.lend(1):
+        pass
+    assert caught.value.errno == errno.ENOTDIR

@@ -390,7 +390,7 @@ def test_a_failed_operation_leaks_nothing_into_the_next() -> None:
         assert not channel._operations
         assert not channel._sessions
         assert not any(channel._lobby._joins.values())
-        assert not any(channel._lobby._ended.values())
+        assert not any(channel._lobby.ended.values())
 
 
 def test_two_operations_may_be_open_at_once() -> None:
