@@ -293,7 +293,8 @@ class Saving:
             return planned.metadata if planned.known is None else planned.told()
 
         told = self.ranks.all_reduce("writing the checkpoint", write, publish)
-        metadata = self.ranks.locally("describing the checkpoint", lambda: planned.metadata_of(told, self.planner))
+        describe = partial(planned.metadata_of, told, self.planner) if isinstance(told, Sketch) else lambda: told
+        metadata = self.ranks.locally("describing the checkpoint", describe)
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
             logger.info("%d keys differ between ranks; the lowest rank's are saved: %s", len(metadata.differing), names)

@@ -46,17 +46,8 @@ def merge_reports(
     written = _written_as_reported(reports) if plan is None else _written_as_planned(plan, reports)
     tensors: dict[str, WrittenTensor] = {}
     values: dict[str, Json] = {}
-    for key in metadata.state_dict_metadata:
-        if key in written:
-            tensors[key] = tensor = written[key]
-            if tensor.alias_of is not None:  # it has become what the tensor that it shares has become
-                first = written.get(tensor.alias_of)
-                if first is None:
-                    message = f"{key!r} shares the data of {tensor.alias_of!r}, which no rank wrote"
-                    raise InvalidStateError(message, key=key)
-                tensors[key] = msgspec.structs.replace(
-                    tensor, dtype=first.dtype, shape=first.shape, quantizer=first.quantizer
-                )
+    for key in filter(written.__contains__, metadata.state_dict_metadata):
+        tensors[key] = _settled(key, written)
     for report in reports:
         values.update(report.values)
     missing = [key for key in metadata.state_dict_metadata if key not in tensors and key not in values]
@@ -82,11 +73,10 @@ def merge_reports(
     )
     chunks = _chunks_as_reported(tensors, reports) if plan is None else _chunks_as_planned(plan, tensors, reports)
     data = encode_index(_index(chunks, reports))
-    holdfast, torch, python = versions
     manifest = Manifest(
         requires=("pickle",) if any(tensor.kind == "pickle" for tensor in tensors.values()) else (),
         attempt=attempt,
-        writer=WriterEntry(holdfast=holdfast, torch=torch, python=python, world_size=len(reports)),
+        writer=WriterEntry(holdfast=versions[0], torch=versions[1], python=versions[2], world_size=len(reports)),
         files=files,
         index=IndexEntry(name=f"index-{attempt}.safetensors", bytes=len(data), digest=to_hex(digest(data))),
         tensors=entries,
@@ -98,6 +88,17 @@ def merge_reports(
         metadata=user_metadata,
     )
     return manifest, data
+
+
+def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
+    """What was written under ``key``; an alias has become what the tensor it shares has become."""
+    tensor = written[key]
+    if tensor.alias_of is None:
+        return tensor
+    first = written.get(tensor.alias_of)
+    if first is None:
+        raise InvalidStateError(f"{key!r} shares the data of {tensor.alias_of!r}, which no rank wrote", key=key)
+    return msgspec.structs.replace(tensor, dtype=first.dtype, shape=first.shape, quantizer=first.quantizer)
 
 
 def _plan_of_all(metadata: Metadata, reports: Sequence[WriteReport]) -> JointPlan | None:

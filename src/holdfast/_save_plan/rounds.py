@@ -105,10 +105,8 @@ class PlannedSave:
         rest = dataclasses.replace(self.metadata, state_dict_metadata={}, planner_data=None, paths={})
         return Sketch(token=self.known.token, rest=rest)
 
-    def metadata_of(self, told: Metadata | Sketch, planner: SavePlanner) -> Metadata:
+    def metadata_of(self, told: Sketch, planner: SavePlanner) -> Metadata:
         """The metadata that the coordinator told of; chunks are computed when somebody looks at them."""
-        if isinstance(told, Metadata):
-            return told
         if self.metadata is not None:
             return self.metadata
         if self.known is None or self.known.token != told.token:

@@ -12,6 +12,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, MutableSequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -111,10 +112,11 @@ def final_load_plan(plan: LoadPlan, planner: LoadPlanner, *, allow_pickle: bool)
 
 def _takes(function: Callable[..., object], *names: str) -> bool:
     try:
-        taken = inspect.getfullargspec(function)
-    except TypeError:  # nothing to look at: then it is no override of the old kind
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # nothing to look at: then it is no override of the old kind
         return True
-    return taken.varkw is not None or {*names} <= {*taken.args, *taken.kwonlyargs}
+    takes_any = inspect.Parameter.VAR_KEYWORD in map(attrgetter("kind"), parameters.values())
+    return takes_any or parameters.keys() >= {*names}
 
 
 def _warn_of_old_style(thing: object, method: str, missing: str) -> None:

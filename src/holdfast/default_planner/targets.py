@@ -168,7 +168,7 @@ def fill_empty_containers(
     for container in {room.path for room in filled} | {room.path[:-1] for room in filled}:
         if container in empty:
             del leaves[empty[container]]
-    for key in made.keys() & leaves.keys():
+    for key in sorted(made.keys() & leaves.keys()):
         raise InvalidStateError(f"key {key!r} stands for two entries of the target; rename one", key=key)
     leaves.update(made)
     return list(made), refused

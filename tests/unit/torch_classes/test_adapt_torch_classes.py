@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -340,3 +341,24 @@ def test_hugging_face_storage(path: str) -> None:
 def test_no_checkpoint_is_not_found_whoever_reads(path: str) -> None:
     with pytest.raises(holdfast.NotFoundError, match="FileSystemReader"):
         holdfast.load({"a": 1}, storage_reader=dcp.FileSystemReader(path))  # type: ignore[arg-type]
+
+
+def test_an_old_planner_behind_a_decorator_is_called_the_old_way(path: str) -> None:
+    seen: list[bool] = []
+
+    def decorated(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    class Old(holdfast.DefaultSavePlanner):
+        @decorated
+        def set_up_planner(self, state_dict: Any, is_coordinator: bool) -> None:
+            seen.append(is_coordinator)
+            super().set_up_planner(state_dict, is_coordinator=is_coordinator)
+
+    with pytest.warns(UserWarning, match="takes no storage_meta"):
+        holdfast.save({"w": torch.ones(2)}, path, planner=Old())
+    assert seen == [True]
