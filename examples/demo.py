@@ -1,14 +1,16 @@
 """The main job, end to end: train on 4 ranks, be killed in the middle of a save, resume on 4 and on 2, lose nothing.
 
-torchrun starts the same training, FSDP2 and AdamW on the CPU, four times. One run is left alone. Another gets SIGKILL
-on every rank while it writes a checkpoint. What that leaves is resumed on 4 ranks, which must give the same losses bit
-by bit, and on 2 ranks, which must give them up to rounding. Exits with 0 only when all of that was seen to be so.
-Writes to ./demo-output, and leaves there the last checkpoint and a plot; no process is left.
+torchrun's launcher starts the same training, FSDP2 and AdamW on the CPU, four times; all ranks are forked from here, so
+that torch is imported once. One run is left alone. Another gets SIGKILL on every rank while it writes a checkpoint.
+What that leaves is resumed on 4 ranks, which must give the same losses bit by bit, and on 2 ranks, which must give them
+up to rounding. Exits with 0 only when all of that was seen to be so. Writes to ./demo-output, and leaves there the last
+checkpoint and a plot; no process is left.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,24 +18,29 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch._dynamo  # FSDP2 imports it at its first use: here once, not on every rank
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import elastic_training
 import holdfast
 from elastic_training import STEPS, STEPS_BETWEEN_SAVES
+from tiny_transformer import process_group
 from training import newest_whole_checkpoint
 
 OUTPUT = Path("demo-output")
-TRAINING = Path(__file__).with_name("elastic_training.py")
 SAVES_BEFORE_THE_KILL = 2
 PAUSE_INSIDE_THE_SAVE_S = 0.005
 """From the first sight of a save's files to the kill: long enough to have written a lot, too short to be done."""
@@ -65,23 +72,44 @@ class Kill:
     leftover_bytes: int
 
 
-@contextmanager
-def started(name: str, ranks: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Torchrun with ``ranks`` ranks that train, their checkpoints in ``OUTPUT/name``. All have ended afterwards."""
-    (OUTPUT / name).mkdir(exist_ok=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def rank(name: str) -> None:
+    """What ``torchrun elastic_training.py`` does on one rank."""
+    torch.set_num_threads(1)
+    with process_group():
+        elastic_training.main(OUTPUT / name, OUTPUT / f"{name}.log")
+
+
+def launch(name: str, ranks: int) -> None:
+    """What ``torchrun --standalone`` does; what it and its ranks have to complain about goes to a file."""
     with (OUTPUT / f"{name}.errors").open("wb") as errors:
-        process = subprocess.Popen(
-            [*launch, str(TRAINING), str(OUTPUT / name), str(OUTPUT / f"{name}.log")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=errors,
-        )
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    elastic_launch(
+        LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method="fork",
+        ),
+        rank,
+    )(name)
+
+
+@contextmanager
+def started(name: str, ranks: int) -> Iterator[BaseProcess]:
+    """A launcher and ``ranks`` ranks that train, their checkpoints in ``OUTPUT/name``. All have ended afterwards."""
+    (OUTPUT / name).mkdir(exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=launch, args=(name, ranks))
+    process.start()
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its ranks then; with SIGKILL it could not
-            process.wait(LIMIT_S)
+        if process.is_alive():
+            process.terminate()  # it ends its ranks then; with SIGKILL it could not
+            process.join(LIMIT_S)
 
 
 def read_log(name: str, title: str, seconds: float) -> Run:
@@ -104,18 +132,18 @@ def run_to_the_end(name: str, title: str, ranks: int) -> Run:
     """A run that nobody disturbs."""
     began = time.perf_counter()
     with started(name, ranks) as process:
-        code = process.wait(LIMIT_S)
-    assert code == 0, f"the training ended with exit code {code}: {(OUTPUT / f'{name}.errors').read_text()}"
+        process.join(LIMIT_S)
+    assert process.exitcode == 0, f"the training failed: {(OUTPUT / f'{name}.errors').read_text()}"
     return read_log(name, title, time.perf_counter() - began)
 
 
-def wait_for_a_save(process: subprocess.Popen[bytes], root: Path, first_step: int) -> Path:
+def wait_for_a_save(process: BaseProcess, root: Path, first_step: int) -> Path:
     """The directory of a save in progress, of ``first_step`` or a later one: data files and no manifest."""
     until = time.monotonic() + LIMIT_S
     for step in range(first_step, STEPS + 1, STEPS_BETWEEN_SAVES):
         directory = root / f"step-{step:06d}"
         while not any(directory.glob("data-*.safetensors")):
-            assert process.poll() is None, f"the training ended with exit code {process.returncode}, and was not killed"
+            assert process.is_alive(), f"the training ended with exit code {process.exitcode}, and was not killed"
             assert time.monotonic() < until, f"no save of step {step} within {LIMIT_S:.0f} s"
             time.sleep(0.001)
         time.sleep(PAUSE_INSIDE_THE_SAVE_S)
@@ -132,8 +160,8 @@ def killed_run(name: str, ranks: int) -> tuple[Run, Kill]:
             directory = wait_for_a_save(process, OUTPUT / name, (saves + 1) * STEPS_BETWEEN_SAVES)
             for rank in range(ranks):  # SIGKILL: no handler runs, nothing is flushed
                 os.kill(int((OUTPUT / f"{name}.log.{rank}.pid").read_text()), signal.SIGKILL)
-            code = process.wait(LIMIT_S)
-        assert code != 0, "torchrun did not see that its ranks were killed"
+            process.join(LIMIT_S)
+        assert process.exitcode, "the launcher did not see that its ranks were killed"
         if not (directory / "manifest.json").exists():
             leftover_bytes = sum(file.stat().st_size for file in directory.iterdir())
             run = read_log(name, f"killed on {ranks}", time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What every test gets: reproducible hypothesis runs, and gpu tests skipped where there is no GPU.
+"""What tests share: rank processes, reproducible hypothesis runs, quick garbage collections, skips where no GPU is.
 
 Deadlines of hypothesis are off, because two shared cores make any bound on one example flaky; pytest-timeout bounds
 each test instead.
@@ -6,11 +6,15 @@ each test instead.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from tools.crew import Crew
 
 hypothesis.settings.register_profile("developer", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -24,3 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch and all tests are here to stay: a collection need not look through them
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Crew]:
+    """Rank processes: ``pool.run(world, function, *arguments)`` returns the results by rank."""
+    with Crew(for_tests=True) as crew:
+        yield crew

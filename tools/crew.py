@@ -34,7 +34,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _HOST = "127.0.0.1"
-_SLOW_TO_IMPORT = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "holdfast"]
+_SLOW_TO_IMPORT = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "holdfast",
+]
 _END_S = 60.0  # of a process that was told to end, or killed
 _AFTER_FAILURE_S = 20.0  # the others may need a moment to notice
 Case = dict[str, Any]
@@ -287,6 +293,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # It ends with its parent, as daemons do, and may start processes of its own, as daemons may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    gc.freeze()  # what was imported before it was forked need not be looked through after every task
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
         while True:

@@ -77,13 +77,13 @@ def watched(call: Callable[[], object], inside: Path) -> Watched:
     error: Exception | None = None
     # The real path: what was reached through a link that leads out shows as outside.
     _inside = str(inside)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         call()
     except Exception as raised:
         error = raised
     finally:
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         _inside = None
     return Watched(error=error, seconds=seconds, grown=_peak() - before, events=tuple(_events))
 

@@ -1,19 +1,17 @@
 """What real gloo processes hold of the tensors that torch shards for them.
 
-The processes run this file as a script: they shard numbered tensors with FSDP2, tensor parallelism, redistribute and
-distribute_tensor, and each compares its pieces with the whole and all of them with the placements.
+They shard numbered tensors with FSDP2, tensor parallelism, redistribute and distribute_tensor, and each compares its
+pieces with the whole and all of them with the placements.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,30 +23,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
 
+if TYPE_CHECKING:
+    from tools.crew import Crew
+
 WORLD = 6
-TIMEOUT_S = 300
 
 
-def test_pieces_of_real_processes_agree_with_the_whole(tmp_path: Path) -> None:
-    arguments = [str(WORLD), str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [output for process, output in zip(processes, outputs, strict=True) if process.returncode]
-    assert not failed, "\n".join(failed)
+def test_pieces_of_real_processes_agree_with_the_whole(pool: Crew) -> None:
     # A check that was skipped everywhere would pass: each process says how many layouts it compared.
-    assert {int(output.split()[-1]) for output in outputs} == {len(list(checks(WORLD)))}
+    assert set(pool.run(WORLD, check_all)) == {len(list(checks(WORLD)))}
 
 
 def numbered(shape: Sequence[int]) -> torch.Tensor:
@@ -172,16 +155,6 @@ def checks(world: int) -> Iterator[Callable[[], None]]:
             yield partial(check_model, mesh_shape, names, rows, rowwise=rowwise)
 
 
-def main(rank: int, world: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    count = 0
-    for check in checks(world):
-        check()
-        count += 1
-    dist.destroy_process_group()
-    print(count)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+def check_all() -> int:
+    """How many layouts were compared."""
+    return sum(check() is None for check in checks(dist.get_world_size()))

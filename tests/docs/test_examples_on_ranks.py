@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import holdfast
+
+if TYPE_CHECKING:
+    from tools.crew import Crew
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -42,22 +49,51 @@ def losses_after_loading(output: str) -> list[float]:
     return losses
 
 
+def run_example(name: str, checkpoint: Path, resume: Path | None) -> str:
+    """What an example prints on this rank."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        example = importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        example.main(checkpoint, resume)
+    return output.getvalue()
+
+
 @pytest.fixture(scope="module")
-def saved_on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def saved_on_four_ranks(pool: Crew, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A checkpoint of the FSDP2 example, and the losses of the steps after it."""
     path = tmp_path_factory.mktemp("fsdp2") / "ck"
-    return path, losses_after_loading(torchrun(4, "fsdp2.py", str(path)))
+    output, *others = pool.run(4, run_example, "fsdp2", path, None)
+    assert others == [""] * 3
+    return path, losses_after_loading(output)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "ranks"), [("fsdp2.py", 2), ("ddp.py", 2), ("hsdp.py", 4), ("fsdp2_tensor_parallel.py", 4)]
+    ("name", "ranks", "is_started_by_torchrun"),
+    [
+        ("fsdp2", 2, True),
+        ("fsdp2", 2, False),
+        ("ddp", 2, False),
+        ("hsdp", 4, False),
+        ("fsdp2_tensor_parallel", 4, False),
+    ],
 )
 def test_an_example_on_ranks_resumes_what_another_layout_saved(
-    script: str, ranks: int, saved_on_four_ranks: tuple[Path, list[float]], tmp_path: Path
+    pool: Crew,
+    name: str,
+    ranks: int,
+    is_started_by_torchrun: bool,
+    saved_on_four_ranks: tuple[Path, list[float]],
+    tmp_path: Path,
 ) -> None:
     saved, expected = saved_on_four_ranks
-    output = torchrun(ranks, script, str(tmp_path / "ck"), "--resume", str(saved))
+    if is_started_by_torchrun:
+        output = torchrun(ranks, f"{name}.py", str(tmp_path / "ck"), "--resume", str(saved))
+    else:
+        output = pool.run(ranks, run_example, name, tmp_path / "ck", saved)[0]
     assert losses_after_loading(output) == pytest.approx(expected, rel=1e-5)
     with holdfast.open(tmp_path / "ck") as resaved, holdfast.open(saved) as original:
         assert sorted(resaved) == sorted(original)

@@ -19,7 +19,7 @@ NAME = "hostile"
 def run(options: Options) -> PartResult:
     """Have a process look at every case, and collect what it tells."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY / "src"), str(REPOSITORY)))}
-    command = [sys.executable, "-m", "torture.hostile", str(options.folder)]
+    command = [sys.executable, "-m", "torture.hostile", str(options.folder), *["--quick"] * options.quick]
     violations: list[str] = []
     counts = {"native": 0, "torch": 0, "pt": 0, "looks": 0}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
