@@ -139,19 +139,20 @@ class ReadRows:
         return self._count
 
     def add_value(self, key: str) -> None:
-        self._add(key, -1, ())
-
-    def _add(self, key: str, dimensions: int, lengths: tuple[int, ...]) -> None:
-        self._wholes.append((len(self._keys), lengths))
+        self._wholes.append((len(self._keys), ()))
         self._keys.append(key)
-        self._dimensions.append(dimensions)
+        self._dimensions.append(-1)
         self._count += 1
 
     def add_tensor(self, key: str, stored: TensorStorageMetadata, box: Box | None = None) -> None:
         """Want ``box`` of the tensor ``key`` (all of it by default), for a target piece that is just that box."""
         size, chunks = tuple(stored.size), stored.chunks
         if box is None and len(chunks) == 1 and 0 not in size:
-            self._add(key, len(size), size)  # the chunk is all of the tensor, since chunks tile it
+            # The chunk is all of the tensor, since chunks tile it.
+            self._wholes.append((len(self._keys), size))
+            self._keys.append(key)
+            self._dimensions.append(len(size))
+            self._count += 1
             return
         columns = chunk_columns(chunks, len(size))
         box = whole(size) if box is None else box

@@ -146,11 +146,12 @@ class Catalog:
         """The checkpoint in the words of the protocol; chunks are views of the index."""
         entries: dict[str, STORAGE_TYPES] = {}
         bounds, all_lo, all_length = self.row_bounds.tolist(), self.index.lo, self.index.length
+        tensor_ids = self.tensor_ids
         for entry in self.entries():
             if isinstance(entry, ValueEntry) or entry.kind in BYTE_KINDS:
                 entries[entry.key] = BytesStorageMetadata()
                 continue
-            storing = self.tensor_ids[entry.key if entry.alias_of is None else entry.alias_of]
+            storing = tensor_ids[entry.key if entry.alias_of is None else entry.alias_of]
             chunks = ChunkColumns(all_lo, all_length, bounds[storing], bounds[storing + 1], len(entry.shape))
             entries[entry.key] = TensorStorageMetadata(
                 TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),

@@ -23,9 +23,8 @@ BLOCK_BYTES = 1 << 20
 """How many bytes one block digest covers; the last block of a chunk may be shorter."""
 
 
-def digest(buffer: bytes | bytearray | memoryview) -> int:
-    """The xxh3-64 of the bytes of ``buffer``, which must be contiguous."""
-    return xxhash.xxh3_64_intdigest(buffer)
+digest = xxhash.xxh3_64_intdigest
+"""The xxh3-64 of the bytes of a buffer, which must be contiguous."""
 
 
 def name_words(names: Iterable[str]) -> _Words:
