@@ -304,7 +304,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     ),
     (
         "what may differ is written by several ranks",
-        "_share_out",
+        "_choose_writers",
         instead("key not in plan.lenient", "True"),
         ("tests/unit/save_plan/test_plans.py",),
     ),

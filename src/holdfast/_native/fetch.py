@@ -31,14 +31,14 @@ from holdfast._plan.reads import (
     Blocks,
     CommonReads,
     byte_spans,
+    choose_readers,
+    choose_readers_beside,
     common_numbers,
     cut_at_blocks,
     locate,
     own_loads,
     read_numbers,
     share_between_hosts,
-    share_out,
-    share_out_beside,
     touched_blocks,
 )
 from holdfast._ranks.carrier import Freight, OtherHosts
@@ -236,11 +236,13 @@ class SharedFetch(Fetch):
         if exchange.hosts is None:
             blocks = places(common_numbers(wanted))
             takers = wanted[:, blocks.number]
-            return share_out(blocks, takers, loads(wanted), most=most, alignment=ALIGNMENT, most_readers=most_readers)
+            return choose_readers(
+                blocks, takers, loads(wanted), most=most, alignment=ALIGNMENT, most_readers=most_readers
+            )
         host, by_host = exchange.hosts.host, self._gather_hosts(exchange.hosts, wanted)
         job = share_between_hosts(by_host, places, most=exchange.hosts.slot_bytes, alignment=ALIGNMENT)
         is_own = read_numbers(job, host, wanted.shape[1]) < 0
-        reads, numbers = share_out_beside(
+        reads, numbers = choose_readers_beside(
             job,
             host,
             wanted,

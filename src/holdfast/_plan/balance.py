@@ -127,7 +127,7 @@ def fair_shares(loads: _Floats, sets: Sequence[HolderSet], amounts: Sequence[flo
     return shares
 
 
-def share_out(
+def choose_writers(
     boxes: Shared,
     holders: Sequence[_Int64s],
     number: _Int64s,
@@ -173,8 +173,8 @@ def share_out(
     return parts.take(np.argsort(parts.box, kind="stable"))
 
 
-def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """A number for each segment of ``values``, equal for equal ones only; and the first segment of each number."""
+def same_runs(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_Int64s, _Int64s]:
+    """A number for each run of ``values``, equal for equal ones only; and the first run of each number."""
     within = np.arange(len(values)) - np.repeat(starts, counts)
     salt = 0
     while True:
@@ -182,7 +182,7 @@ def same_segments(values: _Int64s, starts: _Int64s, counts: _Int64s) -> tuple[_I
         words = scrambled(np.arange(salt * count, (salt + 1) * count, dtype=np.uint64))
         _, first, number = np.unique(np.add.reduceat(words[values], starts), return_index=True, return_inverse=True)
         model = first[number]
-        # Sums of scrambled words tell segments apart but for an accident, which another salt does not repeat.
+        # Sums of scrambled words tell runs apart but for an accident, which another salt does not repeat.
         if np.array_equal(counts[model], counts) and np.array_equal(
             values[np.repeat(starts[model], counts) + within], values
         ):

@@ -217,7 +217,7 @@ def own_loads(wanted: _Bools, *, first_block: _Int64s, nbytes: _Int64s, block_by
     return np.array([int(alone[row].sum()) for row in wanted], dtype=np.int64)
 
 
-def share_out(
+def choose_readers(
     blocks: Blocks,
     takers: _Bools,
     loads: _Int64s,
@@ -312,7 +312,7 @@ def read_numbers(reads: CommonReads, host: int, blocks: int) -> _Int64s:
     return found
 
 
-def share_out_beside(
+def choose_readers_beside(
     job: CommonReads,
     host: int,
     wanted: _Bools,
@@ -336,7 +336,7 @@ def share_out_beside(
     # With one more, so that -1 is a read too: one that nobody sends.
     arrives = np.append(job.reader != host, False)[number]
     leaves = (number >= 0) & ~arrives
-    reads = share_out(
+    reads = choose_readers(
         blocks,
         np.concatenate([wanted[:, blocks.number], leaves[None]]),
         loads,

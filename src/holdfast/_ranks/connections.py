@@ -1,6 +1,6 @@
-"""Messages over plain TCP, cut into pieces, and what the kernel says of who is still there.
+"""Messages over plain TCP, cut into frames, and what the kernel says of who is still there.
 
-Invariant: a message is handed out only when all its pieces are there. Payloads are opaque; nothing here knows how they
+Invariant: a message is handed out only when all its frames are there. Payloads are opaque; nothing here knows how they
 are made. Pieces of different messages may come in between, so that a long one holds up no sign of life.
 
 One thread for each channel does all of it, for as long as the channel lives: it sends, receives, takes in ranks that
@@ -37,7 +37,7 @@ from holdfast._process import forget_in_child, start_thread
 if TYPE_CHECKING:
     from holdfast._ranks.channel import Channel
 
-PIECE = 4 << 20
+FRAME_BYTES = 4 << 20
 
 TOKEN_BYTES = 32
 HELLO = struct.Struct(f"<8s{TOKEN_BYTES}sI")
@@ -67,7 +67,7 @@ class Kind(enum.Enum):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message between the coordinator and rank ``guest``, about that rank's own ``call``; or a piece of one.
+    """One message between the coordinator and rank ``guest``, about that rank's own ``call``; or a frame of one.
 
     ``serial`` tells it from all others of its sender.
     """
@@ -79,21 +79,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: int = 0
     phase: str = ""
     payload: bytes = b""
-    piece: int = 0
-    pieces: int = 1
+    frame: int = 0
+    frames: int = 1
 
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def cut(message: Message, piece: int = PIECE) -> Iterator[bytes]:
-    """The pieces of ``message`` in their frames, each of at most ``piece`` bytes and a small header."""
+def cut(message: Message, most: int = FRAME_BYTES) -> Iterator[bytes]:
+    """The frames of ``message``, each of at most ``most`` bytes of it and a small header."""
     payload = message.payload
-    count = max(1, -(-len(payload) // piece))
+    count = max(1, -(-len(payload) // most))
     for number in range(count):
         if count > 1:
-            part = payload[number * piece : (number + 1) * piece]
-            message = msgspec.structs.replace(message, payload=part, piece=number, pieces=count)
+            part = payload[number * most : (number + 1) * most]
+            message = msgspec.structs.replace(message, payload=part, frame=number, frames=count)
         data = msgspec.msgpack.encode(message)
         yield _LENGTH.pack(len(data)) + data
 
@@ -117,14 +117,14 @@ class Assembler:
             with memoryview(self._received) as view:
                 message = _decoder.decode(view[_LENGTH.size : end])
             del self._received[:end]
-            if message.pieces > 1:
+            if message.frames > 1:
                 parts = self._unfinished.setdefault(message.serial, {})
-                parts[message.piece] = message.payload
-                if len(parts) < message.pieces:
+                parts[message.frame] = message.payload
+                if len(parts) < message.frames:
                     continue
-                payload = b"".join(parts[number] for number in range(message.pieces))
+                payload = b"".join(parts[number] for number in range(message.frames))
                 del self._unfinished[message.serial]
-                message = msgspec.structs.replace(message, payload=payload, piece=0, pieces=1)
+                message = msgspec.structs.replace(message, payload=payload, frame=0, frames=1)
             yield message
 
 
@@ -134,7 +134,7 @@ Bell = queue.SimpleQueue[None]
 _TICK_S = 0.1
 _LOOK_S = 1.0
 _HELLO_S = 10.0
-_BURST = 8  # pieces to one rank, then it is the turn of the others
+_BURST = 8  # frames to one rank, then it is the turn of the others
 _CHUNK = 1 << 20
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _IN_VAIN = 6  # times that data was sent again without an answer, or probes: about 13 s
@@ -151,14 +151,14 @@ class _RankConnection:
     assembler: Assembler = field(default_factory=Assembler)
     is_waiting: bool = False  # for the kernel to take more
 
-    def next_piece(self) -> memoryview | None:
-        """The piece to send now, if any; bells on the way are rung."""
+    def next_frame(self) -> memoryview | None:
+        """The frame to send now, if any; bells on the way are rung."""
         while self.outbox:
             entry = self.outbox[0]
             if not isinstance(entry, queue.SimpleQueue):
-                piece = next(entry, None)
-                if piece is not None:
-                    return memoryview(piece)
+                frame = next(entry, None)
+                if frame is not None:
+                    return memoryview(frame)
             else:
                 entry.put(None)
             self.outbox.popleft()
@@ -223,7 +223,7 @@ class Connections:
         return rank in self._peers
 
     def post(self, rank: int, entry: Iterator[bytes] | Bell, *, is_urgent: bool = False) -> None:
-        """Have pieces sent to ``rank``, or a bell rung once everything before it is on its way; nobody there is fine.
+        """Have frames sent to ``rank``, or a bell rung once everything before it is on its way; nobody there is fine.
 
         What is urgent comes before long messages; for the thread of the channel alone.
         """
@@ -312,11 +312,11 @@ class Connections:
         try:
             for _ in range(_BURST):
                 if not peer.sending:
-                    piece = peer.next_piece()
-                    if piece is None:
+                    frame = peer.next_frame()
+                    if frame is None:
                         is_waiting = False
                         break
-                    peer.sending = piece
+                    peer.sending = frame
                 peer.sending = peer.sending[peer.socket.send(peer.sending) :]
         except (BlockingIOError, InterruptedError):
             pass

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast._plan.balance import SPLIT_BYTES, Shared, same_segments, share_out
+from holdfast._plan.balance import SPLIT_BYTES, Shared, choose_writers, same_runs
 from holdfast._plan.coverage import Holding, KeyChunks, check_coverage, chunks_of, widened
 from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import InvalidStateError
@@ -64,7 +64,7 @@ def joint_plan(
     )
     tied = _tied(plan)
     if not to_lowest_rank:
-        _share_out(plan, tied, split_bytes)
+        _choose_writers(plan, tied, split_bytes)
     for number, first in tied.items():
         is_like = holdings[number].is_like(holdings[first])
         plan.chunks[number] = plan.chunks[first] if is_like else _moved(plan, first, number)
@@ -89,7 +89,7 @@ def _sets_of(holdings: Sequence[Holding]) -> tuple[list[np.ndarray], dict[int, n
         counts = np.diff(holding.starts)[shared]
         ends = np.cumsum(counts)
         rows = np.repeat(holding.starts[shared] - (ends - counts), counts) + np.arange(ends[-1])
-        number, firsts = same_segments(holding.holder[rows], ends - counts, counts)
+        number, firsts = same_runs(holding.holder[rows], ends - counts, counts)
         mine = []
         for first in shared[firsts].tolist():
             holders = holding.holders_of(first)
@@ -120,7 +120,7 @@ def _tied(plan: JointPlan) -> dict[int, int]:
     return tied
 
 
-def _share_out(plan: JointPlan, tied: Mapping[int, int], split_bytes: int) -> None:
+def _choose_writers(plan: JointPlan, tied: Mapping[int, int], split_bytes: int) -> None:
     """Have what several ranks hold written so that all ranks write about as many bytes."""
     loads = np.zeros(plan.ranks)  # the bytes that each rank writes because nobody else could
     bytes_alone: dict[int, tuple[Holding, int]] = {}
@@ -152,7 +152,7 @@ def _share_out(plan: JointPlan, tied: Mapping[int, int], split_bytes: int) -> No
         nbytes=np.concatenate(sizes), length=np.concatenate(lengths), itemsize=np.repeat(itemsizes, np.diff(bounds))
     )
     set_of_box = np.concatenate(sets)
-    parts = share_out(boxes, plan.sets, set_of_box, loads, split_bytes=split_bytes)
+    parts = choose_writers(boxes, plan.sets, set_of_box, loads, split_bytes=split_bytes)
     firsts = np.cumsum([0, *map(len, plan.sets)])
     writer = np.concatenate(plan.sets)[firsts[set_of_box[parts.box]] + parts.holder]
     ends = np.searchsorted(parts.box, bounds).tolist()

@@ -181,7 +181,7 @@ class Located:
     path: PathLike
     kind: type[FileSystemBase] = FileSystem
 
-    def locate(self, path: PathLike, fs: FileSystemBase) -> None:
+    def place_at(self, path: PathLike, fs: FileSystemBase) -> None:
         self.fs = fs
         self.path = fs.init_path(path)
 

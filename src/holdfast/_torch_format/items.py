@@ -343,7 +343,7 @@ class Delivery:
             self._values.update(dict.fromkeys(item.rows, bytes(data)))
             return
         tensors = self.resolve(item.rows)
-        elements = locate(item, lambda start, stop: bytes(data[start:stop]), len(data))
+        elements = find_elements(item, lambda start, stop: bytes(data[start:stop]), len(data))
         if elements is None:
             self._fill_loaded(item, tensors, data)
         else:
@@ -388,7 +388,7 @@ class Delivery:
             self._planner.load_bytes(self._columns.item(row), io.BytesIO(self._values.pop(row)))
 
 
-def locate(item: Item, read: Read, length: int) -> Elements | None:
+def find_elements(item: Item, read: Read, length: int) -> Elements | None:
     """Where the elements of ``item`` lie in its archive; None when only torch.load can tell. Errors name the item."""
     try:
         return find_tensor(read, length)

@@ -80,7 +80,7 @@ class FileSystemReader(Located, StorageReader):
         allow_pickle: bool = False,
         verify: bool | None = None,
     ) -> None:
-        self.locate(path, FileSystem())
+        self.place_at(path, FileSystem())
         self.cast = cast
         self.allow_pickle = allow_pickle
         self.verify = verify
@@ -255,7 +255,7 @@ class FsspecReader(FileSystemReader):
         **options: object,
     ) -> None:
         super().__init__(path, cast=cast, allow_pickle=allow_pickle, verify=verify)
-        self.locate(path, RemoteFileSystem(**options))
+        self.place_at(path, RemoteFileSystem(**options))
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

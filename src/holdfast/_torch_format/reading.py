@@ -32,7 +32,7 @@ from holdfast._plan.reads import byte_spans
 from holdfast._torch_codec.archive import HEAD_BYTES, TAIL_BYTES, Elements
 from holdfast._torch_codec.metadata_file import StorageInfo
 from holdfast._torch_format.file_systems import FileSystemBase, PathLike
-from holdfast._torch_format.items import Delivery, Item, damaged, locate, permuted
+from holdfast._torch_format.items import Delivery, Item, damaged, find_elements, permuted
 from holdfast._values.box import Box
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import combine_checksums
@@ -88,7 +88,7 @@ def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts, pr
     def look(batch: Sequence[Item]) -> None:
         for item in batch:
             with files.lend(item.file) as (file, _):
-                layouts[_name(item)] = locate(item, Ends(file, item.place).read, item.place.length)
+                layouts[_name(item)] = find_elements(item, Ends(file, item.place).read, item.place.length)
             progress.moved(HEAD_BYTES + TAIL_BYTES)
 
     is_cached = all([files.is_cached(number) for number in dict.fromkeys(item.file for item in unknown)])

@@ -96,7 +96,7 @@ class _FileSystemWriter(Located, StorageWriter):
             raise ValueError(f"thread_count must be at least 1, not {thread_count}")
         if getattr(serialization_format, "name", None) != SerializationFormat.TORCH_SAVE.name:
             raise ValueError("only Hugging Face storage keeps items as safetensors; use SerializationFormat.TORCH_SAVE")
-        self.locate(path, FileSystem())
+        self.place_at(path, FileSystem())
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -303,4 +303,4 @@ class FsspecWriter(FileSystemWriter):
     ) -> None:
         files = path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead
         super().__init__(*files, False, overwrite, _extensions, serialization_format)
-        self.locate(path, RemoteFileSystem(**options))
+        self.place_at(path, RemoteFileSystem(**options))

@@ -16,6 +16,8 @@ from holdfast._plan.reads import (
     Blocks,
     CommonReads,
     byte_spans,
+    choose_readers,
+    choose_readers_beside,
     coalesce,
     common_numbers,
     cut_at_blocks,
@@ -24,8 +26,6 @@ from holdfast._plan.reads import (
     own_loads,
     read_numbers,
     share_between_hosts,
-    share_out,
-    share_out_beside,
     touched_blocks,
 )
 from holdfast._values.box import Box, whole
@@ -359,7 +359,9 @@ class Chunks:
     def share(self, wanted: np.ndarray, *, most_readers: int = 16) -> tuple[CommonReads, np.ndarray]:
         """Who of a host's ranks reads what, and what each reads for itself alone."""
         blocks, loads = self.locate(common_numbers(wanted)), self.loads(wanted)
-        reads = share_out(blocks, wanted[:, blocks.number], loads, most=MOST, alignment=PAGE, most_readers=most_readers)
+        reads = choose_readers(
+            blocks, wanted[:, blocks.number], loads, most=MOST, alignment=PAGE, most_readers=most_readers
+        )
         return reads, loads
 
     def between(self, wanted: np.ndarray) -> CommonReads:
@@ -368,7 +370,9 @@ class Chunks:
 
     def on_host(self, job: CommonReads, host: int, wanted: np.ndarray) -> tuple[CommonReads, np.ndarray]:
         loads = self.loads(wanted & (read_numbers(job, host, self.blocks) < 0))
-        return share_out_beside(job, host, wanted, loads, self.locate, most=2 * MOST, alignment=PAGE, most_readers=16)
+        return choose_readers_beside(
+            job, host, wanted, loads, self.locate, most=2 * MOST, alignment=PAGE, most_readers=16
+        )
 
 
 def sizes_of(chunks: Chunks) -> list[int]:
