@@ -84,12 +84,13 @@ def synthetic_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def newest_whole_checkpoint(root: Path) -> Path | None:
-    """The last step that was published. A save that was cut short is simply not found."""
-    for directory in sorted(root.glob("step-*"), reverse=True):
+    """The last step that was published and has all its files. A save that was cut short is simply not found."""
+    steps = [found for found in root.glob("step-*") if found.name.removeprefix("step-").isdecimal()]
+    for directory in sorted(steps, reverse=True):
         try:
-            with holdfast.open(directory):
+            if holdfast.verify(directory, level="sizes").ok:
                 return directory
-        except holdfast.NotFoundError:
+        except (holdfast.NotFoundError, holdfast.CorruptError):
             continue
     return None
 

@@ -8,7 +8,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from types import EllipsisType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -232,9 +232,9 @@ def verify(
         raise ValueError("only level 'digests' reads a sample; leave out the level")
     if not is_torch_format(path):
         return verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
-    if level != "digests" or sample != 1:
-        raise ValueError("torch's own format is checked as a whole; leave out level and sample")
-    return verify_torch_checkpoint(path, on_progress=on_progress)
+    if level not in get_args(Level) or sample != 1:
+        raise ValueError(f"level must be one of {get_args(Level)}, and torch's own format has no sample to choose")
+    return verify_torch_checkpoint(path, reads_data=level == "digests", on_progress=on_progress)
 
 
 def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[Box, tuple[int | slice, ...]]:

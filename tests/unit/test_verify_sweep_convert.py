@@ -48,6 +48,24 @@ def test_less_may_be_asked_for_of_a_native_checkpoint(tmp_path: Path) -> None:
     assert not holdfast.verify(tmp_path / "a").unchecked
 
 
+def test_sizes_of_either_format_are_looked_at_without_reading_data(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".distcp") and "index" not in file.name]
+    before = {file: file.read_bytes() for file in files}
+    with monkeypatch.context() as patched:
+        patched.setattr("holdfast._io.direct.LocalFiles.lend", None)  # who reads data asks for this
+        report = holdfast.verify(checkpoint, level="sizes")
+    assert report.ok
+    assert report.unchecked
+    for file in files:
+        file.write_bytes(before[file][:-1])
+        assert holdfast.verify(checkpoint, level="sizes").damaged_files == (file.name,)
+        file.unlink()
+        assert holdfast.verify(checkpoint, level="sizes").damaged_files == (file.name,)
+        file.write_bytes(before[file])
+
+
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
@@ -55,8 +73,8 @@ def test_less_may_be_asked_for_of_a_native_checkpoint(tmp_path: Path) -> None:
         ("native", {"level": "sizes", "sample": 0.5}, "only level 'digests' reads a sample"),
         ("native", {"level": "bytes"}, "level must be one of"),
         ("native", {"sample": 0}, "and sample more than 0"),
-        ("torch", {"level": "sizes"}, "checked as a whole"),
-        ("torch", {"sample": 0.5}, "checked as a whole"),
+        ("torch", {"level": "bytes"}, "level must be one of"),
+        ("torch", {"sample": 0.5}, "no sample to choose"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, path: str, options: dict[str, Any], message: str) -> None:
