@@ -6,7 +6,10 @@ A save is whole or invisible. Every byte is checked. Nothing is pickled. Only th
 from __future__ import annotations
 
 import importlib as _importlib
+import logging as _logging
 import typing as _typing
+
+import torch as _torch
 
 from holdfast._async_saver import (
     AsyncCheckpointerType,
@@ -22,6 +25,7 @@ from holdfast._loader import LoadOptions, LoadReport, load, read
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import SaveOptions, save
+from holdfast._version import NEWEST_TESTED_TORCH as _NEWEST
 from holdfast._version import __version__
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
@@ -71,7 +75,7 @@ from holdfast.stateful import Stateful
 from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 if _typing.TYPE_CHECKING:
-    from holdfast import api, cli, format_utils, interop, optimizer, state_dict, utils  # noqa: F401
+    from holdfast import api, cli, format_utils, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
     from holdfast._native.sweep import SweepReport, sweep
     from holdfast.interop import Conversion, convert
     from holdfast.optimizer import load_sharded_optimizer_state_dict
@@ -164,13 +168,19 @@ _LATER = {
     "sweep": "_native.sweep",
 }
 _MODULES = (
-    *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "metadata", "optimizer"),
-    *("planner", "planner_helpers", "staging", "state_dict", "state_dict_loader", "state_dict_saver", "stateful"),
-    *("storage", "utils"),
+    *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "logger", "metadata"),
+    *("optimizer", "planner", "planner_helpers", "resharding", "staging", "state_dict", "state_dict_loader"),
+    *("state_dict_saver", "stateful", "storage", "utils"),
 )
 
 
 del annotations  # the import leaves its name here
+
+if tuple(int(_part) for _part in _torch.__version__.split(".")[:2]) > _NEWEST:
+    _logging.getLogger("holdfast").warning(
+        "torch %s is newer than %d.%d, the newest that this version of holdfast was tested with",
+        *(_torch.__version__, *_NEWEST),
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -20,6 +20,7 @@ from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, metadata_of_rank, set_up_reader
+from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.targets import chosen_keys, empty_state, require_gradients, settle_ties
@@ -329,7 +330,7 @@ def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bo
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     try:
-        metadata = reader.read_metadata()
+        metadata = metadata_from_torch(reader.read_metadata())
     except Exception:
         own = None if reader.is_always_whole else metadata_of_rank(reader, rank)
         if own is None:

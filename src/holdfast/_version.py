@@ -1,3 +1,5 @@
-"""The version of this library, in one place."""
+"""The version of this library, in one place, and the newest torch that it was tested with."""
 
 __version__ = "0.1.0"
+
+NEWEST_TESTED_TORCH = (2, 13)

@@ -22,6 +22,7 @@ ranks and out of worker processes.
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -45,16 +46,16 @@ __all__ = [
 ]
 
 
+WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
+"""An error and the stack that it was raised from, as torch passes them around."""
+
+
 class CheckpointError(Exception):
-    """The base of all errors here.
+    """The base of all errors here; ``failures`` maps each failed rank to its error and the stack of that."""
 
-    ``failures`` maps each failed rank to its error, ``tracebacks`` to the text of its traceback, where others told it.
-    """
-
-    def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:
+    def __init__(self, message: str, failures: Mapping[int, WRAPPED_EXCEPTION] | None = None) -> None:
         super().__init__(message)
-        self.failures: dict[int, BaseException] = dict(failures or {})
-        self.tracebacks: dict[int, str] = {}
+        self.failures: dict[int, WRAPPED_EXCEPTION] = dict(failures or {})
 
     @property
     def message(self) -> str:

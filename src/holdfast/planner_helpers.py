@@ -14,6 +14,7 @@ from holdfast._plan.reads import Overlap, overlap
 from holdfast._save_plan.plans import local_leaves
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
+from holdfast._torch_classes.translate import metadata_from_torch, stored_from_torch
 from holdfast._values.box import Box, whole
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, Difference, InternalError, InvalidStateError, MismatchError
@@ -50,9 +51,8 @@ Piece = TypeVar("Piece", ChunkStorageMetadata, WriteItem)
 
 def tiling_faults(metadata: Metadata) -> list[tuple[str, str]]:
     """The keys whose chunks do not make up the tensor exactly, each with what is wrong."""
-    tensors = [
-        (key, each) for key, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
-    ]
+    entries = metadata_from_torch(metadata).state_dict_metadata
+    tensors = [(key, each) for key, each in entries.items() if isinstance(each, TensorStorageMetadata)]
     tables = [chunk_columns(stored.chunks, len(stored.size)) for _, stored in tensors]
     sizes = padded([stored.size for _, stored in tensors], fill=1)
     # The last row, left out again, makes all tables as wide as the sizes, though the widest tensor may have no chunks.
@@ -214,6 +214,7 @@ def create_read_items_for_chunk_list(
 
 def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: object) -> list[ReadItem]:
     """What to read for ``obj`` under ``fqn``; MismatchError where one is a tensor and the other is not."""
+    md = stored_from_torch(md)
     if isinstance(md, BytesStorageMetadata):
         rows = ReadRows()
         rows.add_value(fqn)

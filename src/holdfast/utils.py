@@ -25,13 +25,13 @@ import torch.distributed as dist
 from holdfast._ranks.ranks import Failure, combine, describe, pack, unpack
 from holdfast._state.pieces import is_sharded, piece_at, pieces_of
 from holdfast._torch_codec.pickles import decode_message, encode_message
-from holdfast.errors import RankDisagreementError
+from holdfast.errors import CheckpointException, RankDisagreementError
 from holdfast.metadata import STATE_DICT_TYPE, MetadataIndex
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["find_state_dict_object", "find_tensor_shard"]
+__all__ = ["CheckpointException", "find_state_dict_object", "find_tensor_shard"]
 
 T = TypeVar("T")
 R = TypeVar("R")

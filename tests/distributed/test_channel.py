@@ -44,9 +44,9 @@ def told(error: CheckpointError) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error),
-        "failures": {rank: type(one).__name__ for rank, one in error.failures.items()},
+        "failures": {rank: type(one).__name__ for rank, (one, _) in error.failures.items()},
         "cause": type(error.__cause__).__name__,
-        "tracebacks": error.tracebacks,
+        "stacks": {rank: [frame.name for frame in stack] for rank, (_, stack) in error.failures.items()},
         "rank": getattr(error, "rank", None),
         "phase": getattr(error, "phase", None),
     }
@@ -351,7 +351,7 @@ def test_a_failing_rank_fails_all_with_its_class(
         own = {one: type(ERRORS[kind]()).__name__ if rank == one else arrives_as for one in (1, 3)}
         assert error["failures"] == own
         assert error["cause"] == own.get(rank, "NoneType")
-        assert "in local" in error["tracebacks"][1]
+        assert "local" in error["stacks"][1]
         assert (total, again) == (4.0, 6)
 
 

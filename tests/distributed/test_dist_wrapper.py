@@ -76,7 +76,7 @@ def use_subgroups() -> tuple[int, int, Any, Any]:
             wrapper.global_coordinator_rank,
             wrapper.get_rank(),
             shared,
-            {r: repr(e) for r, e in error.failures.items()},
+            {r: repr(e) for r, (e, _) in error.failures.items()},
         )
     return wrapper.global_coordinator_rank, wrapper.get_rank(), shared, None
 
@@ -126,8 +126,8 @@ def fail_in(step: str, kind: str, culprits: list[int], where: str) -> dict[str, 
         seen = {
             "kind": type(error).__name__,
             "message": str(error),
-            "failures": {number: str(each) for number, each in error.failures.items()},
-            "traced": sorted(number for number, text in error.tracebacks.items() if "raise_here" in text),
+            "failures": {number: str(each) for number, (each, _) in error.failures.items()},
+            "traced": sorted(number for number, (_, stack) in error.failures.items() if stack[-1].name == "raise_here"),
             "key": getattr(error, "key", None),
             "cause": type(error.__cause__).__name__,
         }

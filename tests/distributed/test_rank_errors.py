@@ -63,7 +63,7 @@ def told_by(action: Callable[[], object]) -> Told | None:
         return {
             "type": type(error).__name__,
             "message": str(error),
-            "failures": {rank: type(each).__name__ for rank, each in error.failures.items()},
+            "failures": {rank: type(each).__name__ for rank, (each, _) in error.failures.items()},
             "said": getattr(error, "said", None),
             "key": getattr(error, "key", None),
             "errno": getattr(error, "errno", None),

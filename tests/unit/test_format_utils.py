@@ -75,3 +75,15 @@ def test_the_command_fails_where_there_is_nothing(tmp_path: Path, capsys: pytest
     assert caught.value.code == 2
     with pytest.raises(NotFoundError):
         format_utils.torch_save_to_dcp(tmp_path / "missing", tmp_path / "target")
+
+
+def test_a_folder_that_holds_other_files_takes_a_checkpoint_and_keeps_them(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "plots").mkdir()
+    format_utils.torch_save_to_dcp(tmp_path / "a.pt", folder)
+    assert holdfast.load(folder)["step"] == 3
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "plots").is_dir()

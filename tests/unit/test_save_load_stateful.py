@@ -184,3 +184,26 @@ def test_a_state_that_is_no_dict_is_refused(path: str) -> None:
     holdfast.save({"w": torch.ones(1)}, path)
     with pytest.raises(holdfast.InvalidStateError, match="not a Linear"):
         holdfast.load(torch.nn.Linear(1, 1), path)  # type: ignore[call-overload]
+
+
+class Watched(dict[str, Any]):
+    """A dict that tells what is set in it."""
+
+    def __init__(self, *entries: Any) -> None:
+        super().__init__(*entries)
+        self.was_set: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.was_set.append(key)
+        super().__setitem__(key, value)
+
+
+def test_objects_that_took_their_state_are_not_set_again_and_other_values_are(path: str) -> None:
+    holdfast.save({"object": Counter(1), "step": 1, "inner": {"object": Counter(2), "step": 2}}, path)
+    target = Watched({"object": Counter(0), "step": 0, "inner": Watched({"object": Counter(0), "step": 0})})
+    holdfast.load(target, path)
+    assert (target["object"].value, target["inner"]["object"].value) == (1, 2)
+    assert (target["step"], target["inner"]["step"]) == (1, 2)
+    assert "object" not in target.was_set
+    assert "step" in target.was_set
+    assert target["inner"].was_set == ["step"]

@@ -38,7 +38,10 @@ from holdfast.state_dict_saver import _save_state_dict, save_state_dict
 )
 def test_every_parameter_of_torch_is_there_in_its_place(ours: Any, theirs: Any) -> None:
     mine, its = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
-    assert set(its) <= set(mine)
+    missing = [name for name in its if name not in mine]
+    assert not missing, (
+        f"{theirs.__module__}.{theirs.__name__} of torch {torch.__version__} has {missing}, ours has not"
+    )
     for name, parameter in its.items():
         assert mine[name].default == parameter.default, name
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:

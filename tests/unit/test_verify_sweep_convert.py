@@ -51,7 +51,9 @@ def test_less_may_be_asked_for_of_a_native_checkpoint(tmp_path: Path) -> None:
 def test_sizes_of_either_format_are_looked_at_without_reading_data(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".distcp") and "index" not in file.name]
+    files = [
+        file for file in checkpoint.iterdir() if file.suffix in (".safetensors", ".distcp") and "index" not in file.name
+    ]
     before = {file: file.read_bytes() for file in files}
     with monkeypatch.context() as patched:
         patched.setattr("holdfast._io.direct.LocalFiles.lend", None)  # who reads data asks for this

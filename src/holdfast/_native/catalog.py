@@ -27,6 +27,7 @@ from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest, r
 from holdfast._native.values import decode_value
 from holdfast._state.nested import Path
 from holdfast._state.tensors import torch_dtype
+from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
 from holdfast._torch_codec.metadata_file import is_of_a_save
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.lazy import LazyList, cached_property
@@ -169,6 +170,7 @@ class Catalog:
             entries,
             planner_data=planner_data,
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
+            version=CURRENT_DCP_VERSION,
             user_metadata=user_metadata,
             paths=paths,
             versions=versions,

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from holdfast import errors
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Clock, Patience, Pulse, Sign
-from holdfast.errors import CheckpointError, RankDisagreementError, RankLostError
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointError, RankDisagreementError, RankLostError
 
 DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
@@ -83,7 +83,7 @@ class Ranks:
             raise
         except Exception as error:
             message = str(error).partition("\n")[0]
-            raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: error}) from error
+            raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: wrapped(error)}) from error
 
     def locally(self, phase: str, local: Callable[[], Part]) -> Part:
         """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
@@ -151,7 +151,7 @@ def disagreement(name: str, said: Mapping[int, str]) -> RankDisagreementError:
         f"the ranks disagree on the {name}: {', '.join(shown)}{more}; use the same one on every rank", said=said
     )
     error.failures = {
-        rank: RankDisagreementError(f"rank {rank} said {_shortened(what)}")
+        rank: (RankDisagreementError(f"rank {rank} said {_shortened(what)}"), traceback.StackSummary())
         for rank, what in sorted(said.items())
         if what != camps[0][0]
     }
@@ -175,7 +175,7 @@ def _shortened(what: str) -> str:
     return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
 
 
-_LONGEST_TRACEBACK = 64 << 10  # characters; the end is what tells
+_MOST_FRAMES = 200  # the last are what tells
 _NAMES_ITS_RANKS = (RankLostError, RankDisagreementError)
 
 
@@ -187,7 +187,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     type_name: str
     family: str | None
     message: str
-    traceback_text: str
+    stack: list[tuple[str, int, str, str]]
     encoded: bytes | None
 
 
@@ -216,9 +216,23 @@ def describe(error: BaseException, *, rank: int, phase: str) -> Failure:
         type_name=type(error).__name__,
         family=next((cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__), None),
         message=_printed(lambda: str(error), "an error that cannot be printed"),
-        traceback_text=_printed(lambda: "".join(traceback.format_exception(error)), "")[-_LONGEST_TRACEBACK:],
+        stack=stack_of(error),
         encoded=encoded,
     )
+
+
+def stack_of(error: BaseException) -> list[tuple[str, int, str, str]]:
+    """File, line number, function and line of each frame, the last one where ``error`` was raised.
+
+    Plain, because newer Pythons keep the code object in a frame, and code cannot be pickled.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[-_MOST_FRAMES:]
+    return [(each.filename, each.lineno or 0, each.name, (each.line or "")[:_LONGEST]) for each in frames]
+
+
+def wrapped(error: BaseException) -> WRAPPED_EXCEPTION:
+    """``error`` with the stack that it was raised from, in a form that can be pickled."""
+    return error, traceback.StackSummary.from_list(stack_of(error))
 
 
 def combine(failures: Mapping[int, Failure], own: Mapping[int, BaseException]) -> CheckpointError:
@@ -230,8 +244,8 @@ def combine(failures: Mapping[int, Failure], own: Mapping[int, BaseException]) -
     root = failures[min(failures)]
     error = _raisable(root, originals[root.rank])
     if not (isinstance(error, RankDisagreementError) and error.failures):
-        error.failures = originals
-    error.tracebacks = {rank: failure.traceback_text for rank, failure in failures.items() if failure.traceback_text}
+        stacks = {rank: traceback.StackSummary.from_list(failure.stack) for rank, failure in failures.items()}
+        error.failures = {rank: (original, stacks[rank]) for rank, original in originals.items()}
     error.__cause__ = next((cause for rank, cause in own.items() if rank in failures), None)
     return error
 

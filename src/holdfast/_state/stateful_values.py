@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -101,8 +101,16 @@ def _without_state(groups: list[AnyDict], exposed: AnyDict, trail: Path) -> Iter
 def hand_back(state: AnyTarget, loaded: AnyMapping) -> None:
     """Put what was loaded into ``state``, in place: what is new first, the rest in the order of its keys."""
     for key in sorted(loaded, key=lambda key: str(key) if key in state else ""):
-        state[key] = _handed_back(state.get(key), loaded[key])
+        _hand_back_entry(state, key, loaded[key])
     pass_on_versions(loaded, state)
+
+
+def _hand_back_entry(container: AnyTarget, key: Any, loaded: object) -> None:
+    """Set what was loaded; an object that took its state is there already, and the container may be anybody's."""
+    original = container.get(key)
+    handed = _handed_back(original, loaded)
+    if handed is not original or not is_stateful(original):
+        container[key] = handed
 
 
 def _handed_back(original: object, loaded: object) -> object:
@@ -112,7 +120,7 @@ def _handed_back(original: object, loaded: object) -> object:
         if not isinstance(original, MutableMapping):
             return loaded
         for key, entry in loaded.items():
-            original[key] = _handed_back(original.get(key), entry)
+            _hand_back_entry(original, key, entry)
         pass_on_versions(loaded, original)
         return original
     if isinstance(original, list) and isinstance(loaded, list) and len(original) == len(loaded):

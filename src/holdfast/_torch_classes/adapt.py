@@ -163,7 +163,7 @@ def metadata_of_rank(reader: StorageReader, rank: int) -> Metadata | None:
     if not _takes(reader.read_metadata, "rank"):
         return None
     try:
-        return reader.read_metadata(rank=rank)
+        return translate.metadata_from_torch(reader.read_metadata(rank=rank))
     except Exception:  # whatever a storage raises for what is not there
         return None
 

@@ -8,11 +8,33 @@ from __future__ import annotations
 import contextlib
 from typing import ClassVar
 
-from torch.distributed.checkpoint import filesystem, metadata, optimizer, planner, staging, state_dict, storage
+from torch.distributed.checkpoint import (
+    _extension,
+    filesystem,
+    logger,
+    metadata,
+    optimizer,
+    planner,
+    resharding,
+    staging,
+    state_dict,
+    storage,
+)
 
 from holdfast.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-__all__ = ["filesystem", "metadata", "optimizer", "planner", "staging", "state_dict", "storage"]
+__all__ = [
+    "_extension",
+    "filesystem",
+    "logger",
+    "metadata",
+    "optimizer",
+    "planner",
+    "resharding",
+    "staging",
+    "state_dict",
+    "storage",
+]
 
 
 def import_fsspec_storage() -> None:

@@ -154,7 +154,7 @@ def metadata_from_torch(metadata: Metadata | torchs.metadata.Metadata) -> Metada
     if isinstance(metadata, Metadata):
         return metadata
     return _TorchMetadata(
-        {key: _stored(each) for key, each in metadata.state_dict_metadata.items()},
+        {key: stored_from_torch(each) for key, each in metadata.state_dict_metadata.items()},
         metadata.planner_data,
         metadata.storage_data,
         # Checkpoints of older versions of torch lack these two.
@@ -164,7 +164,24 @@ def metadata_from_torch(metadata: Metadata | torchs.metadata.Metadata) -> Metada
     )
 
 
-def _stored(stored: torchs.metadata.STORAGE_TYPES) -> STORAGE_TYPES:
+def places_from_torch(storage_data: dict[Any, Any]) -> dict[Any, Any]:
+    """Where each item of torch's file storage is, in our classes."""
+    if all(isinstance(index, MetadataIndex) for index in storage_data):
+        return storage_data
+    return {
+        index_from_torch(index): StorageInfo(
+            place.relative_path,
+            place.offset,
+            place.length,
+            tuple(getattr(place, "transform_descriptors", None) or ()) or None,
+        )
+        for index, place in storage_data.items()
+    }
+
+
+def stored_from_torch(stored: STORAGE_TYPES | torchs.metadata.STORAGE_TYPES) -> STORAGE_TYPES:
+    if isinstance(stored, (TensorStorageMetadata, BytesStorageMetadata)):
+        return stored
     if not hasattr(stored, "chunks"):
         return BytesStorageMetadata()
     tensor = cast("torchs.metadata.TensorStorageMetadata", stored)

@@ -28,7 +28,7 @@ from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.verify import Damage, FileChecks, OnProgress, VerifyReport, problem_of
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
-from holdfast._torch_classes.translate import metadata_for_both
+from holdfast._torch_classes.translate import metadata_for_both, places_from_torch
 from holdfast._torch_codec.archive import find_tensor, records
 from holdfast._torch_codec.metadata_file import (
     METADATA_NAME,
@@ -90,6 +90,7 @@ class FileSystemReader(Located, StorageReader):
         self._layouts: Layouts = {}
         self._seen: dict[str, int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._sizes: dict[str, int] = {}
 
     @property
     def metadata_path(self) -> PathLike:
@@ -179,9 +180,12 @@ class FileSystemReader(Located, StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not isinstance(metadata.storage_data, dict):
             raise CorruptError(f"the metadata of {str(self.path)!r} does not say where anything is stored")
-        self.storage_data = metadata.storage_data
+        self.storage_data = places_from_torch(metadata.storage_data)
         entries = metadata.state_dict_metadata.items()
         self._dtypes = {key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")}
+        self._sizes = {
+            key: entry.size.numel() * self._dtypes[key].itemsize for key, entry in entries if hasattr(entry, "size")
+        }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; ``verify`` says what is checked on the way."""
@@ -219,7 +223,7 @@ class FileSystemReader(Located, StorageReader):
             item.file = numbers[item.place.relative_path]
         paths = [local_path(self.path, name) for name in ends]
         files = LocalFiles(paths, list(ends.values()), at_least=True)
-        streams = StreamRead(self.fs, self.path, delivery, self._registry, self.progress)
+        streams = StreamRead(self.fs, self.path, delivery, self._registry, self._sizes, self.progress)
         try:
             read_ranges(by_range, files, delivery, self._layouts, verify=self.verify, progress=self.progress)
             streams.run(by_stream)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import io
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from holdfast._torch_format.items import Delivery, Item, damaged, find_elements,
 from holdfast._values.box import Box
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import combine_checksums
+from holdfast._values.dtypes import MAX_METADATA_BYTES
 from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
 
 _SMALL_BYTES = 64 << 10
@@ -285,6 +286,8 @@ def _segments(ranges: list[_Wanted]) -> Segments:
 
 
 _FILES_AT_ONCE = 4
+_PIECE_BYTES = 16 << 20
+_ALWAYS_BYTES = 1 << 20
 
 
 class _UndoneTransform(Protocol):
@@ -300,7 +303,10 @@ class TransformRegistry(Protocol):
 
 
 class StreamRead:
-    """One batch of reads through streams of ``fs``; ``bytes_read`` counts what came."""
+    """One batch of reads through streams of ``fs``; ``bytes_read`` counts what came.
+
+    ``sizes`` has the bytes of the tensor of each key: what transforms make of a few bytes is to be in proportion.
+    """
 
     def __init__(
         self,
@@ -308,6 +314,7 @@ class StreamRead:
         directory: PathLike,
         delivery: Delivery,
         registry: TransformRegistry | None,
+        sizes: Mapping[str, int],
         progress: Progress,
     ) -> None:
         self._progress = progress
@@ -315,6 +322,7 @@ class StreamRead:
         self._directory = directory
         self._delivery = delivery
         self._registry = registry
+        self._sizes = sizes
         self._lock = forks.Lock()
         self.bytes_read = 0
 
@@ -359,20 +367,39 @@ class StreamRead:
             )
         return b"".join(pieces)
 
-    def _transformed(self, item: Item, data: bytes) -> bytes:
+    def _transforms(self, key: str, descriptors: Sequence[str]) -> Sequence[_UndoneTransform]:
+        """What the descriptors name: in the registry that was given, or among those that torch has itself."""
+        if self._registry is not None:
+            return self._registry.from_descriptor_list(descriptors)
+        from holdfast._torch_classes.torchs import _extension
+
+        try:
+            return cast(Sequence[_UndoneTransform], _extension.ExtensionRegistry().from_descriptor_list(descriptors))
+        except ValueError as error:
+            raise UnsupportedVersionError(
+                f"{key!r} went through the stream transforms {list(descriptors)}, and {error}; install what they "
+                "need, or give FileSystemReader an _extension_registry that knows them"
+            ) from error
+
+    def _transformed(self, item: Item, data: bytes) -> bytes | bytearray:
         descriptors = item.place.transform_descriptors
         if not descriptors:
             return data
-        if self._registry is None:
-            raise UnsupportedVersionError(
-                f"{item.key!r} went through the stream transforms {list(descriptors)}; give FileSystemReader an "
-                "_extension_registry that knows them"
-            )
+        most = 2 * self._sizes[item.key] + _ALWAYS_BYTES if item.key in self._sizes else MAX_METADATA_BYTES
+        made = bytearray()
         try:
             stream: IO[bytes] = io.BytesIO(data)
-            for transform in self._registry.from_descriptor_list(descriptors):
+            for transform in self._transforms(item.key, descriptors):
                 stream = transform.transform_from(stream)
-            return stream.read()
+            while len(made) <= most and (piece := stream.read(_PIECE_BYTES)):
+                made += piece
+            if len(made) > most:
+                raise CorruptError(
+                    f"{item.key!r} has more than {most} bytes after its stream transforms; use another checkpoint",
+                    path=item.place.relative_path,
+                    key=item.key,
+                )
+            return made
         except CheckpointError:
             raise
         except Exception as error:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,16 @@ from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta, Versions
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    Versions,
+)
 from holdfast.planner import (
     LoadPlan,
     Memory,
@@ -39,6 +48,9 @@ from holdfast.planner import (
 )
 from holdfast.planner_helpers import tiling_faults
 from holdfast.storage import ValueBuffer
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 
 __all__ = [
     "DefaultLoadPlanner",
@@ -257,6 +269,23 @@ def create_default_global_save_plan(
     The plans must have no duplicates (see ``dedup_save_plans``) and make every tensor up exactly: InvalidStateError.
     """
     return as_planned(all_plans, rewrite_index_hints=rewrite_index_hints)
+
+
+def _create_default_local_metadata(state_dict: STATE_DICT_TYPE) -> Metadata:
+    """What a checkpoint of the flat ``state_dict`` would say of itself; of a DTensor, as in torch, this rank's part."""
+    plan = create_default_local_save_plan(state_dict, is_coordinator=True)
+    found = plan_together([plan], is_whole=False)[1].state_dict_metadata
+    # These know what all ranks hold, and this one may hold nothing of them.
+    sharded = {key: leaf.metadata() for key, leaf in state_dict.items() if hasattr(leaf, "local_shards")}
+    return Metadata({key: _all_shards(sharded[key]) if key in sharded else found[key] for key in state_dict})
+
+
+def _all_shards(described: ShardedTensorMetadata) -> TensorStorageMetadata:
+    shards = described.shards_metadata
+    chunks = [ChunkStorageMetadata(torch.Size(each.shard_offsets), torch.Size(each.shard_sizes)) for each in shards]
+    its = described.tensor_properties
+    properties = TensorProperties(its.dtype, its.layout, its.requires_grad, its.memory_format, its.pin_memory)
+    return TensorStorageMetadata(properties, torch.Size(described.size), chunks)
 
 
 def create_default_local_load_plan(state_dict: STATE_DICT_TYPE, metadata: Metadata, strict: bool = True) -> LoadPlan:

@@ -25,6 +25,7 @@ from holdfast._state.tensors import (
     plain_address,
     quantizer_of,
 )
+from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner.targets import (
@@ -108,7 +109,7 @@ class DefaultLoadPlanner(LoadPlanner):
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
-        self.metadata = metadata
+        self.metadata = metadata = None if metadata is None else metadata_from_torch(metadata)
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
@@ -416,6 +417,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise InvalidStateError("a target that is made from the checkpoint must be empty; give an empty dict")
         if metadata is None:
             raise InvalidStateError(_NO_METADATA)
+        metadata = metadata_from_torch(metadata)
         chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
         leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
         super().set_up_planner({}, None, is_coordinator)

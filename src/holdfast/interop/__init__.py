@@ -24,6 +24,7 @@ import torch
 from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import posix
+from holdfast._native.publish import formats_at
 from holdfast._native.verify import OnProgress
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
@@ -99,7 +100,8 @@ def convert(
         target: a directory, or for ``pt`` a file.
         to: "native", "torch" (the format of torch.distributed.checkpoint) or "pt" (torch.save).
         allow_pickle: read and write values that only a pickle can keep; reading them runs code from the source.
-        overwrite: replace what is at ``target``, at the end and at once, if it is of the same format.
+        overwrite: replace what is at ``target``, at the end and at once, if it is of the same format; in a directory
+            that holds no checkpoint, all that is there stays.
         verify: check the source's digests or checksums, where it has any.
         max_bytes: the most bytes of tensors to write. A file of a few kilobytes can hold an expanded tensor of any
             size; by default, what is 16 times as large as the source, and more than 64 MiB, is refused.
@@ -185,7 +187,7 @@ def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[Non
         raise AlreadyPublishedError(f"{target!r} exists already; use another name or overwrite=True")
     if existed and not _holds(target, to):
         raise AlreadyPublishedError(
-            f"{target!r} exists and is no checkpoint of the {to} format, so it is not replaced; remove it first"
+            f"{target!r} is there, and a checkpoint of the {to} format cannot take its place; remove it first"
         )
     try:
         yield
@@ -196,14 +198,10 @@ def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[Non
 
 
 def _holds(target: str, to: Format) -> bool:
-    """Whether ``target`` is what a conversion to ``to`` would make; an empty directory is as good as none."""
+    """Whether ``target`` is what a conversion to ``to`` would make; a directory without a checkpoint takes one too."""
     if to == "pt":
         return os.path.isfile(target)
-    if not os.path.isdir(target):
-        return False
-    names = set(posix.list_names(target))
-    mine, other = ("manifest.json", ".metadata") if to == "native" else (".metadata", "manifest.json")
-    return (mine in names and other not in names) or not names
+    return os.path.isdir(target) and ("torch" if to == "native" else "native") not in formats_at(target)
 
 
 def _writer(

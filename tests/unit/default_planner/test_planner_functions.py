@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint import default_planner as torch_default
+from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint import planner_helpers as torch_helpers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
 from holdfast import (
@@ -26,6 +33,8 @@ from holdfast import (
     planner_helpers,
 )
 from holdfast.default_planner import (
+    _create_default_local_metadata,
+    _EmptyStateDictLoadPlanner,
     _validate_global_plan,
     create_default_global_load_plan,
     create_default_global_save_plan,
@@ -34,6 +43,7 @@ from holdfast.default_planner import (
     dedup_save_plans,
     dedup_tensors,
 )
+from holdfast.filesystem import CURRENT_DCP_VERSION
 
 Boxes = list[tuple[list[int], list[int]]]
 
@@ -335,3 +345,74 @@ def test_changed_plans_are_put_in_place_of_those_before() -> None:
     assert planner_helpers._merge_delta_local_plans([old, old], [unchanged, new]) == [old, new]
     assert planner_helpers._contains_usable_plan([unchanged, new])
     assert not planner_helpers._contains_usable_plan([unchanged, unchanged])
+
+
+@pytest.fixture
+def torchs_metadata(path: str) -> torch_metadata.Metadata:
+    holdfast.save({"w": torch.arange(6.0), "n": 3}, storage_writer=holdfast.FileSystemWriter(path))
+    return torch_filesystem.FileSystemReader(path).read_metadata()
+
+
+def test_metadata_of_torch_works_in_plans_made_by_hand(path: str, torchs_metadata: torch_metadata.Metadata) -> None:
+    metadata: Any = torchs_metadata
+    state: dict[str, Any] = {"w": torch.zeros(6), "n": 0}
+    plan = create_default_local_load_plan(state, metadata)
+    assert [(item.storage_index.fqn, item.lengths) for item in plan.items] == [("w", (6,)), ("n", (0,))]
+    planner = holdfast.DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata)
+    reader = holdfast.FileSystemReader(path)
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    assert planner.state_dict["n"] == 3
+    assert state["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    for key, entry in metadata.state_dict_metadata.items():
+        (item,) = planner_helpers._create_read_items(key, entry, state[key])
+        assert item.storage_index.fqn == key
+    metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([5])
+    assert "w" in _validate_global_plan([], metadata)[0]
+
+
+def test_a_reader_of_ours_may_return_metadata_of_torch(path: str, torchs_metadata: torch_metadata.Metadata) -> None:
+    class Reader(holdfast.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return torchs_metadata
+
+    state: dict[str, Any] = {"w": torch.zeros(6), "n": 0}
+    holdfast.load(state, storage_reader=Reader(path))
+    assert (state["n"], state["w"].tolist()) == (3, [0, 1, 2, 3, 4, 5])
+    made: dict[str, Any] = {}
+    holdfast.load(made, storage_reader=Reader(path), planner=_EmptyStateDictLoadPlanner())
+    assert made["n"] == 3
+    assert torch.equal(made["w"], state["w"])
+
+
+def test_planners_are_told_the_version_of_the_metadata(path: str) -> None:
+    for writer in (holdfast.NativeWriter(path), holdfast.FileSystemWriter(f"{path}-torch")):
+        holdfast.save({"w": torch.ones(2)}, storage_writer=writer)
+        planner = holdfast.DefaultLoadPlanner()
+        holdfast.load({"w": torch.zeros(2)}, writer.path, planner=planner)
+        assert planner.metadata is not None
+        assert planner.metadata.version == CURRENT_DCP_VERSION == torch_filesystem.CURRENT_DCP_VERSION
+
+
+def test_the_metadata_of_a_state_is_there_without_a_save() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        placed = [ShardMetadata([row, 0], [1, 3], f"rank:{row}/cpu") for row in range(2)]
+        described = ShardedTensorMetadata(placed, torch.Size([2, 3]), ShardedTensorProperties())
+        mine = [LocalShard(torch.ones(1, 3), placed[0])]
+        sharded = ShardedTensor._init_from_local_shards_and_global_metadata(mine, described)
+    finally:
+        dist.destroy_process_group()
+    state = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "n": 3, "s": sharded, "a": torch.zeros(0)}
+    ours, theirs = _create_default_local_metadata(state), torch_default._create_default_local_metadata(state)
+    assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
+    for key, entry in ours.state_dict_metadata.items():
+        expected: Any = theirs.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            assert type(expected) is torch_metadata.BytesStorageMetadata
+            continue
+        assert (entry.size, entry.properties.dtype) == (expected.size, expected.properties.dtype)
+        assert [(each.offsets, each.sizes) for each in entry.chunks] == [
+            (each.offsets, each.sizes) for each in expected.chunks
+        ]

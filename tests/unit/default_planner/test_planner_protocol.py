@@ -248,7 +248,9 @@ def test_a_failed_save_is_abandoned_and_arrives_as_one_line() -> None:
     assert not [line for line in log if line.startswith("writer.finish")]
     assert caught.value.message == "writing the checkpoint failed: OSError: the medium is full"
     assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.failures == {0: caught.value.__cause__}
+    error, stack = caught.value.failures[0]
+    assert error is caught.value.__cause__
+    assert stack[-1].name == "write_data"
 
 
 @pytest.mark.parametrize("hook", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"])

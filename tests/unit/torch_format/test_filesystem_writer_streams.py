@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint import filesystem as theirs
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
@@ -22,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchExcepti
 
 import holdfast
 from holdfast.default_planner import DefaultSavePlanner
-from holdfast.errors import CheckpointError, StorageError
-from holdfast.filesystem import FileSystemBase, FileSystemWriter
+from holdfast.errors import CheckpointError, CorruptError, StorageError, UnsupportedVersionError
+from holdfast.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
@@ -323,3 +325,61 @@ def test_threads_write_files_side_by_side() -> None:
                 yield stream
 
     holdfast.save(STATE, storage_writer=in_memory(Meeting(), thread_count=2, sync_files=False))
+
+
+class Zlib:
+    """What torch asks of the package zstandard, by the compression that Python has: the package is not needed here."""
+
+    class ZstdCompressor:
+        def stream_writer(self, output: Any) -> Any:
+            squeezed = zlib.compressobj()
+
+            class Writer(io.RawIOBase):
+                def writable(self) -> bool:
+                    return True
+
+                def write(self, data: Any) -> int:
+                    output.write(squeezed.compress(data))
+                    return len(memoryview(data))
+
+                def close(self) -> None:
+                    if not self.closed:
+                        output.write(squeezed.flush())
+                        output.close()
+                    super().close()
+
+            return Writer()
+
+    class ZstdDecompressor:
+        def stream_reader(self, input: Any) -> Any:
+            return io.BytesIO(zlib.decompress(input.read()))
+
+
+def test_a_plain_reader_knows_the_transform_that_torch_has(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_extension, "zstandard", Zlib)
+    holdfast.save(STATE, storage_writer=FileSystemWriter(path, _extensions=[_extension.ZStandard()]))
+    target = {"a": torch.zeros(50, 100), "t": torch.zeros(4, 3), "n": {"k": ""}, "i": 0}
+    holdfast.load(target, storage_reader=FileSystemReader(path))
+    assert torch.equal(target["a"], STATE["a"])
+    assert (target["n"], target["i"]) == ({"k": "v"}, 3)
+    assert torch.equal(holdfast.load(path)["t"], STATE["t"])
+    torch_reads(theirs.FileSystemReader(path))
+    monkeypatch.setattr(_extension, "zstandard", None)
+    with pytest.raises(UnsupportedVersionError, match=r"went through .*stream.zstd/1.*zstandard.*; install what"):
+        holdfast.load(target, storage_reader=FileSystemReader(path))
+
+
+def test_a_few_bytes_that_become_too_many_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_extension, "zstandard", Zlib)
+    holdfast.save({"a": torch.ones(4)}, storage_writer=FileSystemWriter(path, _extensions=[_extension.ZStandard()]))
+
+    class Endless(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            return len(buffer)
+
+    monkeypatch.setattr(Zlib.ZstdDecompressor, "stream_reader", lambda self, input: Endless())
+    with pytest.raises(CorruptError, match="'a' has more than 1048608 bytes after its stream transforms"):
+        holdfast.load({"a": torch.ones(4)}, storage_reader=FileSystemReader(path))

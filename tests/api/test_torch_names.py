@@ -1,0 +1,66 @@
+"""Every name of torch that the package imports is there, or a test says which one has moved; newer torches."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import stateful as torch_stateful
+
+import holdfast
+from holdfast import ChunkStorageMetadata
+from holdfast.stateful import Stateful, StatefulT
+
+PACKAGE = Path(holdfast.__file__).parent
+
+
+def names_of_torch() -> list[tuple[str, str, str]]:
+    """(module of torch, name, file that imports it), wherever in a file that is."""
+    return sorted(
+        {
+            (node.module, name.name, path.relative_to(PACKAGE).as_posix())
+            for path in PACKAGE.rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch" and node.module
+            for name in node.names
+        }
+    )
+
+
+@pytest.mark.parametrize(("module", "name", "file"), names_of_torch())
+def test_what_is_imported_from_torch_is_there(module: str, name: str, file: str) -> None:
+    try:
+        found = hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}")
+    except ImportError:
+        found = False
+    assert found, f"torch {torch.__version__} has no {module}.{name}, which {file} imports"
+
+
+def test_there_are_names_to_look_for() -> None:
+    assert len(names_of_torch()) > 20
+
+
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [("2.11.0", 0), ("2.13.1+cu130", 0), ("2.14.0a0+git1", 1), ("2.99.0", 1), ("3.0.0", 1), ("2.9.0", 0)],
+)
+def test_a_torch_newer_than_those_that_were_tested_is_one_line_in_the_log(version: str, lines: int) -> None:
+    code = f"import torch; torch.__version__ = {version!r}; import holdfast; import holdfast.interop"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("newer than 2.13, the newest that this version of holdfast was tested with") == lines
+    assert done.stderr.count("\n") == lines
+
+
+def test_modules_and_names_that_others_import_from_torchs_package_are_there() -> None:
+    first, second = (ChunkStorageMetadata(torch.Size([low]), torch.Size([4])) for low in (0, 2))
+    assert holdfast.resharding._check_shard_metadata_pair_overlap(first, second)  # type: ignore[arg-type]
+    narrowed = holdfast.resharding._shards_get_overlap_region_wrt_saved_tensor(first, second)  # type: ignore[arg-type]
+    assert narrowed == [(0, 2, 0, 2)]
+    assert holdfast.logger._dcp_method_logger()(lambda: 3)() == 3
+    assert holdfast.utils.CheckpointException is holdfast.api.CheckpointException
+    assert (StatefulT.__bound__, StatefulT.__name__) == (Stateful, torch_stateful.StatefulT.__name__)
