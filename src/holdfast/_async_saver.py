@@ -88,7 +88,7 @@ def async_save(
     with background, background:
         background.begin()
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
-        handle.on_progress = TerminalProgress(checkpoint_id) if options.progress == "terminal" else options.progress
+        handle._on_progress = TerminalProgress(checkpoint_id) if options.progress == "terminal" else options.progress
         kept = copy.deepcopy(user_metadata)
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=options.allow_pickle, user_metadata=kept
@@ -109,7 +109,7 @@ def _trained(options: SaveOptions, planner: SavePlanner, state: Mapping[Any, Any
     wanted = options.warn_unchanged
     if not isinstance(wanted, bool):
         return lambda: wanted
-    if not wanted or not isinstance(planner, DefaultSavePlanner):
+    if not wanted or not isinstance(planner, DefaultSavePlanner) or not isinstance(state, Mapping):
         return tuple
     optimizers = [*_guarded, *(value for value in state.values() if isinstance(value, torch.optim.Optimizer))]
     return lambda: trained_keys(planner.state_dict, optimizers)
@@ -146,7 +146,7 @@ def prewarm(
     with ranks, turn, turn:
         writer = NativeWriter("")
         saving = Saving(writer, planner or DefaultSavePlanner(replica_check="off"), ranks)
-        with handle.working():
+        with handle._working():
             plan = saving.plan(state_dict, before=lambda: TURNS.take(handle, wait=True))
         image = writer.lay_out(saving.planner.finish_plan(plan), saving.planner, saving.prepared).image
         if max_host_bytes is None or image.nbytes <= max_host_bytes:

@@ -91,7 +91,7 @@ class BackgroundSave:
 
     def begin(self, state: State, stager: AsyncStager | None) -> Begun:
         """Take the snapshot, or have ``stager`` take it; returns when the rest can be done in the background."""
-        with self._handle.working():
+        with self._handle._working():
             return self._begin(state) if stager is None else self._begin_with(stager, state)
 
     def _begin(self, state: State) -> Begun:
@@ -109,12 +109,12 @@ class BackgroundSave:
 
         def begin() -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
             self._take_turn()
-            handle.enter("staging")
+            handle._enter("staging")
             staged = stager.stage(expose(state, saving.owners))
             if isinstance(staged, Future):
-                handle.guard_with(lambda: concurrent.futures.wait([staged]))
+                handle._guard_with(lambda: concurrent.futures.wait([staged]))
             else:
-                handle.enter("staged")
+                handle._enter("staged")
             return staged
 
         def end() -> STATE_DICT_TYPE:
@@ -127,7 +127,7 @@ class BackgroundSave:
             return saving.write(lambda: write(plan))
 
         def write(plan: SavePlan) -> Results:
-            handle.enter("writing")
+            handle._enter("writing")
             return saving.writer.write_data(saving.planner.finish_plan(plan), saving.planner).wait()
 
         staged = saving.prepare(phase, begin)
@@ -138,7 +138,7 @@ class BackgroundSave:
     def end_copying(self) -> None:
         """Say that the state may be changed; raises if the caller was interrupted and may have done so too early."""
         self.written.check()
-        self._handle.enter("staged")
+        self._handle._enter("staged")
 
     def _take_turn(self) -> None:
         TURNS.take(self._handle, wait=self.options.when_busy == "wait")
@@ -150,12 +150,12 @@ class BackgroundSave:
 
     def _stage(self, snapshot: _Files | _Items) -> Begun:
         saving, handle, options = self.saving, self._handle, self.options
-        handle.expect(snapshot.nbytes, self.written)
-        handle.enter("staging")
+        handle._expect(snapshot.nbytes, self.written)
+        handle._enter("staging")
         if options.max_host_bytes is not None and snapshot.nbytes > options.max_host_bytes:
             CUDA.drain(snapshot.copies)
             stream = partial(self._stream, snapshot, options.max_host_bytes)
-            return Begun(lambda: saving.write(stream), handle.is_staged.wait)
+            return Begun(lambda: saving.write(stream), handle._is_staged.wait)
         region = TURNS.memory.region(snapshot.nbytes, is_shared=snapshot.is_shared)
         write = snapshot.writing_from(region)
         fingerprints = Fingerprints(snapshot.copies) if options.prove else None
@@ -168,15 +168,15 @@ class BackgroundSave:
             snapshot.copies, region, mode=options.stage, now=now, progress=saving.prepared, digests=snapshot.digests
         )
         staging.begin()
-        handle.guard_with(staging.fence)
+        handle._guard_with(staging.fence)
         if staging.is_done:
-            handle.enter("staged")
+            handle._enter("staged")
 
         def finish_and_write() -> Results:
             staging.finish()
             snapshot.forget_sources()
             self.end_copying()
-            handle.enter("writing")
+            handle._enter("writing")
             results = write()
             if fingerprints is not None:
                 fingerprints.compare(region)
@@ -214,9 +214,9 @@ class BackgroundSave:
 
 def _go_on(check: Callable[[], None], handle: AsyncSave, options: SaveOptions) -> None:
     """Show progress; raise if another rank has failed, or the interpreter ends and the save is abandoned then."""
-    handle.tell()
+    handle._tell()
     check()
-    if handle.is_given_up and not handle.is_staged.is_set():
+    if handle._is_given_up and not handle._is_staged.is_set():
         raise CheckpointError("the save was abandoned, because async_save was interrupted before it copied all")
     if options.at_exit == "abandon" and interpreter_ends():
         raise CheckpointError("the save was abandoned, because the interpreter ended and at_exit is 'abandon'")
@@ -386,7 +386,7 @@ class BackgroundThread:
     ) -> None:
         if self._given:
             # The caller may go on with the training, and has no handle to wait for.
-            self._handle.is_given_up = self._handle.is_given_up or error is not None
+            self._handle._is_given_up = self._handle._is_given_up or error is not None
             return
         self._to_do.put(None)
         TURNS.end(self._handle, is_begun=False)
@@ -408,7 +408,7 @@ class BackgroundThread:
     def _work(self, run: Callable[[], Metadata]) -> None:
         handle = self._handle
         try:
-            with contextlib.ExitStack() as stack, handle.working():
+            with contextlib.ExitStack() as stack, handle._working():
                 stack.callback(self._forget_progress)
                 stack.push(self._ranks)  # which the caller has entered
                 stack.push(lambda kind, error, trace: None if error is None else self._abandon())
@@ -419,10 +419,10 @@ class BackgroundThread:
                     self.writer.conclude()
         except BaseException as error:
             TURNS.end(handle)
-            handle.fail(error)
+            handle._fail(error)
         else:
             TURNS.end(handle)
-            handle.succeed(metadata)
+            handle._succeed(metadata)
 
 
 def _run_apart(ranks: Ranks, run: Callable[[], Metadata]) -> Metadata:

@@ -57,6 +57,17 @@ def reader_for(
     return reader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
+class Door:
+    """What is raised inside of it where nothing is found looks as if raised here: how it was found out helps nobody."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, NotFoundError):
+            raise error.with_traceback(None) from None
+
+
 Index = int | slice | EllipsisType
 
 
@@ -193,14 +204,15 @@ def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: boo
     With ``verify``, a read takes whole 1 MiB blocks and checks them; without it, only the bytes wanted. In torch's
     format a read takes only the bytes wanted, and checks them if they are a whole chunk.
     """
-    while True:
-        reader = reader_for(path, verify=verify, allow_pickle=allow_pickle)
-        try:
-            return Checkpoint(reader)
-        except NotFoundError:
-            # A saver may have replaced it by one of the other format meanwhile.
-            if type(reader_for(path)) is type(reader):
-                raise
+    with Door():
+        while True:
+            reader = reader_for(path, verify=verify, allow_pickle=allow_pickle)
+            try:
+                return Checkpoint(reader)
+            except NotFoundError:
+                # A saver may have replaced it by one of the other format meanwhile.
+                if type(reader_for(path)) is type(reader):
+                    raise
 
 
 def verify(
@@ -231,7 +243,8 @@ def verify(
     if sample < 1 and level != "digests":
         raise ValueError("only level 'digests' reads a sample; leave out the level")
     if not is_torch_format(path):
-        return verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
+        with Door():
+            return verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
     if level not in get_args(Level) or sample != 1:
         raise ValueError(f"level must be one of {get_args(Level)}, and torch's own format has no sample to choose")
     return verify_torch_checkpoint(path, reads_data=level == "digests", on_progress=on_progress)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from holdfast._checkpoint import reader_for
+from holdfast._checkpoint import Door, reader_for
 from holdfast._process import collector_paused
-from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
 from holdfast._state.nested import add_versions, restorable_paths, tell_versions, unflatten
-from holdfast._state.pieces import pieces_of
 from holdfast._state.stateful_values import Owners, expose, hand_back
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, metadata_of_rank, set_up_reader
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._values.deadline import Progress
+from holdfast._values.lazy import few
 from holdfast.default_planner import DefaultLoadPlanner
-from holdfast.default_planner.targets import chosen_keys, empty_state, require_gradients, settle_ties
-from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, MismatchError, NotFoundError
+from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
+from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, is_overridden, read_columns
 from holdfast.planner_helpers import check_tiling
@@ -61,6 +60,11 @@ class LoadOptions:
     deadline_s: float = DEADLINE_S
     share: Literal["host", "job", "off"] = "host"
 
+    def __post_init__(self) -> None:
+        check_deadline(self.deadline_s)
+        if self.share not in ("host", "job", "off"):
+            raise ValueError(f"share is 'host', 'job' or 'off', not {self.share!r}")
+
 
 _DEFAULTS = LoadOptions()
 
@@ -79,6 +83,11 @@ class LoadReport:
     bytes_read: int
     seconds: float
     made: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        fields = {name: getattr(self, name) for name in ("loaded", "unexpected", "differences", "casts", "made")}
+        shown = ", ".join(f"{name}={few(keys, len(keys))}" for name, keys in fields.items() if keys)
+        return f"LoadReport({shown}{shown and ', '}bytes_read={self.bytes_read}, seconds={self.seconds:.3g})"
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -141,18 +150,18 @@ def load(
         RankLostError: a rank died, or made no progress for ``options.deadline_s`` seconds.
     """
     if isinstance(state_dict, (str, bytes, os.PathLike)):
+        if isinstance(checkpoint_id, Mapping):
+            raise ValueError("the state comes first: load(state, path); the first argument is a path")
         if checkpoint_id is not None or storage_reader is not None or planner is not None:
             raise ValueError("load(path) takes no checkpoint_id, storage or planner; call load(state, path) for those")
         return read(state_dict, options=options)
     ranks = participants(
         process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=options.deadline_s
     )
-    with ranks:
+    with Door(), ranks:
         checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
         if not isinstance(state_dict, MutableMapping):
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
-        if options.share not in ("host", "job", "off"):
-            raise ValueError(f"share is 'host', 'job' or 'off', not {options.share!r}")
         find_reader = reader_finder(checkpoint_id, storage_reader, options)
         if planner is None:
             planner = DefaultLoadPlanner(strict=strict, cast=options.cast, allow_pickle=options.allow_pickle)
@@ -168,8 +177,9 @@ def read(path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, opt
     With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not in
     the checkpoint raises MismatchError. Other errors are those of ``load``.
     """
-    find_reader = reader_finder(path, None, options)
-    return read_with(find_reader, keys, Ranks(), allow_pickle=options.allow_pickle)
+    with Door():
+        find_reader = reader_finder(path, None, options)
+        return read_with(find_reader, keys, Ranks(), allow_pickle=options.allow_pickle)
 
 
 def reader_finder(
@@ -225,7 +235,7 @@ def read_with(
         reader.check_files()  # room for what is not there may be more than there is
         return empty_state(metadata, chosen_keys(metadata, chosen))
 
-    loaded = _load(make_target, find_reader, planner, ranks)
+    loaded = _load(make_target, find_reader, planner, ranks, is_callers=False)
     leaves, metadata = loaded.target, loaded.metadata
     require_gradients(metadata, leaves)
     return add_versions(unflatten(leaves, restorable_paths(metadata)), metadata.versions)
@@ -245,13 +255,20 @@ class _Loaded:
 
 
 def _load(
-    make_target: _MakeTarget, find_reader: FindReader, planner: LoadPlanner, ranks: Ranks, *, share: str = "host"
+    make_target: _MakeTarget,
+    find_reader: FindReader,
+    planner: LoadPlanner,
+    ranks: Ranks,
+    *,
+    share: str = "host",
+    is_callers: bool = True,
 ) -> _Loaded:
-    """Read all of the target.
+    """Read all of the target, which may be the caller's own.
 
     When the checkpoint is replaced by another one while it is read, all ranks start again together.
     """
     reader: StorageReader | None = None
+    is_touched = False
     try:
         while True:
             try:
@@ -259,6 +276,7 @@ def _load(
                 metadata, _ = opened = _open(reader, ranks, share)
                 target = ranks.locally("planning the load", partial(make_target, reader, metadata))
                 plan = _plan(reader, planner, ranks, target, opened)
+                is_touched = True
                 plan = _on_all(ranks, "reading the checkpoint", partial(_read, reader, planner, plan))
                 return _Loaded(target=target, metadata=metadata, plan=plan, bytes_read=reader.bytes_read)
             except (CorruptError, NotFoundError) as error:
@@ -267,7 +285,7 @@ def _load(
                 if ranks.all_reduce("looking for another checkpoint", was_replaced, any):
                     _close(reader)
                     continue
-                if isinstance(error, CorruptError):
+                if isinstance(error, CorruptError) and is_touched and is_callers:
                     error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
     finally:
@@ -369,7 +387,7 @@ def _plan(
         if is_alone:
             (plan,) = plan_globally([plan])
         if is_apart and ours is not None:
-            _check_filled(ours, plan)
+            check_filled(ours, plan)
         return plan
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -386,30 +404,6 @@ def _plan(
     # One step for both, or ranks that do not plan alike would never meet.
     plan = ranks.reduce_scatter("planning the load", lambda: None if is_alone else local, merged)
     return local if plan is None else plan
-
-
-def _check_filled(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
-    """MismatchError where a rank's own metadata, which describes parts of tensors, has not all of a target."""
-    columns = read_columns(plan.items)
-    filled: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for row, (which, length) in enumerate(columns.boxes):
-        dimensions = columns.dimensions[which]
-        piece = tuple(columns.target_lo[row, : max(0, dimensions)].tolist())
-        filled[columns.keys[which], piece] += torch.Size(length).numel()
-    wanted = {
-        key: leaf for key in dict.fromkeys(columns.keys) if isinstance(leaf := planner.state_dict[key], torch.Tensor)
-    }
-    faults = [
-        Difference(key=key, kind="missing", stored="another rank's part", wanted=f"{list(piece.box.lengths)}")
-        for key, leaf in wanted.items()
-        if key not in planner.left_out
-        for piece in pieces_of(key, leaf).pieces
-        if filled[key, piece.box.offsets] < piece.box.volume
-    ]
-    if faults:
-        raise MismatchError.of(
-            faults, advice="Each rank saved its own part: load on as many ranks, with the same layout."
-        )
 
 
 def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> LoadPlan:

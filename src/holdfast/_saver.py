@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from holdfast._native.writer import NativeWriter
 from holdfast._process import collector_paused
-from holdfast._ranks.ranks import DEADLINE_S, Ranks, participants
+from holdfast._ranks.ranks import DEADLINE_S, Ranks, check_deadline, participants
 from holdfast._ranks.rendezvous import mesh_rank
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
@@ -96,10 +96,7 @@ class SaveOptions:
                 raise ValueError(f"{name} is one of {choices}, not {getattr(self, name)!r}")
         if isinstance(self.replica_check, str) and self.replica_check not in ("sample", "all", "off"):
             raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {self.replica_check!r}")
-        if not self.deadline_s > 0:
-            raise ValueError(
-                f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {self.deadline_s}"
-            )
+        check_deadline(self.deadline_s)
 
 
 _DEFAULTS = SaveOptions()
@@ -190,7 +187,7 @@ def writer_for(
             storage_writer.reset(checkpoint_id)
         return storage_writer
     if checkpoint_id is None:
-        raise ValueError("save needs a checkpoint_id or a storage_writer")
+        raise ValueError("save needs a checkpoint_id or a storage_writer: save(state, path)")
     if NativeWriter.validate_checkpoint_id(checkpoint_id):
         return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:

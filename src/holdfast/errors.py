@@ -78,6 +78,11 @@ def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, obj
 CheckpointException = CheckpointError
 
 
+def first_line(message: object) -> str:
+    """The first line of a foreign ``message`` that is not empty: our own have one line."""
+    return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
+
+
 class NotFoundError(CheckpointError):
     """No checkpoint is published at the path; resuming jobs take it as "start fresh"."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, few
 
 __all__ = [
     "BytesStorageMetadata",
@@ -168,6 +168,10 @@ class Metadata:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     versions: Versions = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        keys, user = self.state_dict_metadata, self.user_metadata
+        return f"Metadata({len(keys):,} keys {few(keys, len(keys), '{}')}, user_metadata {few(user, len(user), '{}')})"
 
 
 @dataclass(frozen=True)

@@ -320,6 +320,9 @@ class SavePlan:
     planner_data: Any = None
     usable: bool = True
 
+    def __repr__(self) -> str:
+        return f"SavePlan({len(self.items):,} items{'' if self.usable else ', not usable'})"
+
 
 @dataclass
 class LoadPlan:
@@ -328,6 +331,9 @@ class LoadPlan:
     items: MutableSequence[ReadItem]
     storage_data: Any = None
     planner_data: Any = None
+
+    def __repr__(self) -> str:
+        return f"LoadPlan({len(self.items):,} items)"
 
 
 Memory = tuple[torch.Tensor, int]

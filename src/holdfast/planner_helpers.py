@@ -77,6 +77,10 @@ def dtype_difference(key: str, stored: torch.dtype, wanted: torch.dtype) -> Diff
     return Difference(key=key, kind="dtype", stored=next(names), wanted=next(names))
 
 
+CAST = ", or pass LoadOptions(cast=True) to convert between floating types."
+"""The advice for differences between types where one is there that ``can_cast``."""
+
+
 def can_cast(difference: Difference) -> bool:
     """Whether both dtypes are floating types."""
     return all(name in DTYPES and DTYPES[name].is_floating for name in (difference.stored, difference.wanted))
@@ -87,9 +91,8 @@ def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, c
     differences = [dtype_difference(key, was, wanted) for key, (was, wanted) in dtypes.items() if was != wanted]
     faults = [difference for difference in differences if not (cast and can_cast(difference))]
     if faults:
-        raise MismatchError.of(
-            faults, advice="Fix the target, or pass LoadOptions(cast=True) to convert between floating types."
-        )
+        may_help = not cast and any(map(can_cast, faults))
+        raise MismatchError.of(faults, advice="Fix the target" + (CAST if may_help else "."))
 
 
 def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str, torch.dtype], *, cast: bool) -> None:

@@ -16,7 +16,7 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from holdfast._process import Descriptor, OpenDescriptor, opened, reset_in_child
@@ -255,21 +255,31 @@ def sync_directory(path: str | os.PathLike[str], descriptor: Descriptor | None =
             close_descriptor(descriptor, path)
 
 
-def make_directories(path: str | os.PathLike[str]) -> None:
-    """Guarantees that ``path`` is a directory, and that the names of those it had to create are durable."""
+def missing_directories(path: str | os.PathLike[str]) -> list[str]:
+    """Those of ``path`` and its parents that are not there, the innermost first; StorageError where a file is."""
     missing: list[str] = []
     current = os.fspath(path)
-    while not _is_directory(current):
-        missing.append(current)
+    while True:
+        with reporting("create", current):
+            try:
+                if stat.S_ISDIR(uninterrupted(os.stat, current).st_mode):
+                    return missing
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            except FileNotFoundError:
+                missing.append(current)
         current = os.path.dirname(current) or os.curdir
         if current == missing[-1]:
             raise StorageError(f"cannot create {os.fspath(path)!r}: it has no parent", errno=errno.ENOENT, path=path)
-    for directory in reversed(missing):
+
+
+def make_directories(path: str | os.PathLike[str]) -> None:
+    """Guarantees that ``path`` is a directory, and that the names of those it had to create are durable."""
+    for directory in reversed(missing_directories(path)):
         with reporting("create", directory):
             try:
                 uninterrupted(os.mkdir, directory)
             except FileExistsError:
-                if not _is_directory(directory):
+                if missing_directories(directory):
                     raise
         # Also where someone else was faster: they may not have come to syncing it yet.
         sync_directory(os.path.dirname(directory) or os.curdir)
@@ -285,9 +295,11 @@ def remove(path: str | os.PathLike[str], *, missing_ok: bool = True) -> None:
                 raise
 
 
-def remove_empty_directory(path: str | os.PathLike[str]) -> None:
+def remove_empty_directories(paths: Iterable[str]) -> None:
+    """Remove each directory of ``paths``, the innermost first, up to one that is not empty or cannot be removed."""
     with contextlib.suppress(OSError):
-        os.rmdir(path)
+        for path in paths:
+            os.rmdir(path)
 
 
 @contextlib.contextmanager
@@ -368,17 +380,6 @@ def _not_regular(path: str | os.PathLike[str]) -> CorruptError:
 
 def _already_published(target: str | os.PathLike[str]) -> AlreadyPublishedError:
     return AlreadyPublishedError(f"{os.fspath(target)!r} exists already; use another name or overwrite=True")
-
-
-def _is_directory(path: str) -> bool:
-    with reporting("create", path):
-        try:
-            status = uninterrupted(os.stat, path)
-        except FileNotFoundError:
-            return False
-        if not stat.S_ISDIR(status.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    return True
 
 
 def _rename_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -28,7 +28,7 @@ from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.mapping import map_private
 from holdfast._process import Event, forget_in_child
 from holdfast._values.deadline import Progress
-from holdfast.errors import InternalError, StorageError
+from holdfast.errors import InternalError, StorageError, first_line
 
 SLAB_BYTES = 16 << 20
 Job = TypeVar("Job", bound="PageJob")
@@ -179,7 +179,7 @@ def _pinned_slab(size: int) -> Slab:
 
 
 def _no_memory(error: Exception, size: int) -> StorageError:
-    reason = str(error).partition("\n")[0] or type(error).__name__
+    reason = first_line(error) or type(error).__name__
     return StorageError(f"cannot allocate buffers of {size} bytes: {reason}; free some memory", errno=errno.ENOMEM)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ from holdfast._state.tensors import torch_dtype
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
 from holdfast._torch_codec.metadata_file import is_of_a_save
 from holdfast._values.digest import digest, to_hex
+from holdfast._values.dtypes import MAX_HEADER_BYTES
 from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
@@ -237,7 +239,7 @@ def _read_manifest_bytes(directory: str) -> bytes:
         return read_manifest_bytes(directory)
     except StorageError as error:
         if error.errno == errno.ENOTDIR and posix.exists(directory):
-            raise NotACheckpointError(f"{directory!r} is a file; a checkpoint is a directory") from error
+            raise NotACheckpointError(_is_a_file(directory)) from error
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise _nothing_there(directory) from error
@@ -251,7 +253,35 @@ def _nothing_there(directory: str) -> NotFoundError:
     # What a killed save has left does not make it something else: whoever resumes starts fresh.
     if all(name.startswith(("data-", "index-", "manifest-")) or is_of_a_save(name) for name in names):
         return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if "config.json" in names and weights:
+        advice = f"load it with transformers, or {_conversion(os.path.join(directory, weights[0]))}"
+        return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a checkpoint; {advice}")
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
+
+
+def _is_a_file(path: str) -> str:
+    kind = kind_of_file(path)
+    if kind is None:
+        return f"{path!r} is a file; a checkpoint is a directory"
+    return f"{path!r} is a {kind} file, not a checkpoint; {_conversion(path)}"
+
+
+def _conversion(path: str) -> str:
+    return f"make one of it: holdfast convert {shlex.quote(path)} DST --to native"
+
+
+def kind_of_file(path: str) -> Literal[".pt", ".safetensors"] | None:
+    """What the file ``path`` seems to be, by its first bytes: what torch.save wrote, or safetensors."""
+    status = posix.file_status(path)
+    if status is None or not stat.S_ISREG(status.st_mode):
+        return None  # to open a pipe might take for ever
+    with posix.open_stream(path, "rb") as stream, posix.reporting("read", path):
+        start: bytes = stream.read(9)
+    if start.startswith((b"PK\x03\x04", b"\x80\x02")):  # an archive, or before torch 1.6 a pickle
+        return ".pt"
+    is_header = start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
+    return ".safetensors" if is_header else None
 
 
 def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:

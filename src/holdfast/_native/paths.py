@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 
-from holdfast._native.values import decode_value, encode_value
+from holdfast._native.values import Json, decode_value, encode_value
 from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey, path_mapping, stored_paths
 from holdfast._values.deadline import Effort, TooMuchEffort
 from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
@@ -169,12 +170,24 @@ def encode_path(key: str, path: Path | None) -> tuple[StoredElement, ...] | None
     stored: list[StoredElement] = []
     for element in path:
         if isinstance(element, TypedKey):
-            stored.append({"key": encode_value(element.value, key=key)})
+            stored.append({"key": _encode_key(element.value, key)})
         elif isinstance(element, str):
             stored.append(str(element))
         else:
             stored.append({"tuple" if isinstance(element, TupleIndex) else "list": int(element)})
     return tuple(stored)
+
+
+def _encode_key(value: object, key: str) -> Json:
+    try:
+        return encode_value(value, key=key)
+    except InvalidStateError:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        advice = "its .name or .value" if isinstance(value, Enum) else "a str or a number"
+        raise InvalidStateError(
+            f"{key[:200]!r} lies under a dict key of type {kind}, which cannot be saved; use {advice} as the key",
+            key=key,
+        ) from None
 
 
 def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:

@@ -76,6 +76,7 @@ class NativeWriter(StorageWriter):
         self._unfinished: str | None = None
         self._failed: tuple[str, ...] = ()
         self._held: Held | None = None
+        self._not_there: list[str] = []
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -100,6 +101,7 @@ class NativeWriter(StorageWriter):
             )
         self.is_coordinator = is_coordinator
         self._begin_attempt()
+        self._not_there = posix.missing_directories(self.path)  # before any rank makes them
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
         for name in RESERVED_NAMES:
@@ -225,10 +227,11 @@ class NativeWriter(StorageWriter):
         self.close()
 
     def abandon(self) -> None:
-        """Remove the files of a save that failed, unless it failed after it was published."""
+        """Remove the files of a save that failed and directories made for it, unless it failed once published."""
         if self._held is not None:
             self._held.remove()
         self.close()
+        posix.remove_empty_directories(self._not_there)
 
     def _named(self, report: WriteReport, writer: int) -> WriteReport:
         """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from holdfast import errors
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Clock, Patience, Pulse, Sign
-from holdfast.errors import WRAPPED_EXCEPTION, CheckpointError, RankDisagreementError, RankLostError
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointError, RankDisagreementError, RankLostError, first_line
 
 DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
@@ -82,8 +82,7 @@ class Ranks:
         except CheckpointError:
             raise
         except Exception as error:
-            message = str(error).partition("\n")[0]
-            raise CheckpointError(f"{phase} failed: {type(error).__name__}: {message}", {0: wrapped(error)}) from error
+            raise CheckpointError(_foreign(phase, type(error).__name__, error), {0: wrapped(error)}) from error
 
     def locally(self, phase: str, local: Callable[[], Part]) -> Part:
         """What ``local`` returns, without a word to the others unless it fails; that is raised on every rank."""
@@ -113,8 +112,8 @@ def participants(
 
     ``deadline_s`` may be infinite; ValueError unless it is positive.
     """
-    if not deadline_s > 0:
-        raise ValueError(f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {deadline_s}")
+    if deadline_s != DEADLINE_S:
+        check_deadline(deadline_s)
     if no_dist or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return Ranks()
     if torch.distributed.get_world_size(process_group) == 1:
@@ -127,6 +126,15 @@ def participants(
     patience = Patience.within(deadline_s)
     return several(process_group, coordinator=coordinator_rank, key=f"{call} {path!r}", patience=patience)
 
+
+def check_deadline(deadline_s: float) -> None:
+    """ValueError unless ``deadline_s`` is a positive number, which may be infinite."""
+    if not isinstance(deadline_s, (int, float)) or not deadline_s > 0:
+        raise ValueError(f"deadline_s is a positive number of seconds, or math.inf for no deadline, not {deadline_s!r}")
+
+
+ON_EVERY_RANK = "call it on every rank, or pass no_dist=True"
+"""What to do where a rank may never have called."""
 
 MEETING = "meeting the other ranks"
 """The phase of a rank that has not begun another one."""
@@ -250,11 +258,16 @@ def combine(failures: Mapping[int, Failure], own: Mapping[int, BaseException]) -
     return error
 
 
+def _foreign(phase: str, type_name: str, message: object) -> str:
+    """What an error that is not ours says, in one line."""
+    told = _printed(lambda: first_line(message), "an error that cannot be printed")
+    return f"{phase} failed: {type_name}{told and ': '}{told}"
+
+
 def _raisable(root: Failure, original: BaseException) -> CheckpointError:
     """A new error for the root cause; the original stays as it is, for it goes into ``failures``."""
     if not isinstance(original, CheckpointError) or root.family is None:
-        told = root.message.partition("\n")[0]
-        return CheckpointError(f"rank {root.rank}: {root.phase} failed: {root.type_name}: {told}")
+        return CheckpointError(f"rank {root.rank}: {_foreign(root.phase, root.type_name, root.message)}")
     message = root.message if isinstance(original, _NAMES_ITS_RANKS) else f"rank {root.rank}: {root.message}"
     try:
         error = copy.copy(original)
@@ -378,7 +391,7 @@ class Watch:
             elif waited_s < limit_s:  # work that took longer than that while nobody waited for it was fine
                 continue
             elif pulse is None:
-                said = f"did not come to {phase!r} within {limit_s:g} s; look at that rank"
+                said = f"did not come to {phase!r} within {limit_s:g} s; {ON_EVERY_RANK}"
                 lost[rank] = self._lost(rank, phase, said)
             elif (pulse.silent_s if excuse_waiting and not pulse.sign.working else pulse.stalled_s) >= limit_s:
                 said = f"made no progress for {limit_s:g} s in {_place(pulse.sign)}; "

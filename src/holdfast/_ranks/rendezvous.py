@@ -34,9 +34,9 @@ from holdfast._process import forget_in_child, reset_in_child
 from holdfast._ranks.channel import Channel
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by
-from holdfast._ranks.ranks import MEETING
+from holdfast._ranks.ranks import MEETING, ON_EVERY_RANK
 from holdfast._values.deadline import Deadline, Patience
-from holdfast.errors import CheckpointError, RankLostError
+from holdfast.errors import CheckpointError, RankLostError, first_line
 
 # With more ranks, the messages that can be under way to one of them might not fit into the smallest pipe there is.
 MOST_MEMBERS = 32
@@ -228,12 +228,12 @@ def _find(store: Store, key: str, job_rank: int, deadline_s: float) -> Address:
     try:
         while not store.check([key]):  # a wait for it could not be interrupted
             if deadline.passed:
-                raise _unreachable(job_rank, f"it published no address within {deadline_s:g} s")
+                raise _unreachable(job_rank, f"it published no address within {deadline_s:g} s", call_it=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.25)
         return msgspec.json.decode(store.get(key), type=Address)
     except RuntimeError as error:
-        raise _unreachable(job_rank, str(error).partition("\n")[0]) from error
+        raise _unreachable(job_rank, first_line(error)) from error
 
 
 def _broadcast(group: ProcessGroup, job_rank: int, address: Address | None) -> Address:
@@ -257,9 +257,9 @@ def _store_of(group: ProcessGroup) -> Store | None:
         return None
 
 
-def _unreachable(job_rank: int, reason: str) -> RankLostError:
-    said = f"rank {job_rank} cannot be reached in {MEETING!r} ({reason}); "
-    said += "check that it runs and that no firewall is in between"
+def _unreachable(job_rank: int, reason: str, *, call_it: bool = False) -> RankLostError:
+    advice = ON_EVERY_RANK if call_it else "check that it runs and that no firewall is in between"
+    said = f"rank {job_rank} cannot be reached in {MEETING!r} ({reason}); {advice}"
     return RankLostError(said, rank=job_rank, phase=MEETING)
 
 

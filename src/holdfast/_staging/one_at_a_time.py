@@ -61,16 +61,16 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self.unchanged: tuple[str, ...] = ()
         self._written = Progress()
         self._fence: Callable[[], object] = lambda: None
-        self.on_progress: OnProgress | None = None
+        self._on_progress: OnProgress | None = None
         self._told = threading.Lock()
         self._is_observed = False
-        self.is_given_up = False
+        self._is_given_up = False
         self._threads: list[int] = []
         self._metadata: Metadata | None = None
         self._error: BaseException | None = None
         self._staging_error: BaseException | None = None
         # A future waits with a condition, which does not bear interrupts.
-        self.is_staged, self.is_past, self.is_over = Event(), Event(), Event()
+        self._is_staged, self._is_past, self._is_over = Event(), Event(), Event()
         # A future that runs cannot be cancelled: what others have begun to write with us is not ours to take back.
         self.set_running_or_notify_cancel()
         self.staging_completion.set_running_or_notify_cancel()
@@ -78,12 +78,12 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
     def forget_parent(self) -> None:
         """End with what is known, or with an error: a child never hears of the rest."""
-        self._told, self.on_progress, self._threads = threading.Lock(), None, []
+        self._told, self._on_progress, self._threads = threading.Lock(), None, []
         self._fence, self._is_observed = (lambda: None), True
         error = CheckpointError(_PARENTS)
-        self._error = self._error if self.is_over.is_set() else error
-        self._staging_error = self._staging_error if self.is_staged.is_set() else error
-        self.is_staged, self.is_past, self.is_over = events = Event(), Event(), Event()
+        self._error = self._error if self._is_over.is_set() else error
+        self._staging_error = self._staging_error if self._is_staged.is_set() else error
+        self._is_staged, self._is_past, self._is_over = events = Event(), Event(), Event()
         for event in events:
             event.set()
         futures: tuple[Future[Metadata] | Future[None], ...] = (self, self.staging_completion)
@@ -105,7 +105,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
         Raises what went wrong if it could not be completed, and TimeoutError after ``timeout`` seconds.
         """
-        if not self.is_staged.wait(timeout):
+        if not self._is_staged.wait(timeout):
             raise concurrent.futures.TimeoutError
         if self._staging_error is not None:
             raise self._staging_error
@@ -130,18 +130,25 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that the save ended with; None when the checkpoint is published."""
-        if not self.is_over.wait(timeout):
+        if not self._is_over.wait(timeout):
             raise concurrent.futures.TimeoutError
         self._is_observed = True
         return self._error
 
     def done(self) -> bool:
-        return self.is_over.is_set()
+        return self._is_over.is_set()
+
+    def __repr__(self) -> str:
+        return f"<AsyncSave {self.phase}, {self.bytes_done:,} of {self.bytes_total:,} bytes of this rank>"
+
+    def __dir__(self) -> list[str]:
+        """What is the caller's; what ends a future is for who runs it."""
+        return [name for name in super().__dir__() if not name.startswith("set_") and name != "forget_parent"]
 
     # What follows is for the save itself.
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def _working(self) -> Iterator[None]:
         """Know the thread, for the length of the block, as one that the save cannot do without."""
         thread = threading.get_ident()
         self._threads.append(thread)
@@ -152,58 +159,58 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
                 self._threads.remove(thread)
 
     @property
-    def is_within(self) -> bool:
+    def _is_within(self) -> bool:
         """Whether the save waits for the calling thread, which cannot wait for it in turn."""
         return threading.get_ident() in self._threads
 
-    def expect(self, nbytes: int, written: Progress) -> None:
+    def _expect(self, nbytes: int, written: Progress) -> None:
         """Take note that there are ``nbytes`` to write; ``written`` counts those that are written."""
         self.bytes_total, self._written = nbytes, written
 
-    def enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        if phase == "staged" and not self.is_staged.is_set():
-            self.is_staged.set()
+        if phase == "staged" and not self._is_staged.is_set():
+            self._is_staged.set()
             self.staging_completion.set_result(None)
-        self.tell()
+        self._tell()
 
-    def tell(self) -> None:
+    def _tell(self) -> None:
         """Have the progress shown; an error of the callback is logged and ends the showing."""
-        if self.on_progress is None:
+        if self._on_progress is None:
             return
         with self._told:
             try:
-                with self.working():
-                    self.on_progress(self)
+                with self._working():
+                    self._on_progress(self)
             except Exception:
                 logger.exception("the progress callback of a save failed and is not called again")
-                self.on_progress = None
+                self._on_progress = None
 
-    def guard_with(self, fence: Callable[[], object]) -> None:
+    def _guard_with(self, fence: Callable[[], object]) -> None:
         """Use ``fence`` to keep what is still being copied from being changed."""
         self._fence = fence
 
-    def succeed(self, metadata: Metadata) -> None:
-        self.enter("published")
+    def _succeed(self, metadata: Metadata) -> None:
+        self._enter("published")
         self._metadata = metadata
-        self.is_over.set()
+        self._is_over.set()
         self.set_result(metadata)
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.phase = "failed"
         logger.error("a save in the background failed: %s", error)
-        if not self.is_staged.is_set():
+        if not self._is_staged.is_set():
             self._staging_error = error
-            self.is_staged.set()
+            self._is_staged.set()
             self.staging_completion.set_exception(error)
-        self.tell()
+        self._tell()
         self._error = error
-        self.is_over.set()
+        self._is_over.set()
         self.set_exception(error)
 
-    def take_unobserved(self) -> BaseException | None:
+    def _take_unobserved(self) -> BaseException | None:
         """The error that nobody has asked for, if there is one: from now on somebody has."""
-        if self._is_observed or self.is_given_up:
+        if self._is_observed or self._is_given_up:
             return None
         self._is_observed = True
         return self._error
@@ -280,7 +287,7 @@ class Turns:
             if self._current is handle:
                 self._current = None
                 self._last = handle if is_begun else self._last
-        handle.is_past.set()
+        handle._is_past.set()
 
     def ending(self, handle: AsyncSave) -> Ending:
         """The end of a turn of ``handle`` that is no save."""
@@ -292,17 +299,17 @@ class Turns:
         A save within another one, in its ``state_dict()`` or its progress, does not wait for that.
         """
         while (current := self._current) is not None:
-            if current.is_within:
+            if current._is_within:
                 return
             _wait_for(current)
         self.raise_unobserved()
 
     def raise_unobserved(self) -> None:
         last = self._last
-        if last is None or last.is_within:
+        if last is None or last._is_within:
             return
-        last.is_over.wait()  # its turn is over, so this is a matter of moments
-        error = last.take_unobserved()
+        last._is_over.wait()  # its turn is over, so this is a matter of moments
+        error = last._take_unobserved()
         if error is not None:
             logger.error("the last save failed, and its result was never asked for; its error is raised now")
             raise error
@@ -339,12 +346,12 @@ class Turns:
 
 def _wait_for(current: AsyncSave) -> None:
     """Return when the turn of ``current`` is over."""
-    if current.is_within:
+    if current._is_within:
         raise BusyError(
             "this was called inside an async_save, by its state_dict(), planner, storage, stager or progress callback, "
             "and would wait for ever; call it before or after, or call save instead"
         )
-    current.is_past.wait()
+    current._is_past.wait()
 
 
 TURNS = Turns()

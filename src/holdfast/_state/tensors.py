@@ -23,7 +23,7 @@ from holdfast._process import Ending
 from holdfast._state.pieces import is_sharded
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import DTYPES
-from holdfast.errors import CorruptError, InvalidStateError, StorageError
+from holdfast.errors import CorruptError, InvalidStateError, StorageError, first_line
 from holdfast.metadata import STATE_DICT_TYPE
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -215,7 +215,7 @@ def empty_quantized(size: torch.Size, dtype: torch.dtype, quantizer: STATE_DICT_
     except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, MemoryError) or "allocate" in str(error):
             raise _no_memory(math.prod(size) * dtype.itemsize) from error
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise CorruptError(f"a quantizer is not one of torch's: {reason}; use another checkpoint") from error
 
 

@@ -38,6 +38,7 @@ from holdfast.errors import (
     NotACheckpointError,
     NotFoundError,
     UnsafeError,
+    first_line,
 )
 from holdfast.metadata import STATE_DICT_TYPE
 
@@ -367,7 +368,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
     try:
         state: STATE_DICT_TYPE = torch.load(name, map_location="cpu", weights_only=not allow_pickle, mmap=is_archive)
     except pickle.UnpicklingError as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         if allow_pickle or (not is_archive and not _is_pickle(name)):
             raise NotACheckpointError(f"{name!r} was not written by torch.save: {reason}") from error
         raise UnsafeError(
@@ -375,7 +376,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
             "pass allow_pickle=True if you trust it"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         if is_archive and _has_pickle(name):
             raise CorruptError(f"{name!r} is damaged: {reason}; use another file", path=name) from error
         raise NotACheckpointError(f"{name!r} cannot be read as a file that torch.save wrote: {reason}") from error

@@ -240,6 +240,8 @@ def file_prefixes(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int],
 
 
 def _has_files_of(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int]) -> bool:
+    if not fs.exists(directory):
+        return False
     list_names = getattr(fs, "ls", None)
     if list_names is None:
         return any(fs.exists(fs.concat_path(directory, f"__{rank}_0{DATA_SUFFIX}")) for rank in ranks)

@@ -108,6 +108,7 @@ class _FileSystemWriter(Located, StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._files: FilePacker | StreamPacker | None = None
+        self._not_there: list[str] = []
         forget_in_child(self)
 
     def forget_parent(self) -> None:
@@ -139,13 +140,13 @@ class _FileSystemWriter(Located, StorageWriter):
         """Take note of ``rank`` and ``use_collectives``; without collectives each rank has metadata of its own."""
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True) or self.rank is None
+        self._not_there = posix.missing_directories(self.path) if is_local(self.fs) else []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan`` with numpy arrays as the values that torch takes them for; refuses what could not be published."""
         for key in write_columns(save_plan_from_torch(plan).items).keys:
             if len(key) > MAX_KEY_BYTES:
                 raise InvalidStateError(f"the key {key[:200]!r}... is longer than {MAX_KEY_BYTES}; shorten it", key=key)
-        self.fs.mkdir(self.path)
         check_replaceable(self.fs, self.path, self._metadata_name, overwrite=self.overwrite)
         if not is_torchs(plan):
             plan = _with_arrays_as_values(plan)
@@ -170,6 +171,7 @@ class _FileSystemWriter(Located, StorageWriter):
         plan, planner = final_save_plan(plan, planner)
         items = PlannedItems(plan, planner)
         rows = items.files(single_file=self.single_file_per_rank, thread_count=self.thread_count)
+        self.fs.mkdir(self.path)  # only now, when every rank knows whether it was there before
         self._files = files = self._new_files(items)
         results: MutableSequence[WriteResult] = files.write(
             [(f"{prefix}{number}{DATA_SUFFIX}", each) for number, each in enumerate(rows)]
@@ -214,6 +216,7 @@ class _FileSystemWriter(Located, StorageWriter):
         files, self._files = self._files, None
         if files is not None and not may_be_published(self.fs, self.metadata_path, files.names):
             files.abandon()
+        posix.remove_empty_directories(self._not_there)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": None}

@@ -43,6 +43,17 @@ class cached_property(Generic[T]):
         return found
 
 
+_MOST_SHOWN = 6
+
+
+def few(items: Iterable[object], count: int, brackets: str = "()") -> str:
+    """The ``count`` items, or the first few and how many more there are: for a repr that fits on a screen."""
+    most = _MOST_SHOWN if count <= _MOST_SHOWN else 3
+    shown = [text if len(text) <= 200 else f"{text[:200]}..." for text in map(repr, itertools.islice(items, most))]
+    more = [f"... {count - most:,} more"] if count > most else []
+    return f"{brackets[0]}{', '.join(shown + more)}{brackets[1]}"
+
+
 class LazyList(MutableSequence[T], Generic[T]):
     """A list over ``columns``, or those that ``make`` makes when asked for; objects are made at the first touch."""
 
@@ -109,7 +120,8 @@ class LazyList(MutableSequence[T], Generic[T]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr(self._touched())
+        columns = self.columns
+        return few(self._items if columns is None else map(columns.item, range(len(columns))), len(self), "[]")
 
     def __getstate__(self) -> tuple[Columns[T] | None, list[T]]:
         return self.columns, self._items
@@ -161,4 +173,4 @@ class LazyDict(MutableMapping[str, T]):
         return self._rows.keys()
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        return few(self, len(self), "{}")

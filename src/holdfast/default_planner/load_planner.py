@@ -38,7 +38,7 @@ from holdfast.default_planner.targets import (
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
-from holdfast.planner_helpers import ReadRows, can_cast, dtype_difference
+from holdfast.planner_helpers import CAST, ReadRows, can_cast, dtype_difference
 from holdfast.storage import ValueBuffer
 
 SameBytes = Callable[[str, str], bool | None]
@@ -215,8 +215,8 @@ class DefaultLoadPlanner(LoadPlanner):
         columns = self._without_ties(rows.columns(), others)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
-            may_help = not self.cast and any(each.kind == "dtype" for each in faults)
-            raise MismatchError.of(faults, advice=_FIX + (", or LoadOptions(cast=True)." if may_help else "."))
+            may_help = not self.cast and any(each.kind == "dtype" and can_cast(each) for each in faults)
+            raise MismatchError.of(faults, advice=_FIX + (CAST if may_help else "."))
         return LoadPlan(LazyList(columns))
 
     def places(self, key: str) -> list[Place]:

@@ -13,6 +13,7 @@ never holds a mixture: in the end the last key in the order of the target is who
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast._state.nested import Path, path_key, restorable_paths, set_element, unflatten
-from holdfast._state.pieces import Place, Tie, is_meta, is_sharded
+from holdfast._state.pieces import Place, Tie, is_meta, is_sharded, pieces_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.lazy import LazyList
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata
-from holdfast.planner import LoadPlan
+from holdfast.planner import LoadPlan, read_columns
 from holdfast.planner_helpers import ReadRows
 from holdfast.storage import StorageReader
 
@@ -242,6 +243,30 @@ def _made(rooms: Collection[_Room], metadata: Metadata) -> STATE_DICT_TYPE:
     made = empty_state(metadata, [key for room in rooms for key in room.content], likes)
     require_gradients(metadata, made)
     return made
+
+
+def check_filled(planner: DefaultLoadPlanner, plan: LoadPlan) -> None:
+    """MismatchError where a rank's own metadata, which describes parts of tensors, has not all of a target."""
+    columns = read_columns(plan.items)
+    filled: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for row, (which, length) in enumerate(columns.boxes):
+        dimensions = columns.dimensions[which]
+        piece = tuple(columns.target_lo[row, : max(0, dimensions)].tolist())
+        filled[columns.keys[which], piece] += torch.Size(length).numel()
+    wanted = {
+        key: leaf for key in dict.fromkeys(columns.keys) if isinstance(leaf := planner.state_dict[key], torch.Tensor)
+    }
+    faults = [
+        Difference(key=key, kind="missing", stored="another rank's part", wanted=f"{list(piece.box.lengths)}")
+        for key, leaf in wanted.items()
+        if key not in planner.left_out
+        for piece in pieces_of(key, leaf).pieces
+        if filled[key, piece.box.offsets] < piece.box.volume
+    ]
+    if faults:
+        raise MismatchError.of(
+            faults, advice="Each rank saved its own part: load on as many ranks, with the same layout."
+        )
 
 
 # So much is read aside at a time.

@@ -24,6 +24,7 @@ import torch
 from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import posix
+from holdfast._native.catalog import kind_of_file
 from holdfast._native.publish import formats_at
 from holdfast._native.verify import OnProgress
 from holdfast._native.writer import NativeWriter
@@ -93,7 +94,7 @@ def convert(
     max_bytes: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> Conversion:
-    """Write the checkpoint ``source`` (a directory, or a ``.pt`` file) to ``target`` in the format ``to``.
+    """Write ``source`` (a checkpoint, a ``.pt`` or a ``.safetensors`` file) to ``target``, in the format ``to``.
 
     Args:
         source: what it is, is found out by looking at it.
@@ -122,7 +123,9 @@ def convert(
     with _guarded_target(target, to, overwrite=overwrite):
         if os.path.isfile(source):
             if to == "pt":
-                raise ValueError(f"{os.fspath(source)!r} is a .pt file already; copy it")
+                if kind_of_file(source) == ".safetensors":
+                    raise ValueError(f"{source!r} is a .safetensors file; convert it to 'native' or 'torch' first")
+                raise ValueError(f"{source!r} is a .pt file already; copy it")
             writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
             state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
             metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
@@ -181,7 +184,7 @@ def _bytes_at(path: str) -> int:
 
 @contextlib.contextmanager
 def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[None]:
-    """Refuses a target that must not be replaced; after a failure, removes a directory that was made in vain."""
+    """Refuses a target that must not be replaced; the save leaves none that it made in vain."""
     existed = posix.exists(target)
     if existed and not overwrite:
         raise AlreadyPublishedError(f"{target!r} exists already; use another name or overwrite=True")
@@ -189,12 +192,7 @@ def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[Non
         raise AlreadyPublishedError(
             f"{target!r} is there, and a checkpoint of the {to} format cannot take its place; remove it first"
         )
-    try:
-        yield
-    except BaseException:
-        if not existed:
-            posix.remove_empty_directory(target)
-        raise
+    yield
 
 
 def _holds(target: str, to: Format) -> bool:

@@ -264,7 +264,8 @@ def test_a_rank_that_never_comes_is_named() -> None:
     job = Job(3)
     job.channels.pop()
     found = job.run(lambda ranks: ranks.all_reduce("planning", lambda: 1, sum), patience=QUICK)
-    assert [str(error) for error in found] == ["rank 2 did not come to 'planning' within 4 s; look at that rank"] * 2
+    said = "rank 2 did not come to 'planning' within 4 s; call it on every rank, or pass no_dist=True"
+    assert [str(error) for error in found] == [said] * 2
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:

@@ -170,7 +170,7 @@ def test_where_it_happened_the_original_is_the_cause() -> None:
         (CannotPickle("odd"), "rank 3: writing failed: CannotPickle: odd"),
         (CannotUnpickle(1, 2), "rank 3: writing failed: CannotUnpickle: 1 and 2"),
         (CannotPrint("odd"), "rank 3: writing failed: CannotPrint: an error that cannot be printed"),
-        (KeyboardInterrupt(), "rank 3: writing failed: KeyboardInterrupt: "),
+        (KeyboardInterrupt(), "rank 3: writing failed: KeyboardInterrupt"),
         (ValueError(lambda: None), "rank 3: writing failed: ValueError: <function"),
     ],
     ids=lambda value: type(value).__name__,
@@ -313,8 +313,8 @@ def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: Hand
     assert overdue(watch, start + 1) == {}
     assert overdue(watch, start) == {2: said}
     assert overdue(watch, start, awaited=(1, 3)) == {
-        1: "rank 5 did not come to 'writing' within 120 s; look at that rank",
-        3: "rank 7 did not come to 'writing' within 120 s; look at that rank",
+        1: "rank 5 did not come to 'writing' within 120 s; call it on every rank, or pass no_dist=True",
+        3: "rank 7 did not come to 'writing' within 120 s; call it on every rank, or pass no_dist=True",
     }
 
 
