@@ -17,6 +17,8 @@ from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
 from holdfast._state.tensors import empty_quantized, empty_tensor
+from holdfast._torch_classes.adapt import metadata_of_rank
+from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
 from holdfast._values.box import Box, whole
@@ -26,6 +28,7 @@ from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, Stor
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows, check_tiling
+from holdfast.storage import StorageReader
 
 __all__ = ["Checkpoint", "StoredTensor", "VerifyReport", "open", "verify"]
 
@@ -66,6 +69,20 @@ class Door:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, NotFoundError):
             raise error.with_traceback(None) from None
+
+
+def metadata_for(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """What the checkpoint says of itself, whole; True beside it where that is only what ``rank`` said, saving apart."""
+    try:
+        metadata = metadata_from_torch(reader.read_metadata())
+    except Exception:
+        own = None if reader.is_always_whole else metadata_of_rank(reader, rank)
+        if own is None:
+            raise
+        return own, True
+    if not reader.is_always_whole:
+        check_tiling(metadata)
+    return metadata, False
 
 
 Index = int | slice | EllipsisType

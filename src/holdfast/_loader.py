@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from holdfast._checkpoint import Door, reader_for
+from holdfast._checkpoint import Door, metadata_for, reader_for
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
 from holdfast._state.nested import add_versions, restorable_paths, tell_versions, unflatten
 from holdfast._state.stateful_values import Owners, expose, hand_back
 from holdfast._state.tensors import grad_mode
-from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, metadata_of_rank, set_up_reader
-from holdfast._torch_classes.translate import metadata_from_torch
+from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import few
 from holdfast.default_planner import DefaultLoadPlanner
+from holdfast.default_planner.key_maps import KeyMap, check_key_map
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
 from holdfast.metadata import Metadata
 from holdfast.planner import LoadPlan, LoadPlanner, is_overridden, read_columns
-from holdfast.planner_helpers import check_tiling
 from holdfast.storage import StorageReader
 
 if TYPE_CHECKING:
@@ -52,6 +51,9 @@ class LoadOptions:
         deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
         share: "host": one rank reads what several ranks of its host want, and passes it on in memory. "job": one host
             also reads what four or more hosts want, and sends it to the others. "off": every rank reads for itself.
+        key_map: leads from a key of the target to the key in the checkpoint, for ``load``: a function, or a dict of
+            prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"} where only
+            the stored ones do. Prefixes end at a dot; the longest counts.
     """
 
     cast: bool = False
@@ -59,8 +61,10 @@ class LoadOptions:
     allow_pickle: bool = False
     deadline_s: float = DEADLINE_S
     share: Literal["host", "job", "off"] = "host"
+    key_map: KeyMap | None = None
 
     def __post_init__(self) -> None:
+        check_key_map(self.key_map)
         check_deadline(self.deadline_s)
         if self.share not in ("host", "job", "off"):
             raise ValueError(f"share is 'host', 'job' or 'off', not {self.share!r}")
@@ -73,7 +77,8 @@ _DEFAULTS = LoadOptions()
 class LoadReport:
     """What a load did: keys loaded, keys that only the checkpoint has, differences, casts, bytes and seconds.
 
-    ``made`` has the loaded keys for which the target had only an empty container.
+    ``made`` has the loaded keys for which the target had only an empty container. With a ``key_map``, all keys are
+    those of the checkpoint.
     """
 
     loaded: tuple[str, ...]
@@ -164,9 +169,10 @@ def load(
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
         find_reader = reader_finder(checkpoint_id, storage_reader, options)
         if planner is None:
-            planner = DefaultLoadPlanner(strict=strict, cast=options.cast, allow_pickle=options.allow_pickle)
-        elif not strict:
-            raise ValueError("strict is an option of the planner; pass it to the planner")
+            chosen = {"strict": strict, "cast": options.cast, "allow_pickle": options.allow_pickle}
+            planner = DefaultLoadPlanner(**chosen, key_map=options.key_map)
+        elif not strict or options.key_map is not None:
+            raise ValueError("strict and key_map are options of the planner; pass them to the planner")
         return load_with(state_dict, find_reader, planner, ranks, options)
 
 
@@ -177,6 +183,8 @@ def read(path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, opt
     With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not in
     the checkpoint raises MismatchError. Other errors are those of ``load``.
     """
+    if options.key_map is not None:
+        raise ValueError("key_map is for load(state, path), which has a target; read gives what is stored")
     with Door():
         find_reader = reader_finder(path, None, options)
         return read_with(find_reader, keys, Ranks(), allow_pickle=options.allow_pickle)
@@ -337,26 +345,13 @@ def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bo
     opened: list[tuple[Metadata, bool]] = []
 
     def read_metadata() -> tuple[bool, str | None]:
-        metadata, is_apart = _metadata(reader, ranks.rank)
+        metadata, is_apart = metadata_for(reader, ranks.rank)
         opened.append((metadata, is_apart))
         meta = None if is_apart else metadata.storage_meta
         return is_apart, None if meta is None else meta.save_id
 
     ranks.all_reduce("reading the metadata", read_metadata, _one_save)
     return opened[0]
-
-
-def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    try:
-        metadata = metadata_from_torch(reader.read_metadata())
-    except Exception:
-        own = None if reader.is_always_whole else metadata_of_rank(reader, rank)
-        if own is None:
-            raise
-        return own, True
-    if not reader.is_always_whole:
-        check_tiling(metadata)
-    return metadata, False
 
 
 def _one_save(saves: list[tuple[bool, str | None]]) -> None:
@@ -418,18 +413,19 @@ def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> LoadPl
 
 def _report(loaded: _Loaded, planner: LoadPlanner, seconds: float) -> LoadReport:
     columns, stored = read_columns(loaded.plan.items), loaded.metadata.state_dict_metadata
-    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
-    asked = {*columns.storage_keys, *(() if ours is None else ours.state_dict)}
+    # Other planners have nothing to tell.
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else DefaultLoadPlanner()
+    asked = {*columns.storage_keys, *ours.stored(ours.state_dict)}
     # A rank that holds no element of a tensor has nothing to read, and has it all.
-    empty = () if ours is None else ours.keys_without_elements()
+    there = ours.stored((*columns.keys, *ours.keys_without_elements()))
     return LoadReport(
-        loaded=tuple(dict.fromkeys((*columns.keys, *empty))),
+        loaded=tuple(dict.fromkeys(there)),
         unexpected=tuple(key for key in stored if key not in asked),
-        differences=() if ours is None else tuple(ours.differences),
-        casts=() if ours is None else tuple(ours.casts),
+        differences=tuple(ours.told(ours.differences)),
+        casts=tuple(ours.told(ours.casts)),
         bytes_read=loaded.bytes_read,
         seconds=seconds,
-        made=() if ours is None else tuple(ours.made),
+        made=tuple(ours.stored(ours.made)),
     )
 
 
@@ -437,7 +433,9 @@ def _hand_back(state: Target, loaded: _Loaded, planner: LoadPlanner) -> None:
     """Give the state what was loaded; modules' state_dicts in it say with which versions that was saved."""
     target, versions = loaded.target, loaded.metadata.versions
     if isinstance(planner, DefaultLoadPlanner):
+        if planner.key_map is not None and planner.metadata is not None:
+            versions = planner.metadata.versions
         tell_versions(planner.versioned, versions, {difference.key for difference in planner.differences})
-        if planner.made:
+        if planner.made and planner.key_map is None:
             target = add_versions(target, versions)
     hand_back(state, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from holdfast._plan.reads import Overlap, overlap
 from holdfast._save_plan.plans import local_leaves
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import is_meta, pieces_of
+from holdfast._state.tensors import quantizer_of
 from holdfast._torch_classes.translate import metadata_from_torch, stored_from_torch
 from holdfast._values.box import Box, whole
 from holdfast._values.dtypes import DTYPES
@@ -84,6 +86,28 @@ CAST = ", or pass LoadOptions(cast=True) to convert between floating types."
 def can_cast(difference: Difference) -> bool:
     """Whether both dtypes are floating types."""
     return all(name in DTYPES and DTYPES[name].is_floating for name in (difference.stored, difference.wanted))
+
+
+def quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
+    """A target takes over the stored scales and zero points, but its scheme cannot be changed."""
+    if stored.quantizer is None:
+        return None
+    was, wanted = stored.quantizer["scheme"], (quantizer_of(leaf) or {}).get("scheme")
+    return None if was == wanted else Difference(key=key, kind="context", stored=was, wanted=str(wanted))
+
+
+def context_difference(key: str, stored: object, wanted: object) -> Difference:
+    """That the context of a tensor subclass is another one."""
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = 200
+    return Difference(key=key, kind="context", stored=shown.repr(stored), wanted=shown.repr(wanted))
+
+
+def kind_of(leaf: object) -> str:
+    """What ``leaf``, of a target or a checkpoint, is in a message."""
+    if isinstance(leaf, (torch.Tensor, np.ndarray, TensorStorageMetadata)):
+        return "a tensor"
+    return "a value" if isinstance(leaf, BytesStorageMetadata) else f"a {type(leaf).__name__}"
 
 
 def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, cast: bool) -> None:

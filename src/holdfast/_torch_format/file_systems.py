@@ -106,7 +106,7 @@ class FileSystem(FileSystemBase):
         posix.remove(path, missing_ok=False)
 
     def ls(self, path: PathLike) -> list[str]:
-        return [os.path.join(path, name) for name in posix.list_names(path)]
+        return [os.path.join(path, name) for name in posix.list_names(path)] if posix.exists(path) else []
 
 
 class RemoteFileSystem(FileSystemBase):
@@ -240,8 +240,6 @@ def file_prefixes(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int],
 
 
 def _has_files_of(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int]) -> bool:
-    if not fs.exists(directory):
-        return False
     list_names = getattr(fs, "ls", None)
     if list_names is None:
         return any(fs.exists(fs.concat_path(directory, f"__{rank}_0{DATA_SUFFIX}")) for rank in ranks)

@@ -147,6 +147,8 @@ class _FileSystemWriter(Located, StorageWriter):
         for key in write_columns(save_plan_from_torch(plan).items).keys:
             if len(key) > MAX_KEY_BYTES:
                 raise InvalidStateError(f"the key {key[:200]!r}... is longer than {MAX_KEY_BYTES}; shorten it", key=key)
+        if not is_local(self.fs):
+            self.fs.mkdir(self.path)
         check_replaceable(self.fs, self.path, self._metadata_name, overwrite=self.overwrite)
         if not is_torchs(plan):
             plan = _with_arrays_as_values(plan)
@@ -171,7 +173,8 @@ class _FileSystemWriter(Located, StorageWriter):
         plan, planner = final_save_plan(plan, planner)
         items = PlannedItems(plan, planner)
         rows = items.files(single_file=self.single_file_per_rank, thread_count=self.thread_count)
-        self.fs.mkdir(self.path)  # only now, when every rank knows whether it was there before
+        if is_local(self.fs):
+            self.fs.mkdir(self.path)  # only now, when every rank knows whether it was there before
         self._files = files = self._new_files(items)
         results: MutableSequence[WriteResult] = files.write(
             [(f"{prefix}{number}{DATA_SUFFIX}", each) for number, each in enumerate(rows)]

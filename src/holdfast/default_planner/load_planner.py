@@ -7,14 +7,14 @@ is touched.
 from __future__ import annotations
 
 import io
-import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast._state.nested import Path, flatten, path_key, set_element, stored_paths, unflatten
+from holdfast._state.nested import Path, flatten, set_element, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import (
@@ -23,22 +23,31 @@ from holdfast._state.tensors import (
     check_fillable,
     empty_tensor,
     plain_address,
-    quantizer_of,
 )
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.lazy import LazyList
+from holdfast.default_planner.key_maps import KeyMap, check_key_map, renamed, suggestion
 from holdfast.default_planner.targets import (
     chosen_keys,
     empty_state,
     fill_empty_containers,
     is_empty_container,
+    take_whole_values,
     tied,
 )
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
-from holdfast.planner_helpers import CAST, ReadRows, can_cast, dtype_difference
+from holdfast.planner_helpers import (
+    CAST,
+    ReadRows,
+    can_cast,
+    context_difference,
+    dtype_difference,
+    kind_of,
+    quantizer_difference,
+)
 from holdfast.storage import ValueBuffer
 
 SameBytes = Callable[[str, str], bool | None]
@@ -56,9 +65,9 @@ class DefaultLoadPlanner(LoadPlanner):
 
     ``strict`` makes every difference between target and checkpoint an error before anything is touched; without it
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
-    allows loading one floating type into another. ``flatten_sharded_tensors`` is there for torch's sake: shards that
-    are themselves sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made``
-    has the keys of what was put there.
+    allows loading one floating type into another. ``key_map`` is as in LoadOptions; ``names`` has the stored key for
+    each of the target. ``flatten_sharded_tensors`` is there for torch's sake: shards that are themselves sharded are
+    always taken apart. Empty containers are filled, with the help of ``owners``; ``made`` has the keys put there.
     """
 
     def __init__(
@@ -70,7 +79,12 @@ class DefaultLoadPlanner(LoadPlanner):
         strict: bool = True,
         cast: bool = False,
         allow_pickle: bool = False,
+        key_map: KeyMap | None = None,
     ) -> None:
+        check_key_map(key_map)
+        self.key_map = key_map
+        self.names: dict[str, str] = {}
+        self.state_dict: STATE_DICT_TYPE = {}
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.allow_partial_load = allow_partial_load
@@ -105,38 +119,22 @@ class DefaultLoadPlanner(LoadPlanner):
             state_dict, self.mappings = flatten(state_dict, self.versioned)
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
-        self.state_dict: STATE_DICT_TYPE = {
+        self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
-        self.metadata = metadata = None if metadata is None else metadata_from_torch(metadata)
+        metadata = None if metadata is None else metadata_from_torch(metadata)
+        if metadata is not None and self.key_map is not None:
+            paths = {key: self.mappings.get(key, (key,)) for key in self.state_dict}
+            metadata, self.names = renamed(metadata, paths, self.key_map)
+        self.metadata = metadata
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
-                self._take_whole_values(metadata)
+                take_whole_values(self.state_dict, self.mappings, metadata)
             self.made, self._refused = fill_empty_containers(
                 self.original_state_dict, self.state_dict, self.mappings, metadata, self.owners
             )
-
-    def _take_whole_values(self, metadata: Metadata) -> None:
-        """Ask for a container of the target as the one value that the checkpoint has of it.
-
-        So torch stores a tuple of tensors and, before version 2.4, a dict without tensors in it.
-        """
-        stored, leaves = metadata.state_dict_metadata, self.state_dict
-        below: dict[Path, list[str]] = {}
-        for key in leaves:
-            path = self.mappings[key]
-            for length in range(1, len(path)):
-                if isinstance(stored.get(path_key(path[:length])), BytesStorageMetadata):
-                    below.setdefault(path[:length], []).append(key)
-        for path, keys in below.items():
-            whole = path_key(path)
-            if whole in leaves or any(key in stored or key not in leaves for key in keys):
-                continue
-            for key in keys:
-                del leaves[key]
-            leaves[whole], self.mappings[whole] = None, path
 
     def _materialised(self, key: str, leaf: object) -> object:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
@@ -216,8 +214,22 @@ class DefaultLoadPlanner(LoadPlanner):
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
             may_help = not self.cast and any(each.kind == "dtype" and can_cast(each) for each in faults)
-            raise MismatchError.of(faults, advice=_FIX + (CAST if may_help else "."))
-        return LoadPlan(LazyList(columns))
+            missing = [each.key for each in faults if each.kind == "missing"]
+            hint = suggestion(missing, self.state_dict, entries) if self.key_map is None else ""
+            raise MismatchError.of(self.told(faults), advice=_FIX + (CAST if may_help else ".") + hint)
+        return LoadPlan(LazyList(self.as_stored(columns)))
+
+    def as_stored(self, columns: ReadColumns) -> ReadColumns:
+        """``columns`` with the keys under which things are stored."""
+        return columns if not self.names else replace(columns, storage_keys=self.stored(columns.keys))
+
+    def stored(self, keys: Iterable[str]) -> list[str]:
+        """The keys in the checkpoint for ``keys`` of the target."""
+        return [self.names.get(key, key) for key in keys]
+
+    def told(self, differences: Iterable[Difference]) -> list[Difference]:
+        """``differences`` with the keys that the checkpoint has."""
+        return [replace(each, key=self.names.get(each.key, each.key)) for each in differences]
 
     def places(self, key: str) -> list[Place]:
         """The memory of the target that takes what is stored of the tensor ``key``."""
@@ -252,7 +264,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return columns.take(np.flatnonzero(~is_left_out[columns.key]))
 
     def _has_same(self, same_bytes: SameBytes, key: str, other: str) -> bool | None:
-        same = same_bytes(key, other)
+        same = same_bytes(*self.stored((key, other)))
         if same is False and (key in self._pieces or {key, other} & {each.key for each in self.casts}):
             return None  # parts of them may be the same, or become it
         return same
@@ -264,9 +276,12 @@ class DefaultLoadPlanner(LoadPlanner):
             for key, leaf in self.state_dict.items()
             if isinstance(leaf, ComposedTensor) and isinstance(entries.get(key), BytesStorageMetadata)
         }
-        known = self.stored_values(list(wanted)) if wanted and self.stored_values is not None else {}
+        values = self.stored_values(self.stored(wanted)) if wanted and self.stored_values is not None else {}
+        known = {key: values[name] for key, name in zip(wanted, self.stored(wanted), strict=True) if name in values}
         others = [
-            _context(key, known[key], wanted[key]) for key in wanted if key in known and known[key] != wanted[key]
+            context_difference(key, known[key], wanted[key])
+            for key in wanted
+            if key in known and known[key] != wanted[key]
         ]
         self.differences += others
         return tuple(difference.key.removesuffix(CONTEXT_KEY) for difference in others)
@@ -278,14 +293,14 @@ class DefaultLoadPlanner(LoadPlanner):
         if stored is None:
             if is_empty_container(leaf):
                 return None  # an empty container asks for nothing
-            return Difference(key=key, kind="missing", stored="nothing", wanted=_kind_of(leaf))
+            return Difference(key=key, kind="missing", stored="nothing", wanted=kind_of(leaf))
         if isinstance(leaf, np.ndarray) and isinstance(stored, TensorStorageMetadata):
             check_fillable(key, leaf)
             return self._tensor_difference(key, torch.from_numpy(leaf), stored)
         if isinstance(leaf, np.ndarray) and self.metadata is not None and key not in self.metadata.paths:
             return None  # a value may turn out to be an array, but not in native storage, which has paths
         if isinstance(leaf, (torch.Tensor, np.ndarray)) or isinstance(stored, TensorStorageMetadata):
-            return Difference(key=key, kind="kind", stored=_kind_of(stored), wanted=_kind_of(leaf))
+            return Difference(key=key, kind="kind", stored=kind_of(stored), wanted=kind_of(leaf))
         return None
 
     def _tensor_difference(self, key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
@@ -301,7 +316,7 @@ class DefaultLoadPlanner(LoadPlanner):
             return Difference(key=key, kind="shape", stored=str(list(stored.size)), wanted=str(list(shape)))
         was = stored.properties.dtype
         if was == wanted:
-            return _quantizer_difference(key, leaf, stored) if is_quantized else None
+            return quantizer_difference(key, leaf, stored) if is_quantized else None
         difference = dtype_difference(key, was, wanted)
         if not self.cast or not can_cast(difference):
             return difference
@@ -339,14 +354,14 @@ class DefaultLoadPlanner(LoadPlanner):
         if isinstance(leaf, ComposedTensor):
             if loaded != leaf.context:
                 raise MismatchError.of(
-                    [_context(key, loaded, leaf.context)],
+                    self.told([context_difference(key, loaded, leaf.context)]),
                     advice="Make the target's tensor subclass as it was when it was saved.",
                 )
             return
         if isinstance(leaf, np.ndarray) and not isinstance(loaded, np.ndarray):
-            difference = Difference(key=key, kind="kind", stored=_kind_of(loaded), wanted=_kind_of(leaf))
+            difference = Difference(key=key, kind="kind", stored=kind_of(loaded), wanted=kind_of(leaf))
             if self.strict:
-                raise MismatchError.of([difference], advice=f"{_FIX}.")
+                raise MismatchError.of(self.told([difference]), advice=f"{_FIX}.")
             self.differences.append(difference)
             return
         self.state_dict[key] = loaded
@@ -405,8 +420,10 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     stands for nothing, unless ``allow_partial_load``. The options are those of DefaultLoadPlanner.
     """
 
-    def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: bool) -> None:
+    def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.key_map is not None:
+            raise ValueError("a target that is made from the checkpoint has its keys; leave out key_map")
         self.keys = keys
 
     def set_up_planner(
@@ -426,23 +443,3 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         self.state_dict = leaves
         self.original_state_dict = state_dict
         state_dict.update(unflatten(leaves, self.mappings) if self.flatten_state_dict else leaves)
-
-
-def _quantizer_difference(key: str, leaf: torch.Tensor, stored: TensorStorageMetadata) -> Difference | None:
-    """A target takes over the stored scales and zero points, but its scheme cannot be changed."""
-    if stored.quantizer is None:
-        return None
-    was, wanted = stored.quantizer["scheme"], (quantizer_of(leaf) or {}).get("scheme")
-    return None if was == wanted else Difference(key=key, kind="context", stored=was, wanted=str(wanted))
-
-
-def _context(key: str, stored: object, wanted: object) -> Difference:
-    shown = reprlib.Repr()
-    shown.maxstring = shown.maxother = 200
-    return Difference(key=key, kind="context", stored=shown.repr(stored), wanted=shown.repr(wanted))
-
-
-def _kind_of(leaf: object) -> str:
-    if isinstance(leaf, (torch.Tensor, np.ndarray, TensorStorageMetadata)):
-        return "a tensor"
-    return "a value" if isinstance(leaf, BytesStorageMetadata) else f"a {type(leaf).__name__}"

@@ -117,6 +117,27 @@ def _requires_grad(metadata: Metadata, key: str) -> bool:
     return isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad
 
 
+def take_whole_values(leaves: STATE_DICT_TYPE, paths: dict[str, Path], metadata: Metadata) -> None:
+    """Ask for a container of the target as the one value that the checkpoint has of it.
+
+    So torch stores a tuple of tensors and, before version 2.4, a dict without tensors in it.
+    """
+    stored = metadata.state_dict_metadata
+    below: dict[Path, list[str]] = {}
+    for key in leaves:
+        path = paths[key]
+        for length in range(1, len(path)):
+            if isinstance(stored.get(path_key(path[:length])), BytesStorageMetadata):
+                below.setdefault(path[:length], []).append(key)
+    for path, keys in below.items():
+        name = path_key(path)
+        if name in leaves or any(key in stored or key not in leaves for key in keys):
+            continue
+        for key in keys:
+            del leaves[key]
+        leaves[name], paths[name] = None, path
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Room:
     """An empty place in the target, the parameter whose state belongs there, and where in it each stored key goes.
@@ -292,13 +313,13 @@ def _settle(planner: DefaultLoadPlanner, aside: _AsideReader, tie: Tie) -> None:
         if other is None:
             return
         if planner.strict:
-            raise _mismatch([tied(first, other)])
+            raise _mismatch(planner.told([tied(first, other)]))
         others = others[-1:]
     for key in others:
         aside.read(planner, [(key, place.box) for place in planner.places(key)])
     differences = [tied(key, tie.keys[-1]) for key in tie.keys[:-1] if not aside.is_there(key)]
     if differences and planner.strict:
-        raise _mismatch(differences)
+        raise _mismatch(planner.told(differences))
     planner.differences += differences
 
 
@@ -317,7 +338,8 @@ class _AsideReader:
             stored = self.planner.metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
             rows.add_tensor(key, stored, box)
-        self.reader.read_data(dataclasses.replace(self.plan, items=LazyList(rows.columns())), planner).wait()
+        columns = self.planner.as_stored(rows.columns())
+        self.reader.read_data(dataclasses.replace(self.plan, items=LazyList(columns)), planner).wait()
 
     def is_there(self, key: str) -> bool:
         """Whether the memory of ``key`` holds what is stored of it, bit for bit."""
