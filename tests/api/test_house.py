@@ -28,7 +28,7 @@ PACKAGE = ROOT / "src" / "holdfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
 LIMITS = {
-    "modules": 112,
+    "modules": 113,
     "lines": 30_200,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
