@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib as _importlib
 import logging as _logging
+import os as _os
 import typing as _typing
 
 import torch as _torch
@@ -194,3 +195,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted((*__all__, *_MODULES))
+
+
+if _os.environ.get("HOLDFAST_IN_TORCH", "0") not in ("", "0"):
+    _importlib.import_module("holdfast.interop.replacing").use_as_environment_says()

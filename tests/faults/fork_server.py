@@ -98,6 +98,7 @@ def attempt(request: dict[str, Any]) -> dict[str, Any]:
             writer = holdfast.NativeWriter(
                 request["path"], overwrite=request.get("overwrite", True), attempt=request.get("attempt")
             )
+            writer.leaves_marker = request.get("marks", False)
             holdfast.save(state_of(version, request.get("elements", 300)), storage_writer=writer)
     except Exception as error:
         outcome = {

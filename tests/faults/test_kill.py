@@ -137,3 +137,41 @@ def test_a_saver_killed_again_and_again_never_takes_the_checkpoint_away(
             assert version >= versions[-1]
         versions.append(version)
     assert len(set(versions)) > 4
+
+
+# --- programs that look for torch's .metadata -------------------------------------------------------------------------
+
+
+def save_before(path: Path, before: str, state: dict[str, Any]) -> None:
+    if before == "torch":
+        holdfast.save(state, storage_writer=holdfast.FileSystemWriter(path))
+    elif before != "nothing":
+        writer = holdfast.NativeWriter(path)
+        writer.leaves_marker = before == "marked"
+        holdfast.save(state, storage_writer=writer)
+
+
+@pytest.mark.parametrize("before", ["nothing", "native", "marked", "torch"])
+def test_a_program_that_looks_for_a_marker_never_finds_a_save_that_is_not_whole(
+    tmp_path: Path, before: str, start_child: StartChild, state_of: StateOf, version_of: VersionOf
+) -> None:
+    save_before(tmp_path / "count", before, state_of(1))
+    counts = start_child(path=str(tmp_path / "count"), versions=[2], marks=True)("end")["counts"]
+    assert (tmp_path / "count" / ".metadata").exists()
+    seen: set[tuple[int | None, bool]] = set()
+    for call in ("fsync", "link", "rename", "unlink", "write"):  # what others do changes nothing that can be seen
+        for number in range(1, counts[call] + 1):
+            path = tmp_path / f"{call}-{number}"
+            save_before(path, before, state_of(1))
+            fault = {"call": call, "number": number, "kind": "kill after"}
+            assert start_child(path=str(path), versions=[2], marks=True, fault=fault)("end")["signal"]
+            is_marked = (path / ".metadata").exists()
+            version = loaded_version(path, version_of)
+            seen.add((version, is_marked))
+            assert holdfast.sweep(path, delete=True).problems == ()
+            assert is_marked == (path / ".metadata").exists()
+            assert version == loaded_version(path, version_of)
+    was_marked = before in ("marked", "torch")
+    old = None if before == "nothing" else 1
+    # Never (None, True); and a marker comes only after what it marks.
+    assert seen == {(old, was_marked), (2, True)} | ({(2, False)} if before != "marked" else set())

@@ -13,8 +13,8 @@ other format: only one at a time removes what is not its own, so that no two can
 
 The order is the protocol. By the time ``publish`` is called every writer has synced its data files and the directory;
 then: index, manifest under a name of its attempt (each synced), the directory, then the name itself, then the directory
-again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. No
-lock file, no clock.
+again. Only then may anyone be told. Files of the replaced checkpoint go last, so that at no instant there is none. The
+marker for programs that look for torch's name, if one is wanted, comes after that. No lock file, no clock.
 
 The lock of the index is held from the moment it exists until the checkpoint is published, and only then are the data
 files looked at for the last time. A sweep holds that lock while it removes anything of an attempt: so either it is
@@ -36,7 +36,14 @@ from typing import Literal, Protocol
 from holdfast._io import locks, posix
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast._process import Ending, forget_in_child
-from holdfast._torch_codec.metadata_file import METADATA_NAME, NOTE_PREFIX, data_files_of, metadata_name
+from holdfast._torch_codec.metadata_file import (
+    MARKER,
+    METADATA_NAME,
+    NOTE_PREFIX,
+    data_files_of,
+    is_marker,
+    metadata_name,
+)
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import MAX_MANIFEST_BYTES, MAX_METADATA_BYTES
 from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
@@ -148,7 +155,7 @@ def _heads(directory: str) -> dict[Format, str]:
     """The file whose presence is the checkpoint, for each format that has one."""
     found: dict[Format, str] = {}
     for kind, name in _HEADS:
-        if kind not in found and _exists(directory, name):
+        if kind not in found and _exists(directory, name) and not (name == METADATA_NAME and _is_marked(directory)):
             found[kind] = name
     return found
 
@@ -159,6 +166,18 @@ def _all_heads(directory: str, kind: Format) -> list[str]:
         return [MANIFEST_NAME]
     apart = (name for name in posix.list_names(directory) if name.startswith("__") and name.endswith(METADATA_NAME))
     return [name for name in (*sorted(apart, reverse=True), METADATA_NAME) if _exists(directory, name)]
+
+
+def _is_marked(directory: str) -> bool:
+    """Whether ``.metadata`` is just the marker of a native checkpoint, or gone by now."""
+    try:
+        return is_marker(posix.read_whole(os.path.join(directory, METADATA_NAME), limit=_MOST_NOTE_BYTES))
+    except CorruptError:  # it is longer, or no file
+        return False
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return True
 
 
 def _exists(directory: str, name: str) -> bool:
@@ -204,12 +223,13 @@ def _files_of(directory: str, heads: list[str]) -> list[str]:
     return sorted(names)
 
 
-def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool) -> None:
+def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool, marks: bool = False) -> None:
     """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
     Its data files must be there. Where only its durability could not be confirmed, it stays, and so do the files of the
     one that it replaced: the disk may come back with either. AlreadyPublishedError when there is one and ``overwrite``
-    is not set: of several savers exactly one succeeds.
+    is not set: of several savers exactly one succeeds. With ``marks``, programs that look for torch's ``.metadata``
+    find a marker, from after the checkpoint is durable: they never find one that is not whole.
     """
     attempt, encoded = manifest.attempt, encode_manifest(manifest)
     target = os.path.join(directory, MANIFEST_NAME)
@@ -259,6 +279,31 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
         except BaseException:
             _conclude(directory, turn, replaced)
             raise
+        if marks and not _exists(directory, METADATA_NAME):
+            _mark(directory, turn.note)
+
+
+def _mark(directory: str, staged: str) -> None:
+    """Leave the marker of the checkpoint that is published; a file that got the name meanwhile is somebody else's.
+
+    It gets its name when it is whole. Until then it is named like a note, which others remove only when they have the
+    turn to publish.
+    """
+    try:
+        posix.write_new(staged, MARKER)
+        with contextlib.suppress(AlreadyPublishedError):
+            posix.link_new(staged, os.path.join(directory, METADATA_NAME))
+        posix.sync_directory(directory)
+    except StorageError as error:
+        raise StorageError(
+            f"the checkpoint in {directory!r} is whole, but programs that look for {METADATA_NAME} will not find it: "
+            f"{error.message}; save again",
+            errno=error.errno,
+            path=error.path,
+        ) from error
+    finally:
+        with contextlib.suppress(StorageError):
+            posix.remove(staged)
 
 
 def _conclude(directory: str, turn: Turn, replaced: Iterable[str]) -> None:

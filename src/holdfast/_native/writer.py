@@ -56,6 +56,8 @@ class NativeWriter(StorageWriter):
     """
 
     keeps_empty_dicts = True
+    leaves_marker = False
+    """Whether programs that look for torch's ``.metadata`` are to find the checkpoint."""
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ class NativeWriter(StorageWriter):
                 versions=(__version__, str(torch.__version__), platform.python_version()),
                 user_metadata=encode_value(with_planner_data(self.user_metadata, ours, versions), key="planner_data"),
             )
-            publish(self.path, manifest, index, overwrite=self.overwrite)
+            publish(self.path, manifest, index, overwrite=self.overwrite, marks=self.leaves_marker)
         except BaseException:
             if is_published(self.path, self._attempt) is False:
                 for name in (file.name for report in reports for file in report.files):

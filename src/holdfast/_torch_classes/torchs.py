@@ -9,6 +9,7 @@ import contextlib
 from typing import ClassVar
 
 from torch.distributed.checkpoint import (
+    _async_process_executor,
     _extension,
     filesystem,
     logger,
@@ -18,12 +19,15 @@ from torch.distributed.checkpoint import (
     resharding,
     staging,
     state_dict,
+    state_dict_loader,
+    state_dict_saver,
     storage,
 )
 
 from holdfast.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 __all__ = [
+    "_async_process_executor",
     "_extension",
     "filesystem",
     "logger",
@@ -33,6 +37,8 @@ __all__ = [
     "resharding",
     "staging",
     "state_dict",
+    "state_dict_loader",
+    "state_dict_saver",
     "storage",
 ]
 

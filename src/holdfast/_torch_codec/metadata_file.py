@@ -20,7 +20,7 @@ from holdfast._state.nested import is_path
 from holdfast._torch_codec.pickles import Globals, unpickle
 from holdfast._values.dtypes import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_KEY_BYTES
 from holdfast._values.lazy import LazyList
-from holdfast.errors import CorruptError, UnsafeError
+from holdfast.errors import CorruptError, NotACheckpointError, UnsafeError
 from holdfast.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -38,6 +38,21 @@ METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
 NOTE_PREFIX = "replaces-"
 """How the names of notes begin, which savers leave while one format replaces another."""
+
+_MARKER_START = b"Fa native checkpoint of Holdfast is here"
+MARKER = _MARKER_START + (
+    b", which torch cannot read by itself: use holdfast.load, or call holdfast.interop.use_in_torch()\n."
+)
+"""The ``.metadata`` of a native checkpoint, for programs that look for this name.
+
+It is a pickle of one float that is none. So whoever unpickles it is told these words (Python tells the first 200
+characters), and nothing is named, imported or called.
+"""
+
+
+def is_marker(data: bytes) -> bool:
+    """Whether ``data``, which a ``.metadata`` begins with, only marks a native checkpoint."""
+    return data.startswith(_MARKER_START)
 
 
 def metadata_name(rank: int | None) -> str:
@@ -99,8 +114,11 @@ def decode_metadata(data: bytes, *, path: str | os.PathLike[str], allow_pickle: 
         UnsafeError: it names something that is no metadata class, so that decoding would run code; ``allow_pickle``
             lets it.
         CorruptError: it is not what torch writes, or says what no honest writer says.
+        NotACheckpointError: it marks a native checkpoint.
     """
     name = os.fspath(path)
+    if is_marker(data):
+        raise NotACheckpointError(f"{name!r} only marks a native checkpoint; load that without a FileSystemReader")
     try:
         found = unpickle(data, _stand_ins(), what=repr(name), allow_any=allow_pickle)
         return _metadata(found, most=len(data))

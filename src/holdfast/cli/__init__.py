@@ -1,4 +1,4 @@
-"""The command line: ``holdfast show``, ``verify``, ``convert`` and ``sweep``.
+"""The command line: ``holdfast show``, ``verify``, ``convert``, ``sweep`` and ``run``.
 
 Results go to stdout, everything else to stderr. The exit code is 0 when all is well, 1 when a checkpoint is damaged or
 missing, 2 when the command line is wrong. An error of the library is one line, never a traceback. Never changes a
@@ -335,6 +335,39 @@ def _row(leftover: Leftover) -> list[Text]:
     ]
 
 
+# --- run -------------------------------------------------------------------------------------------------------------
+
+_RUN_EXAMPLES = """\b
+Examples:
+  holdfast run train.py --steps 1000
+  torchrun --nproc-per-node 8 -m holdfast run train.py --steps 1000
+  HOLDFAST_IN_TORCH=functions torchrun --nproc-per-node 8 -m holdfast run -m package.train"""
+
+
+@app.command("run", epilog=_RUN_EXAMPLES, context_settings={"ignore_unknown_options": True})
+def run_command(
+    script: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python script, or -m MODULE.", show_default=False)
+    ],
+) -> None:
+    """Run a script whose checkpoints torch.distributed.checkpoint writes; they become native.
+
+    The script stays as it is. HOLDFAST_IN_TORCH chooses options of holdfast.interop.use_in_torch, with commas between
+    them: functions, cast, allow_pickle.
+    """
+    _run(script)
+
+
+def _run(arguments: list[str]) -> None:
+    # Late, because it imports torch's checkpoint classes, which no other command needs.
+    from holdfast.interop.replacing import run_script
+
+    run_script(arguments)
+
+
 def main() -> None:
     """Run the command line and exit with its code: the entry point of the ``holdfast`` script."""
-    app(prog_name="holdfast")
+    if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in ([], ["-h"], ["--help"]):
+        _run(sys.argv[2:])  # whose errors are to be shown as Python shows them
+    else:
+        app(prog_name="holdfast")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, storage
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver, storage
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
@@ -182,3 +184,163 @@ def test_writers_stage_and_are_pickled_like_torchs(tmp_path: Path) -> None:
         again = pickle.loads(pickle.dumps(writer))
         dcp.save({"a": weight}, storage_writer=again)
         assert holdfast.load(tmp_path / "x")["a"].sum() == 0
+
+
+# --- torch's functions too --------------------------------------------------------------------------------------------
+
+
+def functions() -> tuple[Any, ...]:
+    return (
+        dcp.save,
+        dcp.async_save,
+        dcp.load,
+        state_dict_saver.save,
+        state_dict_saver.async_save,
+        state_dict_loader.load,
+    )
+
+
+TORCHS_FUNCTIONS = functions()
+
+
+def test_torchs_functions_stand_for_ours_until_the_end(tmp_path: Path) -> None:
+    with use_in_torch():
+        assert functions() == TORCHS_FUNCTIONS
+        with use_in_torch(functions=True) as replacement:
+            assert {function.__module__ for function in functions()} == {"holdfast.interop.replacing"}
+            assert "torch.distributed.checkpoint.async_save" in replacement.replaced
+            saved = dcp.save({"a": torch.ones(3), "n": 4}, checkpoint_id=tmp_path / "a")
+            assert isinstance(saved, holdfast.Metadata)
+            weight = torch.ones(3)
+            for kind in state_dict_saver.AsyncCheckpointerType:
+                future: Any = dcp.async_save(
+                    {"a": weight, "n": 5}, checkpoint_id=tmp_path / kind.value, async_checkpointer_type=kind
+                )
+                assert isinstance(future, holdfast.AsyncSave)
+                future.result()
+            loaded = {"a": torch.zeros(3), "n": 0}
+            report: Any = dcp.load(loaded, checkpoint_id=tmp_path / "process")
+            assert isinstance(report, holdfast.LoadReport)
+            dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "a"))
+            assert loaded["n"] == 4
+            with pytest.raises(holdfast.MismatchError):
+                dcp.load({"a": torch.zeros(3, dtype=torch.bfloat16)}, checkpoint_id=tmp_path / "a")
+        assert functions() == TORCHS_FUNCTIONS
+        assert names() == REPLACED
+    for name in ("a", "thread", "process"):
+        assert is_native(tmp_path / name)
+        assert (tmp_path / name / ".metadata").exists()
+    holdfast.release()
+
+
+def test_functions_come_back_with_the_last_use_that_replaced_them(tmp_path: Path) -> None:
+    first, second = use_in_torch(functions=True, cast=True), use_in_torch(functions=True, allow_pickle=True)
+    first.undo()
+    assert functions() != TORCHS_FUNCTIONS
+    dcp.save({"object": pathlib.PurePosixPath, "a": torch.ones(2)}, checkpoint_id=tmp_path / "x")
+    second.undo()
+    assert functions() == TORCHS_FUNCTIONS
+    with use_in_torch(functions=True, cast=True, verify=False):
+        half = {"a": torch.zeros(2, dtype=torch.bfloat16)}
+        dcp.load(half, checkpoint_id=tmp_path / "x", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert half["a"].sum() == 2
+
+
+def test_functions_take_urls_and_storages_as_torchs_do(tmp_path: Path) -> None:
+    with use_in_torch(functions=True):
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=f"memory://functions-{tmp_path.name}")
+        loaded = {"a": torch.zeros(2)}
+        dcp.load(loaded, checkpoint_id=f"memory://functions-{tmp_path.name}")
+        assert loaded["a"].sum() == 2
+        dcp.save({"a": torch.ones(2)}, storage_writer=TORCHS_OWN[0](tmp_path / "torch's"))
+        assert not is_native(tmp_path / "torch's")
+        dcp.save(state_dict={"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "x"), no_dist=True)
+        assert is_native(tmp_path / "x")
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+
+def run(code: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", **variables}
+    command = [sys.executable, "-W", "ignore", *code.split(), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_torchs_process_mode_writes_native_checkpoints_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from holdfast.interop import use_in_torch
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with use_in_torch():
+        for step in (1, 2):
+            dcp.async_save(
+                {"a": torch.full((3,), float(step))},
+                checkpoint_id=f"{sys.argv[1]}/step-{step}",
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result()
+    dist.destroy_process_group()
+""")
+    done = run(str(script), tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for step in (1, 2):
+        assert is_native(tmp_path / f"step-{step}")
+        assert (tmp_path / f"step-{step}" / ".metadata").exists()
+        assert holdfast.load(tmp_path / f"step-{step}")["a"].sum() == 3 * step
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("", "torch.distributed.checkpoint.filesystem torch.distributed.checkpoint.state_dict_saver False"),
+        ("0", "torch.distributed.checkpoint.filesystem torch.distributed.checkpoint.state_dict_saver False"),
+        ("1", "holdfast.interop.replacing torch.distributed.checkpoint.state_dict_saver False"),
+        ("functions,allow_pickle", "holdfast.interop.replacing holdfast.interop.replacing True"),
+    ],
+)
+def test_the_environment_chooses_when_the_library_is_imported(tmp_path: Path, value: str, told: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import holdfast
+import torch.distributed.checkpoint as dcp
+allows = getattr(dcp.FileSystemWriter("x"), "allow_pickle", False)
+print(dcp.FileSystemWriter.__module__, dcp.save.__module__, allows)
+""")
+    done = run(str(script), HOLDFAST_IN_TORCH=value)
+    assert done.stdout.strip() == told, done.stderr
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    done = run("-c", "import holdfast", HOLDFAST_IN_TORCH="function")
+    assert done.returncode == 1
+    assert "HOLDFAST_IN_TORCH is 0, 1, or some of functions, cast, allow_pickle" in done.stderr
+
+
+def test_scripts_and_modules_are_run_as_python_runs_them(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("name = 'beside'")
+    for name in ("script", "module"):
+        (tmp_path / f"{name}.py").write_text("""
+import sys
+import torch.distributed.checkpoint as dcp
+from beside import name
+print(__name__, name, sys.argv[1:], dcp.FileSystemWriter.__module__)
+sys.exit(7)
+""")
+    expected = "__main__ beside ['--help', '-x'] holdfast.interop.replacing"
+    done = run("-m holdfast run", tmp_path / "script.py", "--help", "-x")
+    assert (done.stdout.strip(), done.returncode) == (expected, 7), done.stderr
+    done = run("-m holdfast run -m module --help -x", PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    assert (done.stdout.strip(), done.returncode) == (expected, 7), done.stderr
+    (tmp_path / "failing.py").write_text("import holdfast\nholdfast.load('nowhere')")
+    done = run("-m holdfast run", tmp_path / "failing.py")
+    assert "Traceback" in done.stderr  # of the script, whole
+    assert "failing.py" in done.stderr
+    assert "SCRIPT [ARGS]" in run("-m holdfast run --help").stdout
+    assert run("-m holdfast run").returncode == 2
