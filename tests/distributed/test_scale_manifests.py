@@ -30,6 +30,7 @@ from holdfast._save_plan.coordinator import Asked
 from holdfast._save_plan.rounds import RankPlanning, _PlanMemory
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast.default_planner import DefaultSavePlanner
+from tools.timeless import timeless
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -127,7 +128,7 @@ def same_files(one: Path, other: Path) -> list[str]:
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in other.iterdir())
     for name in names:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+        assert timeless(one / name) == timeless(other / name), name
     return names
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
+from tools.timeless import timeless
 from torture import saves
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
@@ -203,7 +204,7 @@ def _operate(path: Path, operation: str, shape: str) -> None:
 
 
 def _contents(path: Path, attempt: str) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir() if attempt in file.name or file.stem == "manifest"}
+    return {file.name: timeless(file) for file in path.iterdir() if attempt in file.name or file.stem == "manifest"}
 
 
 @contextlib.contextmanager

@@ -302,6 +302,13 @@ def remove_empty_directories(paths: Iterable[str]) -> None:
             os.rmdir(path)
 
 
+def discard(descriptor: int) -> None:
+    """From now on, what is written to ``descriptor`` goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 @contextlib.contextmanager
 def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
     """A stream on ``path``, opened as ``open`` does and closed at the end of the block."""

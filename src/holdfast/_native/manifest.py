@@ -46,6 +46,7 @@ _START = re.compile(rb'\{"format":"holdfast","version":([0-9]{1,9})[,}]')
 _END = re.compile(rb'"digest":"([0-9a-f]{16})"\}')
 _END_BYTES = len('"digest":""}') + len(_NO_DIGEST)
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+_TIME = re.compile(r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-6][0-9]Z")
 _ATTEMPT = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _FILE_SUFFIX = re.compile(r"(?:0|[1-9][0-9]{0,9})-(?:0|[1-9][0-9]{0,9})\.safetensors")
 
@@ -115,13 +116,14 @@ class ValueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     path: tuple[StoredElement, ...] | None = None
 
 
-class WriterEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What wrote the checkpoint: versions, and the number of ranks."""
+class WriterEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What wrote the checkpoint: versions, the number of ranks, and when, by the clock of the coordinator."""
 
     holdfast: str
     torch: str
     python: str
     world_size: int
+    saved_at: str | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -283,6 +285,8 @@ def _check_files(manifest: Manifest) -> None:
         raise _BadManifest(f"the world size is {writer.world_size}")
     if max(len(writer.holdfast), len(writer.torch), len(writer.python)) > 200:
         raise _BadManifest("the version of the writer is too long")
+    if writer.saved_at is not None and _TIME.fullmatch(writer.saved_at) is None:
+        raise _BadManifest(f"the time {writer.saved_at[:80]!r} is not like 2026-01-31T23:59:59Z")
     if _ATTEMPT.fullmatch(manifest.attempt) is None:
         raise _BadManifest(f"the attempt {manifest.attempt[:80]!r} is not 1 to 64 letters, digits, - and _")
     if len(manifest.files) > MAX_FILES:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import platform
 import secrets
+import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
 from typing import Protocol
@@ -209,12 +210,13 @@ class NativeWriter(StorageWriter):
             for key, modules in report.versions.items():
                 versions.setdefault(key, {}).update(modules)
         ours = metadata_from_torch(metadata) if is_torchs(metadata) else metadata
+        saved_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
             manifest, index = merge_reports(
                 ours,
                 reports,
                 attempt=self._attempt,
-                versions=(__version__, str(torch.__version__), platform.python_version()),
+                versions=(__version__, str(torch.__version__), platform.python_version(), saved_at),
                 user_metadata=encode_value(with_planner_data(self.user_metadata, ours, versions), key="planner_data"),
             )
             publish(self.path, manifest, index, overwrite=self.overwrite, marks=self.leaves_marker)

@@ -1,16 +1,18 @@
 """The command line: ``holdfast show``, ``verify``, ``convert``, ``sweep`` and ``run``.
 
-Results go to stdout, everything else to stderr. The exit code is 0 when all is well, 1 when a checkpoint is damaged or
-missing, 2 when the command line is wrong. An error of the library is one line, never a traceback. Never changes a
-published checkpoint, unless ``convert`` is told to replace its target.
+Results go to stdout, everything else to stderr; with ``--json``, errors go to stdout too, as an object. ``_CODES`` has
+the exit codes. An error of the library, or of the output, is one line, never a traceback. Never changes a published
+checkpoint, unless ``convert`` is told to replace its target.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from typing import Annotated, Any
 
@@ -20,8 +22,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.exceptions import TyperException
 
 import holdfast
+from holdfast._io import posix
 from holdfast._native.sweep import Leftover
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import (
@@ -35,7 +39,7 @@ from holdfast.cli.show import (
     shown_bytes,
     shown_name,
 )
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, NotFoundError, StorageError
 
 __all__ = ["app", "main"]
 
@@ -47,24 +51,71 @@ Examples:
   holdfast sweep checkpoints"""
 
 
+_CODES = """\b
+Exit codes:
+  0  all is well
+  1  a checkpoint is damaged, or something in it is refused
+  2  the command line is wrong
+  3  there is no checkpoint
+  4  no permission, or a file or the output cannot be read or written"""
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, CheckpointError):
+        return 3 if isinstance(error, NotFoundError) else 4 if isinstance(error, StorageError) else 1
+    return 2 if isinstance(error, TyperException) else 4
+
+
+def _error_json(error: Exception) -> dict[str, object]:
+    told = {"kind": type(error).__name__, "message": getattr(error, "message", str(error))}
+    return {"error": told, "exit_code": _exit_code(error)}
+
+
+def _print_error(message: str) -> None:
+    line = Text.assemble(("error: ", "bold red"), (one_line(message), "red"))
+    with contextlib.suppress(OSError):
+        error_console().print(line, soft_wrap=True)
+
+
 class _ErrorsAsLines(typer.core.TyperGroup):
-    """Commands whose library errors end as one line on stderr and exit code 1."""
+    """Commands whose errors end as one line on stderr, or one object on stdout, and an exit code."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        self._as_json = "--json" in args
+        with self._told():
+            return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> object:
+        with self._told():
+            done = super().invoke(ctx)
+            sys.stdout.flush()
+            return done
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
         try:
-            return super().invoke(ctx)
-        except CheckpointError as error:
-            line = Text.assemble(("error: ", "bold red"), (one_line(error.message), "red"))
-            error_console().print(line, soft_wrap=True)
-            raise typer.Exit(1) from None
+            yield
+        except OSError as error:  # others of ours are StorageErrors, so this is the output
+            _print_error(f"cannot write the output: {error.strerror or error}; look at where it goes")
+            with contextlib.suppress(OSError, ValueError):  # or Python would say so once more when it exits
+                posix.discard(sys.stdout.fileno())
+            raise typer.Exit(4) from None
+        except (CheckpointError, TyperException) as error:
+            if self._as_json:
+                with self._told():
+                    typer.echo(json.dumps(_error_json(error)))
+            elif isinstance(error, CheckpointError):
+                _print_error(error.message)
+            else:
+                raise
+            raise typer.Exit(_exit_code(error)) from None
 
 
 app = typer.Typer(
     name="holdfast",
     cls=_ErrorsAsLines,
-    epilog=_EXAMPLES,
+    epilog=f"{_EXAMPLES}\n\n{_CODES}",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -90,7 +141,7 @@ def every_command(
             stream.reconfigure(errors="backslashreplace")
 
 
-app.command("show", epilog=SHOW_EXAMPLES)(show_command)
+app.command("show", epilog=f"{SHOW_EXAMPLES}\n\n{_CODES}")(show_command)
 
 
 class _Level(str, Enum):
@@ -103,14 +154,17 @@ _VERIFY_EXAMPLES = """\b
 Examples:
   holdfast verify checkpoints/step-100
   holdfast verify checkpoints/step-100 || echo "use an older one"
+  holdfast verify checkpoints/step-100 checkpoints/step-200
   holdfast verify checkpoints/step-100 --level sizes
   holdfast verify checkpoints/step-100 --sample 5%
   holdfast verify --json checkpoints/step-100 | jq .damaged_keys"""
 
 
-@app.command("verify", epilog=_VERIFY_EXAMPLES)
+@app.command("verify", epilog=f"{_VERIFY_EXAMPLES}\n\n{_CODES}")
 def verify_command(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="The directory of the checkpoint.", show_default=False)],
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="The directories of checkpoints.", show_default=False)
+    ],
     level: Annotated[
         _Level,
         typer.Option(
@@ -121,26 +175,44 @@ def verify_command(
     sample: Annotated[
         str, typer.Option("--sample", metavar="PART", help="Read only a random part of the data, such as 5%.")
     ] = "100%",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, or a list for several paths, and nothing else.")
+    ] = False,
 ) -> None:
     """Check every byte of a checkpoint.
 
-    Checks sizes, coverage, headers and all digests, in parallel. Exits with 0 if the checkpoint is whole. Exits with 1
-    if it is damaged or missing, and lists the damaged keys and files. You can still load what is not listed. With
-    --level or --sample it checks less, and says what it did not check.
+    Checks sizes, coverage, headers and all digests, in parallel. Lists the damaged keys and files. You can still load
+    what is not listed. With --level or --sample it checks less, and says what it did not check. Of several checkpoints,
+    the exit code is the highest.
 
     Not everything in torch's own format can be checked; the report says what was not.
     """
-    with as_options(), progress_bar("verifying") as on_progress:
-        report = holdfast.verify(path, level=level.value, sample=_part(sample), on_progress=on_progress)
+    results: list[dict[str, object]] = []
+    code = 0
+    for path in paths:
+        if len(paths) > 1 and not as_json:
+            output_console().print(Text(shown_name(path), "bold"), soft_wrap=True)
+        try:
+            with as_options(), progress_bar("verifying") as on_progress:
+                report = holdfast.verify(path, level=level.value, sample=_part(sample), on_progress=on_progress)
+        except CheckpointError as error:
+            if len(paths) == 1:
+                raise
+            code = max(code, _exit_code(error))
+            results.append({"path": path, "ok": False, **_error_json(error)})
+            if not as_json:
+                _print_error(error.message)
+            continue
+        code = max(code, 0 if report.ok else 1)
+        results.append(_verify_json(path, report))
+        if not as_json:
+            _print_damage(output_console(), report)
+            for line in report.unchecked:
+                output_console().print(Text(f"not checked: {line}", "dim"), soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps(_verify_json(path, report)))
-    else:
-        _print_damage(output_console(), report)
-        for line in report.unchecked:
-            output_console().print(Text(f"not checked: {line}", "dim"), soft_wrap=True)
-    if not report.ok:
-        raise typer.Exit(1)
+        typer.echo(json.dumps(results if len(paths) > 1 else results[0]))
+    if code:
+        raise typer.Exit(code)
 
 
 def _part(text: str) -> float:
@@ -201,10 +273,10 @@ class _Format(str, Enum):
     PT = "pt"
 
 
-@app.command("convert", epilog=_CONVERT_EXAMPLES)
+@app.command("convert", epilog=f"{_CONVERT_EXAMPLES}\n\n{_CODES}")
 def convert_command(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="The directory of a checkpoint, or a .pt file.", show_default=False)
+        str, typer.Argument(metavar="SRC", help="A checkpoint, or a .pt or .safetensors file.", show_default=False)
     ],
     target: Annotated[
         str,
@@ -232,7 +304,7 @@ def convert_command(
     """Write a checkpoint in another format.
 
     Finds out the format of SRC by itself. Copies tensors in pieces, so it needs little memory. Values keep their types.
-    DST appears whole or not at all. Exits with 1 if SRC is damaged or missing, or if DST cannot hold something in it.
+    DST appears whole or not at all.
     """
     with as_options(), progress_bar("converting") as on_progress:
         done = holdfast.convert(
@@ -265,7 +337,7 @@ Examples:
 _STYLES = {"dead": "yellow", "living": "green", "unknown": "red"}
 
 
-@app.command("sweep", epilog=_SWEEP_EXAMPLES)
+@app.command("sweep", epilog=f"{_SWEEP_EXAMPLES}\n\n{_CODES}")
 def sweep_command(
     root: Annotated[
         str,
@@ -289,7 +361,7 @@ def sweep_command(
 
     Looks in ROOT and below. Removes a file only with --delete, and only if it has a name of ours, no published
     checkpoint needs it, and its writer is proven dead: a living writer holds locks, which the kernel drops when it
-    dies. Does not follow links. Exits with 1 if ROOT is missing, or if something could not be read or removed.
+    dies. Does not follow links.
     """
     with as_options():
         report = holdfast.sweep(root, delete=delete, attempts=attempt or ())
@@ -299,7 +371,7 @@ def sweep_command(
     else:
         _print_swept(output_console(), report, delete=delete)
     if report.problems:
-        raise typer.Exit(1)
+        raise typer.Exit(4)
 
 
 def _print_swept(console: Console, report: holdfast.SweepReport, *, delete: bool) -> None:

@@ -8,22 +8,24 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast._checkpoint import is_torch_format, torch_reader
+from holdfast._checkpoint import is_torch_format, torch_reader, verify
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.manifest import TensorEntry, ValueEntry
 from holdfast._native.paths import decode_path, split_planner_data
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._native.publish import MANIFEST_NAME, format_at
 from holdfast._native.values import decode_value, encode_value
 from holdfast._state.nested import Path, restorable_paths
 from holdfast._torch_codec.metadata_file import StorageInfo, find_place
 from holdfast._torch_format.file_systems import RemoteFileSystem
 from holdfast._torch_format.reader import FileSystemReader
 from holdfast._values.dtypes import DTYPES
+from holdfast.errors import CheckpointError
 from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner_helpers import check_tiling
 
@@ -75,6 +77,7 @@ class Totals:
     python: str | None = None
     world_size: int | None = None
     attempt: str | None = None
+    saved_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,46 @@ def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Con
         totals=_totals(catalog),
         chunks_of=partial(_chunks, catalog),
         user_metadata=encode_value(user_metadata, key="user_metadata"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One checkpoint below a directory, by its name; ``problem`` says what is wrong with it, None that it is whole."""
+
+    name: str
+    problem: str | None
+    bytes: int = 0
+    saved_at: str | None = None
+
+
+def steps_below(root: str) -> list[Step]:
+    """The checkpoints right below the directory ``root``, by the numbers in their names; [] where it is none.
+
+    Sizes of files are looked at; no data is read.
+    """
+    try:
+        names = posix.list_names(root)
+    except CheckpointError:
+        return []
+    numbered = sorted(names, key=lambda name: [(part.isdigit(), part.zfill(20)) for part in re.split("([0-9]+)", name)])
+    return [step for step in map(partial(_step, root), numbered) if step is not None]
+
+
+def _step(root: str, name: str) -> Step | None:
+    path = os.path.join(root, name)
+    try:
+        if format_at(path) is None:
+            return None
+        report, totals = verify(path, level="sizes"), contents_of(path).totals
+    except CheckpointError as error:
+        return Step(name=name, problem=error.message)
+    damaged = ", ".join(report.damaged_files[:3])
+    return Step(
+        name=name,
+        problem=None if report.ok else f"damaged: {damaged}",
+        bytes=totals.bytes,
+        saved_at=totals.saved_at,
     )
 
 
@@ -151,6 +194,7 @@ def _totals(catalog: Catalog) -> Totals:
         python=writer.python,
         world_size=writer.world_size,
         attempt=manifest.attempt,
+        saved_at=writer.saved_at,
     )
 
 

@@ -2,7 +2,8 @@
 
 Keys and values come from files that may be anything. They are never taken for markup, and what a terminal would act
 upon (newlines, escape sequences) is shown escaped. In the tree, positions in lists read ``[0]``, in tuples ``(0)``, and
-keys of dicts that are no str as Python writes them.
+keys of dicts that are no str as Python writes them. A name with dots in it, as state_dicts have them, is a branch for
+each of its parts.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ from rich.style import Style
 from rich.text import Text
 
 from holdfast._native.values import decode_value
-from holdfast._state.nested import PathElement, TupleIndex, TypedKey
-from holdfast.cli.leaves import Contents, Leaf, StoredChunk, Totals, contents_of
-from holdfast.errors import CheckpointError
+from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey
+from holdfast.cli.leaves import Contents, Leaf, Step, StoredChunk, Totals, contents_of, steps_below
+from holdfast.errors import CheckpointError, NotFoundError
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def output_console() -> Console:
     """The console of results: stdout, in colour only on a terminal."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return _OutputConsole(highlight=False, markup=False, emoji=False)
+
+
+class _OutputConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the error be told, as that of any other output that cannot be written."""
+        raise  # what is being handled where this is called
 
 
 def error_console() -> Console:
@@ -133,7 +140,8 @@ _ASCII = "|- ", "`- ", "|  ", "   "
 class Line:
     """One line: ``guide`` draws the branches, ``under`` those of lines that belong below it.
 
-    ``leaf`` is None for a container; ``bytes`` is what it holds, tied tensors counted where their data is.
+    ``leaf`` is None for a container; ``bytes`` is what it holds, tied tensors counted where their data is. ``hidden``
+    counts the leaves below it that are not shown.
     """
 
     guide: str
@@ -141,6 +149,13 @@ class Line:
     label: str
     leaf: Leaf | None
     bytes: int
+    hidden: int = 0
+
+
+class _NamePart(str):
+    """A part of a name between dots."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -148,39 +163,55 @@ class _Node:
     label: str
     leaf: Leaf | None = None
     bytes: int = 0
+    leaves: int = 0
     children: dict[tuple[type, str], _Node] = field(default_factory=dict)
 
 
-def tree_lines(leaves: Iterable[Leaf], *, ascii_only: bool = False) -> Iterator[Line]:
-    """The lines of the tree of ``leaves``, parents before their children."""
+def tree_lines(leaves: Iterable[Leaf], *, ascii_only: bool = False, depth: int = sys.maxsize) -> Iterator[Line]:
+    """The lines of the tree of ``leaves``, parents before their children; of so many levels."""
     root = _Node("")
     for leaf in leaves:
         node = root
-        for element in leaf.path:
+        for element in _parts(leaf.path):
             # By type too: the dict keys 0 and "0" are two branches.
             place = type(element), str(element)
             if place not in node.children:
                 node.children[place] = _Node(_label(element))
             node = node.children[place]
             node.bytes += leaf.bytes if leaf.alias_of is None else 0
+            node.leaves += 1
         node.leaf = leaf
-    yield from _lines(root, "", _ASCII if ascii_only else _DRAWN)
+    yield from _lines(root, "", _ASCII if ascii_only else _DRAWN, depth)
+
+
+def _parts(path: Path) -> Iterator[PathElement]:
+    for element in path:
+        parts = element.split(".") if type(element) is str else []
+        if len(parts) > 1 and all(part.isprintable() and part.strip() == part != "" for part in parts):
+            yield from map(_NamePart, parts)
+        else:
+            yield element
 
 
 def _label(element: PathElement) -> str:
     if isinstance(element, TypedKey):
         return shown_value(element.value, most=_LONGEST_KEY)
+    if isinstance(element, _NamePart):
+        return str(element)
     if isinstance(element, str):
         return repr(element) if _LOOKS_LIKE_A_NUMBER.fullmatch(element) else shown_name(element)
     return f"({int(element)})" if isinstance(element, TupleIndex) else f"[{element}]"
 
 
-def _lines(node: _Node, indent: str, guides: tuple[str, str, str, str]) -> Iterator[Line]:
+def _lines(node: _Node, indent: str, guides: tuple[str, str, str, str], depth: int) -> Iterator[Line]:
     last = len(node.children) - 1
     for number, child in enumerate(node.children.values()):
         guide, under = guides[number == last], indent + guides[2 + (number == last)]
-        yield Line(guide=indent + guide, under=under, label=child.label, leaf=child.leaf, bytes=child.bytes)
-        yield from _lines(child, under, guides)
+        hidden = child.leaves if depth <= 1 and child.children else 0
+        line = Line(guide=indent + guide, under=under, label=child.label, leaf=child.leaf, bytes=child.bytes)
+        yield dataclasses.replace(line, hidden=hidden) if hidden else line
+        if depth > 1:
+            yield from _lines(child, under, guides, depth - 1)
 
 
 EXAMPLES = """\b
@@ -188,6 +219,8 @@ Examples:
   holdfast show checkpoints/step-100
   holdfast show checkpoints/step-100 'model.layers.0.*'
   holdfast show checkpoints/step-100 '*.weight' --chunks
+  holdfast show checkpoints/step-100 --depth 2
+  holdfast show checkpoints
   holdfast show --json checkpoints/step-100 | jq '.keys | keys'"""
 
 _WIDEST_LABEL = 40
@@ -216,21 +249,48 @@ def show_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     chunks: Annotated[bool, typer.Option("--chunks", help="Show where each chunk is stored.")] = False,
+    depth: Annotated[
+        int, typer.Option("--depth", min=1, metavar="N", help="Show so many levels of the tree.", show_default=False)
+    ] = sys.maxsize,
 ) -> None:
     """Show what a checkpoint holds.
 
     Prints a tree of keys with dtype, shape, bytes and chunks, then totals. Tied weights are stored once; the others
-    show "= key". Reads only the manifest and the index, or the metadata of a checkpoint in torch's own format.
+    show "= key". Reads only the manifest and the index, or the metadata of a checkpoint in torch's own format. Of a
+    directory of checkpoints, lists those: whether all files are there, bytes, and when they were saved.
     """
-    with as_options():
-        contents = contents_of(path, pattern)
+    try:
+        with as_options():
+            contents = contents_of(path, pattern)
+    except NotFoundError:
+        steps = steps_below(path)
+        if not steps:
+            raise
+        _show_steps(path, steps, as_json=as_json)
+        return
     if as_json:
         typer.echo(json.dumps(_as_json(path, contents, with_chunks=chunks)))
         return
     console = output_console()
     console.print(Text(shown_name(path), "bold"), soft_wrap=True)
-    _print_tree(console, contents, with_chunks=chunks)
+    _print_tree(console, contents, with_chunks=chunks, depth=depth)
     _print_totals(console, contents, pattern)
+
+
+def _show_steps(path: str, steps: list[Step], *, as_json: bool) -> None:
+    if as_json:
+        listed = [{**dataclasses.asdict(step), "whole": step.problem is None} for step in steps]
+        typer.echo(json.dumps({"path": path, "checkpoints": listed}))
+        return
+    console = output_console()
+    console.print(Text(shown_name(path), "bold"), soft_wrap=True)
+    width = max(cell_len(shown_name(step.name)) for step in steps)
+    for step in steps:
+        name = shown_name(step.name)
+        state = ("whole", "green") if step.problem is None else (one_line(step.problem), "red")
+        size = f"{shown_bytes(step.bytes):>10}  {step.saved_at or '-':<20}  "
+        line = Text.assemble(name, " " * (width - cell_len(name) + 2), (size, _DIM), state)
+        console.print(line, soft_wrap=True)
 
 
 def _as_json(path: str, contents: Contents, *, with_chunks: bool) -> dict[str, object]:
@@ -271,8 +331,8 @@ class _Widths:
     chunks: int
 
 
-def _print_tree(console: Console, contents: Contents, *, with_chunks: bool) -> None:
-    lines = list(tree_lines(contents.leaves, ascii_only=not console.encoding.startswith("utf")))
+def _print_tree(console: Console, contents: Contents, *, with_chunks: bool, depth: int) -> None:
+    lines = list(tree_lines(contents.leaves, ascii_only=not console.encoding.startswith("utf"), depth=depth))
     widths = _widths(lines)
     # Ready segments in one print, because laying out a Text per line takes a second for a large model.
     segments: list[Segment] = []
@@ -302,13 +362,14 @@ def _type_name(leaf: Leaf) -> str:
 
 def _line_segments(line: Line, widths: _Widths) -> list[Segment]:
     leaf = line.leaf
-    padding = " " * (widths.label - cell_len(line.guide) - cell_len(line.label) + 2)
+    padding = " " * max(2, widths.label - cell_len(line.guide) - cell_len(line.label) + 2)
     start = [Segment(line.guide, _DIM), Segment(line.label, _CONTAINER if leaf is None else None)]
+    hidden = f"  {counted(line.hidden, 'key')}" if line.hidden else ""
     if leaf is None and not line.bytes:
-        return start
+        return [*start, Segment(hidden, _DIM)] if hidden else start
     if leaf is None:
         gap = " " * (widths.dtype + widths.shape + 4)
-        return [*start, Segment(f"{padding}{gap}{shown_bytes(line.bytes):>10}", _DIM)]
+        return [*start, Segment(f"{padding}{gap}{shown_bytes(line.bytes):>10}{hidden}", _DIM)]
     start.append(Segment(padding))
     if leaf.kind == "value":
         text = shown_value(decode_value(leaf.value, key=leaf.key), most=_LONGEST_VALUE)
@@ -354,5 +415,6 @@ def _totals_lines(totals: Totals) -> list[str]:
     return [
         *lines,
         f"written by holdfast {one_line(totals.holdfast)} / torch {one_line(totals.torch)}",
-        f"world size {totals.world_size}, attempt {totals.attempt}",
+        f"world size {totals.world_size}, attempt {totals.attempt}"
+        + (f", saved at {totals.saved_at}" if totals.saved_at else ""),
     ]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli import app
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, StorageError
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
 
@@ -42,7 +42,8 @@ def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: s
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    examples = [line.strip() for line in lines[[line.strip() for line in lines].index("Examples:") + 1 :]]
+    stripped = [line.strip() for line in lines]
+    examples = stripped[stripped.index("Examples:") + 1 : stripped.index("Exit codes:") - 1]
     assert all(example.startswith("holdfast ") for example in examples)
     assert len(examples) >= 2
 
@@ -55,7 +56,7 @@ def test_every_command_is_listed_with_its_purpose() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["show"], ["verify"], ["nothing"], ["show", "--nothing", "x"], ["verify", "a", "b"], ["--nothing"]]
+    "arguments", [["show"], ["verify"], ["nothing"], ["show", "--nothing", "x"], ["convert", "a", "b"], ["--nothing"]]
 )
 def test_a_wrong_command_line_is_exit_code_2_and_help_on_stderr(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
@@ -66,7 +67,7 @@ def test_a_wrong_command_line_is_exit_code_2_and_help_on_stderr(arguments: list[
 
 @pytest.mark.parametrize("command", ["show", "verify"])
 @pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["text", "json"])
-def test_errors_of_the_library_are_one_line_on_stderr(tmp_path: Path, command: str, json_option: list[str]) -> None:
+def test_errors_of_the_library_are_one_line_or_one_object(tmp_path: Path, command: str, json_option: list[str]) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "readme").write_text("x")
@@ -78,11 +79,100 @@ def test_errors_of_the_library_are_one_line_on_stderr(tmp_path: Path, command: s
         "[red]\n": "[red]\\n",
     }.items():
         result = CliRunner().invoke(app, [command, str(tmp_path / name), *json_option])
-        assert result.exit_code == 1
+        assert result.exit_code == 3
+        if json_option:
+            assert result.stderr == ""
+            told = json.loads(result.stdout)
+            assert told["exit_code"] == 3
+            assert told["error"]["kind"] in ("NotFoundError", "NotACheckpointError")
+            assert message in told["error"]["message"].replace("\n", "\\n")
+            continue
         assert result.stdout == ""
         (line,) = result.stderr.splitlines()
         assert line.startswith("error: ")
         assert message in line
+
+
+def test_a_wrong_command_line_is_an_object_too(path: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", "--json", "--sample", "5 apples", str(path)])
+    assert (result.exit_code, result.stderr) == (2, "")
+    told = json.loads(result.stdout)
+    assert told["exit_code"] == 2
+    assert "'5 apples' is not a part" in told["error"]["message"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_exit_code_4(path: Path) -> None:
+    (path / "manifest.json").chmod(0)
+    assert CliRunner().invoke(app, ["show", str(path)]).exit_code == 4
+
+
+def test_what_cannot_be_read_is_exit_code_4(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise StorageError("cannot read 'x': Input/output error", errno=5, path="x")
+
+    monkeypatch.setattr("holdfast.cli.leaves.read_catalog", refuse)
+    result = CliRunner().invoke(app, ["show", str(path), "--json"])
+    assert result.exit_code == json.loads(result.stdout)["exit_code"] == 4
+
+
+@pytest.mark.parametrize("command", [[], ["show"], ["verify"], ["convert"], ["sweep"]])
+def test_every_help_has_the_exit_codes(command: list[str]) -> None:
+    output = CliRunner().invoke(app, [*command, "--help"]).stdout
+    codes = [line.split()[0] for line in output.partition("Exit codes:")[2].splitlines() if line.strip()]
+    assert codes == ["0", "1", "2", "3", "4"]
+
+
+def test_several_checkpoints_are_verified_and_the_worst_code_counts(path: Path, tmp_path: Path) -> None:
+    holdfast.save({"other": 1}, tmp_path / "other")
+    both = CliRunner().invoke(app, ["verify", str(path), str(tmp_path / "other")])
+    assert both.exit_code == 0
+    assert both.stdout.count("whole: ") == 2
+    next(path.glob("data-*")).write_bytes(b"")
+    paths = [str(path), str(tmp_path / "nothing"), str(tmp_path / "other")]
+    result = CliRunner().invoke(app, ["verify", *paths, "--json"])
+    found = json.loads(result.stdout)
+    assert [each["path"] for each in found] == paths
+    assert [each["ok"] for each in found] == [False, False, True]
+    assert (result.exit_code, found[1]["exit_code"]) == (3, 3)
+    text = CliRunner().invoke(app, ["verify", *paths])
+    assert text.exit_code == 3
+    assert text.stderr.startswith("error: there is no checkpoint at ")
+    assert text.stdout.count("whole: ") == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    result = CliRunner().invoke(app, [], env={"_HOLDFAST_COMPLETE": f"source_{shell}"}, prog_name="holdfast")
+    assert "holdfast" in result.stdout
+    assert "--show-completion" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+def run_into(output: int, *arguments: object) -> tuple[int, str]:
+    """The exit code and stderr of a real process whose output goes to the descriptor."""
+    command = [sys.executable, "-m", "holdfast", *map(str, arguments)]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    return done.returncode, done.stderr
+
+
+COMMANDS = ["--help", "--version", "show", "show --json", "verify", "verify --json", "sweep", "convert"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("place", ["full", "closed"])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(path: Path, command: str, place: str) -> None:
+    options = [path.parent / "a.pt", "--to", "pt"] if command == "convert" else []
+    if place == "full":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, output = os.pipe()
+        os.close(reading)
+    try:
+        code, stderr = run_into(output, *command.split(), *([path] if command[0] != "-" else []), *options)
+    finally:
+        os.close(output)
+    reason = "No space left on device" if place == "full" else "Broken pipe"
+    assert (code, stderr) == (4, f"error: cannot write the output: {reason}; look at where it goes\n")
 
 
 def test_the_error_line_is_red_on_a_terminal_and_text_from_outside_is_not_markup(

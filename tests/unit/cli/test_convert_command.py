@@ -96,9 +96,9 @@ def test_damage_is_one_line_and_can_be_overlooked(path: Path, tmp_path: Path) ->
     assert run(path, tmp_path / "a.pt", "--to", "pt", "--no-verify").exit_code == 0
 
 
-def test_a_missing_source_is_exit_code_1(tmp_path: Path) -> None:
+def test_a_missing_source_is_exit_code_3(tmp_path: Path) -> None:
     result = run(tmp_path / "missing", tmp_path / "a.pt", "--to", "pt")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (3, "")
     assert "missing" in result.stderr
     assert list(tmp_path.iterdir()) == []
 

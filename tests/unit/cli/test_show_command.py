@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_the_tree_has_every_leaf_with_its_properties(path: Path) -> None:
     output = run(path)
     lines = [line.rstrip() for line in output.splitlines()]
     assert lines[0] == str(path)
-    weight = line_of(output, "layers.0.weight").split("layers.0.weight")[1]
+    weight = line_of(output, "weight").split("weight")[1]
     assert weight.split() == ["bfloat16", "[300,", "1000]", "585.9", "KiB", "1", "chunk"]
     assert line_of(output, "head").endswith("= model.layers.0.weight")
     assert line_of(output, "scale").split()[-5:] == ["[]", "4", "B", "1", "chunk"]
@@ -107,6 +108,9 @@ def test_odd_names_are_shown_verbatim(tmp_path: Path, name: str, colour: dict[st
     holdfast.save({name: tied, "tied": tied, "value": name}, tmp_path / "odd")
     output = run(tmp_path / "odd", env=colour)
     lines = output.splitlines()
+    if name == "a.b.c":  # parts between dots are branches
+        assert all(part in line for part, line in zip("abc", lines[1:4], strict=True))
+        lines = ["", name, *lines[4:]]
     assert name in lines[1]
     assert f"= {name}" in lines[2]
     assert repr(name) in lines[3]
@@ -125,9 +129,50 @@ def test_names_that_a_terminal_would_act_upon_are_escaped_in_the_tree_and_exact_
 
 
 def test_a_long_key_stays_on_one_line(tmp_path: Path) -> None:
-    name = "very.long." * 40
+    name = "very_long_" * 40
     holdfast.save({name: torch.ones(3), "b": torch.ones(3)}, tmp_path / "long")
-    assert any(name in line and "[3]" in line for line in run(tmp_path / "long").splitlines())
+    assert any(f"{name}  float32  [3]" in line for line in run(tmp_path / "long").splitlines())
+
+
+def test_flat_keys_of_a_large_model_are_a_tree_with_columns(tmp_path: Path) -> None:
+    parts = ("self_attn.q_proj.weight", "post_attention_layernorm.weight")
+    state = {f"model.layers.{number}.{part}": torch.ones(2, 2) for number in range(2) for part in parts}
+    holdfast.save(state, tmp_path / "llama")
+    lines = [line for line in run(tmp_path / "llama").splitlines() if "weight" in line]
+    assert len(lines) == 4
+    assert len({line.index("  float32  [2, 2]") for line in lines}) == 1
+    shallow = run(tmp_path / "llama", "--depth", "2").splitlines()
+    assert "layers" in shallow[2]
+    assert shallow[2].endswith("4 keys")
+    assert not any("weight" in line for line in shallow)
+
+
+def test_the_time_of_the_save_is_shown_in_utc(path: Path) -> None:
+    before = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    holdfast.save({"a": 1}, path)
+    saved_at = run_json(path)["totals"]["saved_at"]
+    assert before <= saved_at <= time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    assert f", saved at {saved_at}\n" in run(path)
+
+
+def test_a_directory_of_checkpoints_says_what_lies_below(tmp_path: Path) -> None:
+    for step in (9, 10, 200):
+        holdfast.save({"w": torch.ones(1000)}, tmp_path / f"step-{step}")
+    holdfast.save({"w": torch.ones(3)}, storage_writer=holdfast.FileSystemWriter(tmp_path / "torch"))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    next((tmp_path / "step-10").glob("data-*")).unlink()
+    (tmp_path / "step-200" / "manifest.json").write_text("{}")
+    first, *lines = run(tmp_path).splitlines()
+    assert first.endswith(tmp_path.name)
+    assert [line.split()[0] for line in lines] == ["step-9", "step-10", "step-200", "torch"]
+    assert lines[0].endswith("  whole")
+    assert "damaged: data-" in lines[1]
+    assert "is damaged: it does not start" in lines[2]
+    found = run_json(tmp_path)["checkpoints"]
+    assert [each["whole"] for each in found] == [True, False, False, True]
+    assert found[0]["bytes"] == sum(file.stat().st_size for file in (tmp_path / "step-9").iterdir())
+    assert found[0]["saved_at"].endswith("Z")
 
 
 def test_json_has_every_key_and_nothing_else_is_printed(path: Path) -> None:

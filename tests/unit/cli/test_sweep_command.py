@@ -70,18 +70,18 @@ def test_attempts_that_are_named_go_even_where_locks_do_not_tell(root: Path, mon
     assert not (root / "step" / "index-dead.safetensors").exists()
 
 
-def test_what_cannot_be_looked_at_is_exit_code_1(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_looked_at_is_exit_code_4(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", refusing)
     result = run(root, "--delete")
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert result.stderr.startswith("problem: cannot sync")
 
 
-def test_a_missing_root_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+def test_a_missing_root_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
     result = run(tmp_path / "nothing")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert result.stderr.startswith("error: there is no directory")
     assert len(result.stderr.splitlines()) == 1

@@ -53,8 +53,22 @@ def test_branches_join_where_paths_do() -> None:
     assert drawn(leaves, ascii_only=True) == ["|- a", "|  |- x", "|  `- y", "|     `- z", "`- b"]
 
 
-def test_dots_in_a_name_do_not_nest() -> None:
-    assert drawn([value_at("model", "layers.0.weight")]) == ["└─ model", "   └─ layers.0.weight"]
+def test_the_parts_of_a_name_with_dots_are_branches() -> None:
+    leaves = [value_at("model", "layers.0.weight"), value_at("model", "layers.0.bias"), value_at("a..b"), value_at(".")]
+    assert drawn(leaves) == [
+        *("├─ model", "│  └─ layers", "│     └─ 0", "│        ├─ weight", "│        └─ bias", "├─ a..b", "└─ ."),
+    ]
+
+
+def test_a_name_with_dots_and_a_dict_of_the_same_name_are_two_branches() -> None:
+    assert drawn([value_at("a.b"), value_at("a", "c")]) == ["├─ a", "│  └─ b", "└─ a", "   └─ c"]
+
+
+def test_levels_below_the_depth_are_counted() -> None:
+    leaves = [tensor_at(("model", "a.x"), 3), tensor_at(("model", "a.y"), 4), value_at("step")]
+    lines = list(tree_lines(leaves, depth=1))
+    assert [(line.label, line.hidden, line.bytes) for line in lines] == [("model", 2, 7), ("step", 0, 0)]
+    assert [line.label for line in tree_lines(leaves, depth=2)] == ["model", "a", "step"]
 
 
 def test_the_order_of_the_state_is_kept() -> None:
