@@ -125,6 +125,14 @@ def nested(levels: int, leaf: str = "") -> Any:
     return json.loads("[" * levels + leaf + "]" * levels)
 
 
+def _deep(tag: str, body: Callable[[Any], Any]) -> Any:
+    """A value in itself, 100 times."""
+    found: Any = None
+    for _ in range(100):
+        found = {tag: body(found)}
+    return found
+
+
 def _changes() -> dict[str, Change]:
     cases: dict[str, Change] = {}
     for title, name in BAD_NAMES.items():
@@ -263,6 +271,41 @@ def _values() -> dict[str, Change]:
         "numpy out of range": {"numpy": ["int8", 300]},
         "numpy of a float that rounds": {"numpy": ["float16", 0.1]},
         "numpy of nested lists": {"numpy": ["str", nested(100)]},
+        "path of no system": {"path": ["os.PathLike", "/etc/passwd"]},
+        "path of 100 kB": {"path": ["PosixPath", "a" * 100_000]},
+        "path that is not canonical": {"path": ["PosixPath", "a//b"]},
+        "time without a fold": {"datetime": ["2026-01-02T03:04:05", None, None]},
+        "time in a zone of a file": {"datetime": ["2026-01-02T03:04:05", 0, {"zoneinfo": "../../../etc/passwd"}]},
+        "time in a zone of a module": {"datetime": ["2026-01-02T03:04:05", 0, {"zoneinfo": "os.path"}]},
+        "time in an unknown zone": {"zoneinfo": "No/Such"},
+        "time in zones 100 deep": _deep("timezone", lambda inner: [inner]),
+        "date of text": {"date": "today"},
+        "timedelta beyond all": {"timedelta": [10**10, 0, 0]},
+        "uuid of text": {"uuid": "x"},
+        "decimal of 10 MB": {"decimal": "1" * 10_000_000},
+        "decimal with an absurd exponent": {"decimal": "1E+9999999999999999999999"},
+        "range without a step": {"range": [0, 5, 0]},
+        "range of text": {"range": ["0", "1", "2"]},
+        "slice of lists": {"slice": [[1], None, None]},
+        "deque longer than it may be": {"deque": [1, [1, 2]]},
+        "deque of 2**60": {"deque": [2**60, []]},
+        "deque with a negative length": {"deque": [-1, []]},
+        "deques 100 deep": _deep("deque", lambda inner: [None, [inner]]),
+        "ordered dict with equal keys": {"OrderedDict": [[1, 2], [True, 3]]},
+        "counter of no pairs": {"Counter": [1]},
+        "defaultdict of a function": {"defaultdict": ["eval", []]},
+        "namespace with a name of Python": {"Namespace": [["__class__", 1]]},
+        "namespace with a number as name": {"Namespace": [[1, 1]]},
+        "namespaces 100 deep": _deep("Namespace", lambda inner: [["a", inner]]),
+        "buffer at 2**60": {"BytesIO": ["YQ==", 2**60]},
+        "buffer of no base64": {"BytesIO": ["###", 0]},
+        "record of an unknown kind": {"record": ["function", "os.system", [["value", "true"]]]},
+        "record without fields": {"record": ["dataclass", "os.system"]},
+        "record with a field twice": {"record": ["dataclass", "a.B", [["x", 1], ["x", 2]]]},
+        "record with a name of 100 kB": {"record": ["dataclass", "a" * 100_000, []]},
+        "record of an enum without a name": {"record": ["enum", "a.B", [["value", 1]]]},
+        "record of a generator of text": {"record": ["torch.Generator", "torch.Generator", [["state", "x"]]]},
+        "records 100 deep": _deep("record", lambda inner: ["dataclass", "a.B", [["x", inner]]]),
     }
     cases = {f"value {title}": value(found) for title, found in values.items() if found is not None}
     cases["value nested 100,000 deep"] = text(b'"value":5', b'"value":' + b"[" * 100_000 + b"]" * 100_000)
@@ -270,6 +313,19 @@ def _values() -> dict[str, Change]:
     cases["value Infinity"] = text(b'"value":5', b'"value":1e999')
     cases["value -0"] = text(b'"value":5', b'"value":-0')
     cases["metadata of an unknown type"] = manifest_change(lambda m: m.update(metadata={"eval": "1"}))
+    containers = {
+        "of text": "x",
+        "of no paths": {"dict": [["x", {"OrderedDict": []}]]},
+        "of a negative position": {"dict": [[{"tuple": [-1]}, {"deque": [None, []]}]]},
+        "that are full": {"dict": [[{"tuple": ["nested"]}, {"OrderedDict": [["a", 1]]}]]},
+        "of a plain class": {"dict": [[{"tuple": ["nested"]}, {"dict": []}]]},
+        "of an unknown class": {"dict": [[{"tuple": ["nested"]}, {"os.environ": []}]]},
+        "that do not fit": {"dict": [[{"tuple": ["nested"]}, {"deque": [None, []]}]]},
+        "that are too short": {"dict": [[{"tuple": ["nested", "list"]}, {"deque": [0, []]}]]},
+    }
+    for title, found in containers.items():
+        kept = {"dict": [["holdfast.containers", found]]}
+        cases[f"containers {title}"] = manifest_change(partial(_set_metadata, kept))
     cases["metadata nested 200 deep"] = manifest_change(lambda m: m.update(metadata=nested(200)))
     return cases
 

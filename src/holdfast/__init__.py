@@ -26,6 +26,7 @@ from holdfast._loader import LoadOptions, LoadReport, load, read
 from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import SaveOptions, save
+from holdfast._values.records import Record, register_type
 from holdfast._version import NEWEST_TESTED_TORCH as _NEWEST
 from holdfast._version import __version__
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -122,6 +123,7 @@ __all__ = [
     "RankDisagreementError",
     "RankLostError",
     "ReadItem",
+    "Record",
     "SaveOptions",
     "SavePlan",
     "SavePlanner",
@@ -153,6 +155,7 @@ __all__ = [
     "open",
     "prewarm",
     "read",
+    "register_type",
     "release",
     "save",
     "save_state_dict",

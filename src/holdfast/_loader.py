@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -14,8 +14,8 @@ import torch
 from holdfast._checkpoint import Door, metadata_for, reader_for
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
-from holdfast._state.nested import add_versions, restorable_paths, tell_versions, unflatten
-from holdfast._state.stateful_values import Owners, expose, hand_back
+from holdfast._state.nested import restorable_paths, unflatten
+from holdfast._state.stateful_values import Owners, add_versions, expose, hand_back, tell_versions
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
 from holdfast._values.deadline import Progress
@@ -54,6 +54,7 @@ class LoadOptions:
         key_map: leads from a key of the target to the key in the checkpoint, for ``load``: a function, or a dict of
             prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"} where only
             the stored ones do. Prefixes end at a dot; the longest counts.
+        types: dataclasses, named tuples and enums to make instances of, instead of a ``holdfast.Record``.
     """
 
     cast: bool = False
@@ -62,6 +63,7 @@ class LoadOptions:
     deadline_s: float = DEADLINE_S
     share: Literal["host", "job", "off"] = "host"
     key_map: KeyMap | None = None
+    types: Iterable[type] = ()
 
     def __post_init__(self) -> None:
         check_key_map(self.key_map)
@@ -170,24 +172,30 @@ def load(
         find_reader = reader_finder(checkpoint_id, storage_reader, options)
         if planner is None:
             chosen = {"strict": strict, "cast": options.cast, "allow_pickle": options.allow_pickle}
-            planner = DefaultLoadPlanner(**chosen, key_map=options.key_map)
-        elif not strict or options.key_map is not None:
-            raise ValueError("strict and key_map are options of the planner; pass them to the planner")
+            planner = DefaultLoadPlanner(**chosen, key_map=options.key_map, types=options.types)
+        elif not strict or options.key_map is not None or options.types:
+            raise ValueError("strict, key_map and types are options of the planner; pass them to the planner")
         return load_with(state_dict, find_reader, planner, ranks, options)
 
 
 @collector_paused
-def read(path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, options: LoadOptions = _DEFAULTS) -> State:
+def read(
+    path: str | os.PathLike[str],
+    keys: Iterable[str] | None = None,
+    *,
+    options: LoadOptions = _DEFAULTS,
+    types: Iterable[type] = (),
+) -> State:
     """Return everything in the checkpoint at ``path``, nested as it was saved, on the CPU; other ranks take no part.
 
     With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not in
-    the checkpoint raises MismatchError. Other errors are those of ``load``.
+    the checkpoint raises MismatchError. ``types`` adds to ``options.types``. Other errors are those of ``load``.
     """
     if options.key_map is not None:
         raise ValueError("key_map is for load(state, path), which has a target; read gives what is stored")
     with Door():
         find_reader = reader_finder(path, None, options)
-        return read_with(find_reader, keys, Ranks(), allow_pickle=options.allow_pickle)
+        return read_with(find_reader, keys, Ranks(), replace(options, types=(*options.types, *types)))
 
 
 def reader_finder(
@@ -233,10 +241,10 @@ def load_with(
 
 
 def read_with(
-    find_reader: FindReader, keys: Iterable[str] | None, ranks: Ranks, *, allow_pickle: bool = False
+    find_reader: FindReader, keys: Iterable[str] | None, ranks: Ranks, options: LoadOptions = _DEFAULTS
 ) -> State:
     """All that the checkpoint has, or what is at and below ``keys``, on each of the ranks, which were entered."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=allow_pickle)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=options.allow_pickle, types=options.types)
     chosen = None if keys is None else {keys} if isinstance(keys, str) else set(keys)  # which may be read again
 
     def make_target(reader: StorageReader, metadata: Metadata) -> State:
@@ -246,7 +254,7 @@ def read_with(
     loaded = _load(make_target, find_reader, planner, ranks, is_callers=False)
     leaves, metadata = loaded.target, loaded.metadata
     require_gradients(metadata, leaves)
-    return add_versions(unflatten(leaves, restorable_paths(metadata)), metadata.versions)
+    return add_versions(unflatten(leaves, restorable_paths(metadata), metadata.containers), metadata.versions)
 
 
 _MakeTarget = Callable[[StorageReader, Metadata], State]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
@@ -100,20 +100,36 @@ class BusyError(CheckpointError):
 
 
 class InvalidStateError(CheckpointError):
-    """The state (or the target) has something no checkpoint can hold; ``key`` says where."""
+    """The state (or the target) has something no checkpoint can hold; ``key`` says where.
+
+    ``keys`` has all keys that were refused together, ``key`` is the first of them.
+    """
 
     def __init__(self, message: str, *, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
+        self.keys: tuple[str, ...] = () if key is None else (key,)
+
+    @classmethod
+    def of(cls, errors: Sequence[InvalidStateError]) -> InvalidStateError:
+        """One error for all of ``errors``; its message has the first few."""
+        if len(errors) == 1:
+            return errors[0]
+        shown = "; ".join(f"({number}) {error.message}" for number, error in enumerate(errors[:_SHOWN_REFUSALS], 1))
+        more = f"; and {len(errors) - _SHOWN_REFUSALS} more" if len(errors) > _SHOWN_REFUSALS else ""
+        made = cls(f"{len(errors)} keys of the state cannot be saved: {shown}{more}", key=errors[0].key)
+        made.keys = tuple(key for error in errors for key in error.keys)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One way in which a target and a checkpoint disagree about ``key``.
 
-    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``context`` (of a tensor
-    subclass), ``place`` (there is an empty container, into which what is stored cannot go: ``wanted`` says why) and
-    ``tied`` (it has the memory of another key, and other data).
+    ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``type``, ``fields`` and
+    ``member`` (of an instance of a class), ``context`` (of a tensor subclass), ``place`` (there is an empty container,
+    into which what is stored cannot go: ``wanted`` says why) and ``tied`` (it has the memory of another key, and other
+    data).
     """
 
     key: str
@@ -131,6 +147,7 @@ class Difference:
 
 
 _SHOWN_DIFFERENCES = 8
+_SHOWN_REFUSALS = 5
 
 
 class MismatchError(CheckpointError):

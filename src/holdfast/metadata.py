@@ -33,6 +33,9 @@ STATE_DICT_TYPE = dict[str, Any]
 Versions = dict[str, dict[str, dict[str, object]]]
 """By the key of a state_dict and the name of a module in it: what the module says of itself, if not version 1."""
 
+Containers = dict[tuple[str | int, ...], object]
+"""By path, with dict keys as text: an empty container of the class that is there, where that is no plain one."""
+
 
 @dataclass(slots=True)
 class ChunkStorageMetadata:
@@ -154,9 +157,10 @@ class Metadata:
 
     ``planner_data`` is the planner's own; that of the default planner maps each key to its path in the state.
     ``user_metadata`` is what the caller gave to be kept beside the state. ``paths`` maps keys to paths whatever a
-    planner put in the place of the default planner's data. ``versions`` are those of the modules
-    whose state_dicts were saved. ``differing``, of a save, has the keys whose contents differed between ranks and were
-    allowed to, such as buffers of modules; each with the rank whose contents were kept.
+    planner put in the place of the default planner's data. ``versions`` are those of the modules whose state_dicts were
+    saved, ``containers`` the classes of containers other than dict, list and tuple. ``differing``, of a save, has the
+    keys whose contents differed between ranks and were allowed to, such as buffers of modules; each with the rank whose
+    contents were kept.
     """
 
     state_dict_metadata: MutableMapping[str, STORAGE_TYPES]
@@ -167,6 +171,7 @@ class Metadata:
     user_metadata: STATE_DICT_TYPE = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     versions: Versions = field(default_factory=dict)
+    containers: Containers = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:

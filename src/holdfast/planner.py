@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from holdfast._values.lazy import LazyList, cached_property
+from holdfast._values.records import Record, rebuilt
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
@@ -347,6 +348,8 @@ class SavePlanner(abc.ABC):
     finish_plan on every rank, then resolve_data for each item, from any thread, any number of times.
     """
 
+    containers: Mapping[tuple[str | int, ...], object] = {}  # classes that a checkpoint keeps
+
     @abc.abstractmethod
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -410,6 +413,10 @@ class LoadPlanner(abc.ABC):
     @abc.abstractmethod
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take a value; ``value`` is a ``ValueBuffer`` where the storage kept it typed."""
+
+    def rebuilt(self, key: str, record: Record) -> object:
+        """What ``record``, in the value of ``key``, is loaded as: an instance where its class is known."""
+        return rebuilt(record, key=key)
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
         """The buffer that a storage may fill instead of calling load_bytes."""

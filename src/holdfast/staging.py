@@ -19,7 +19,7 @@ from holdfast._native.file_layout import Copy
 from holdfast._process import forget_in_child
 from holdfast._staging.copies import Staging
 from holdfast._staging.memory import HostMemory, Region
-from holdfast._state.nested import tuple_like
+from holdfast._state.nested import KEPT, emptied, keeps_class, refilled, tuple_like
 from holdfast._state.tensor_bytes import source_of
 from holdfast.metadata import STATE_DICT_TYPE
 
@@ -167,10 +167,11 @@ def _copied(
 
     def copied(value: object) -> object:
         if isinstance(value, Mapping):
-            return {key: copied(entry) for key, entry in value.items()}
+            entries = {key: copied(entry) for key, entry in value.items()}
+            return refilled(emptied(value), entries) if type(value) in KEPT and keeps_class(value) else entries
         if isinstance(value, (list, tuple)):
-            entries = [copied(entry) for entry in value]
-            return entries if isinstance(value, list) else tuple_like(value, entries)
+            parts = [copied(entry) for entry in value]
+            return parts if isinstance(value, list) else tuple_like(value, parts)
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         local = _plain(value)

@@ -1,10 +1,13 @@
-"""What ranks may have different, tied targets on several ranks, and versions of modules that only some ranks have."""
+"""What ranks may have different, tied targets on several ranks, and what only some ranks have: versions, containers."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,3 +220,34 @@ def test_tied_targets_on_ranks(pool: Crew, tmp_path: Path, form: str) -> None:
         is_tied = rank == WORLD - 1
         assert told["one rank, not strict"][0] == ([("a", "tied")] if is_tied else [])
         assert torch.equal(told["one rank, not strict"][1], ones if is_tied else values)
+
+
+def keep_classes(path: str) -> list[str]:
+    """Containers that all ranks have, that one rank has, and of which ranks say different things; generators."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    weight = distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(0)])
+    generator = torch.Generator().manual_seed(3)
+    state: dict[str, Any] = {
+        "all": OrderedDict(w=weight, last=deque([torch.ones(1)], maxlen=2)),
+        f"own {rank}": Namespace(w=torch.full((2,), float(rank))),
+        "some": OrderedDict({f"k{rank}": rank}) if rank == 1 else Counter({f"k{rank}": rank}),
+        "generator": generator,
+    }
+    holdfast.save(state, path)
+    found = holdfast.read(path)
+    names = [type(found[name]).__name__ for name in ("all", "own 2", "some", "generator")]
+    target = {"all": OrderedDict(w=distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])), "generator": generator}
+    holdfast.load(target, path)
+    assert torch.equal(target["all"]["w"].full_tensor(), torch.arange(12.0).view(6, 2))  # type: ignore[index]
+    said = []
+    for name, value in {"when": datetime.date(2026, 1, 1 + rank), "g": torch.Generator().manual_seed(rank)}.items():
+        with contextlib.suppress(holdfast.RankDisagreementError):
+            holdfast.save({name: value}, path)
+            said.append(f"{name} was saved")
+    return [*names, type(found["all"]["last"]).__name__, *found["some"], *said]
+
+
+def test_classes_of_containers_on_ranks(pool: Crew, tmp_path: Path) -> None:
+    for told in pool.run(WORLD, keep_classes, str(tmp_path / "c")):
+        assert told == ["OrderedDict", "Namespace", "Counter", "Generator", "deque", "k0", "k1", "k2"]

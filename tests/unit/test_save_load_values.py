@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,11 @@ import torch
 import holdfast
 
 Same = Callable[..., None]
+
+
+class Own(OrderedDict[str, Any]):
+    pass
+
 
 VALUES: dict[str, Any] = {
     "none": None,
@@ -106,9 +112,10 @@ def test_every_structure_comes_back_with_its_order(name: str, path: str, same: S
 
 
 def test_other_mappings_come_back_as_dicts(path: str, same: Same) -> None:
-    state = {"ordered": OrderedDict(b=torch.ones(1), a=1), "default": defaultdict(list, {1: [2]}), "o": OrderedDict()}
+    odd: defaultdict[str, int] = defaultdict(lambda: 1, b=2)
+    state = {"own": Own(b=torch.ones(1), a=1), "odd": odd, "empty": Own(), "proxy": MappingProxyType({"a": 1})}
     holdfast.save(state, path)
-    same(holdfast.load(path), {"ordered": {"b": torch.ones(1), "a": 1}, "default": {1: [2]}, "o": {}})
+    same(holdfast.load(path), {"own": {"b": torch.ones(1), "a": 1}, "odd": {"b": 2}, "empty": {}, "proxy": {"a": 1}})
 
 
 def test_the_flat_keys_are_those_of_torch(path: str) -> None:

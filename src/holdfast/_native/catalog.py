@@ -23,7 +23,7 @@ from holdfast._io import posix
 from holdfast._io.direct import LocalFiles, check_size, missing
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
-from holdfast._native.paths import decode_path, split_planner_data
+from holdfast._native.paths import decode_path, split_planner_data, stored_containers
 from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest, read_manifest_bytes
 from holdfast._native.values import decode_value
 from holdfast._state.nested import Path
@@ -33,6 +33,7 @@ from holdfast._torch_codec.metadata_file import is_of_a_save
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import MAX_HEADER_BYTES
 from holdfast._values.lazy import LazyList, cached_property
+from holdfast._values.records import rebuilt
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
     STORAGE_TYPES,
@@ -165,9 +166,8 @@ class Catalog:
                 None if entry.quantizer is None else self.quantizer(entry),
             )
         paths = self.paths()
-        user_metadata, planner_data, versions = split_planner_data(
-            decode_value(self.manifest.metadata, key="user_metadata"), paths
-        )
+        kept = decode_value(self.manifest.metadata, key="user_metadata", rebuild=rebuilt)
+        user_metadata, planner_data, versions = split_planner_data(kept, paths)
         return Metadata(
             entries,
             planner_data=planner_data,
@@ -176,6 +176,7 @@ class Catalog:
             user_metadata=user_metadata,
             paths=paths,
             versions=versions,
+            containers=stored_containers(kept),
         )
 
 

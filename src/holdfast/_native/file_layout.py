@@ -24,6 +24,7 @@ import torch
 
 from holdfast._io.direct import ALIGNMENT
 from holdfast._io.mapping import FileImage, WrittenImage
+from holdfast._native.forms import Json
 from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
 from holdfast._native.report import (
@@ -34,13 +35,14 @@ from holdfast._native.report import (
     report_on,
     written_tensor,
 )
-from holdfast._native.values import Json, encode_value
+from holdfast._native.values import encode_value
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values.box import Box, whole
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast._values.dtypes import DTYPES, MAX_HEADER_BYTES, MAX_VALUE_INLINE_BYTES
 from holdfast._values.lazy import cached_property
+from holdfast._values.records import REGISTERED, classes_in
 from holdfast.errors import InvalidStateError
 from holdfast.planner import Memory, SavePlan, SavePlanner, WriteColumns, write_columns
 from holdfast.storage import SavedValueBuffer, ValueBuffer
@@ -99,7 +101,7 @@ class WriterFiles:
         self._values = values
         self._tensors = tensors
         self._asked: dict[str, WrittenTensor] = {}
-        self._versions = planner.versions()  # as they are now
+        self._versions, self._containers = planner.versions(), planner.containers  # as they are now
 
     def next_file(self, number: int, start: int) -> DataFile:
         """Data file ``number``, with room for as many of the chunks from ``start`` on as one header should hold."""
@@ -149,7 +151,7 @@ class WriterFiles:
 
     def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
         """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
-        return report_on(
+        report = report_on(
             self._columns,
             [each.row for each in self._planned],
             files=files,
@@ -159,6 +161,7 @@ class WriterFiles:
             values=self._values,
             versions=self._versions,
         )
+        return dataclasses.replace(report, containers=dict(self._containers)) if self._containers else report
 
 
 def files_to_write(
@@ -173,19 +176,26 @@ def files_to_write(
     tensors: dict[str, WrittenTensor] = {}
     blobs: list[_Planned] = []
     rows: list[int] = []
+    refused: list[InvalidStateError] = []
     for row, which in enumerate(columns.key.tolist()):
         key, head = columns.keys[which], columns.heads[which]
         if head is not None:
             if head.alias_of is None:  # else the rank that has the other one writes it
                 rows.append(row)
             continue
-        encoded = _encoded(key, planner.resolve_row(columns, row), allow_pickle=allow_pickle)
+        try:
+            encoded = _encoded(key, planner.resolve_row(columns, row), allow_pickle=allow_pickle)
+        except InvalidStateError as error:
+            refused.append(error)
+            continue
         if isinstance(encoded, _Blob):
             shape = (len(encoded.data),)
             tensors[key] = WrittenTensor(dtype="uint8", shape=shape, kind=encoded.kind)
             blobs.append(_planned_blob(row, key, encoded.data))
         else:
             values[key] = encoded
+    if refused:
+        raise InvalidStateError.of(refused)
     return WriterFiles(
         columns,
         planner,
@@ -212,6 +222,8 @@ def _encoded(key: str, buffer: object, *, allow_pickle: bool) -> Json | _Blob:
         return _Blob("opaque", buffer.getvalue())
     if type(buffer.value) is bytes and len(buffer.value) > MAX_VALUE_INLINE_BYTES:
         return _Blob("bytes", buffer.value)
+    if allow_pickle and not all(cls in REGISTERED for cls in classes_in(buffer.value)):
+        return _Blob("pickle", buffer.getvalue())  # which brings back the instance itself
     try:
         json = encode_value(buffer.value, key=key)
     except InvalidStateError as error:

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import msgspec
 
-from holdfast._native.paths import StoredElement, check_paths
+from holdfast._native.paths import CONTAINERS_NAME, StoredElement, check_fit, check_paths, stored_containers
 from holdfast._native.values import decode_value
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import (
@@ -270,10 +270,13 @@ def _check(manifest: Manifest) -> None:
         if not last < value.position < len(manifest.tensors) + len(manifest.values):
             raise _BadManifest("has no possible position among the leaves", value.key)
         last = value.position
-    decode_value(manifest.metadata, key="metadata")
+    kept = decode_value(manifest.metadata, key="metadata")
+    containers = stored_containers(kept) if isinstance(kept, dict) and CONTAINERS_NAME in kept else {}
     # Without any path all leaves are at the top, under keys that are known to differ.
     if any(leaf.path is not None for leaf in leaves):
         fault = check_paths((leaf.key, leaf.path) for leaf in leaves)
+        if fault is None and containers:
+            fault = check_fit(containers, ((leaf.key, leaf.path) for leaf in leaves))
         if fault is not None:
             raise _BadManifest(fault.problem, fault.key)
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from holdfast._native.forms import Json
 from holdfast._native.index import ChunkIndex, encode_index
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer, TensorEntry, ValueEntry, WriterEntry
 from holdfast._native.paths import encode_path
 from holdfast._native.report import WriteReport, WrittenTensor, planned_tensors
-from holdfast._native.values import Json
 from holdfast._plan.coverage import check_coverage
 from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import stored_paths

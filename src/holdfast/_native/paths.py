@@ -10,6 +10,8 @@ modules. Readers that do not know the names take them for the user's, and miss n
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,12 +20,25 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 
-from holdfast._native.values import Json, decode_value, encode_value
-from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey, path_mapping, stored_paths
+from holdfast._native.forms import Json
+from holdfast._native.values import decode_value, encode_value
+from holdfast._state.nested import (
+    KEPT,
+    Path,
+    PathElement,
+    TupleIndex,
+    TypedKey,
+    emptied,
+    is_path,
+    odd_names,
+    path_mapping,
+    stored_paths,
+)
 from holdfast._values.deadline import Effort, TooMuchEffort
 from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
+from holdfast._values.records import class_name, classes_in
 from holdfast.errors import CorruptError, InvalidStateError
-from holdfast.metadata import Metadata, Versions
+from holdfast.metadata import Containers, Metadata, Versions
 
 StoredElement: TypeAlias = str | dict[str, object]
 
@@ -180,14 +195,16 @@ def encode_path(key: str, path: Path | None) -> tuple[StoredElement, ...] | None
 
 def _encode_key(value: object, key: str) -> Json:
     try:
-        return encode_value(value, key=key)
+        if type(value) is int or not any(True for _ in classes_in(value)):  # which would come back as records
+            return encode_value(value, key=key)
     except InvalidStateError:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        advice = "its .name or .value" if isinstance(value, Enum) else "a str or a number"
-        raise InvalidStateError(
-            f"{key[:200]!r} lies under a dict key of type {kind}, which cannot be saved; use {advice} as the key",
-            key=key,
-        ) from None
+        pass
+    advice = "its .name or .value" if isinstance(value, Enum) else "a str or a number"
+    raise InvalidStateError(
+        f"{key[:200]!r} lies under a dict key of type {class_name(type(value))}, which cannot be saved; use {advice} "
+        "as the key",
+        key=key,
+    )
 
 
 def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
@@ -207,21 +224,59 @@ def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
     return tuple(elements)
 
 
-RESERVED_NAMES = _DATA_NAME, _VERSIONS_NAME = "holdfast.planner_data", "holdfast.versions"
+_DATA_NAME, _VERSIONS_NAME, CONTAINERS_NAME = "holdfast.planner_data", "holdfast.versions", "holdfast.containers"
+RESERVED_NAMES = _DATA_NAME, _VERSIONS_NAME, CONTAINERS_NAME
 """Names in the user's metadata that are not the user's."""
 
 _INSTEAD, _ADDED = "instead", "added"
 
 
-def with_planner_data(user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions) -> dict[str, object]:
-    """What the manifest keeps: the user's metadata, versions of modules, and the planner's data where it is more."""
+def with_planner_data(
+    user_metadata: Mapping[str, object], metadata: Metadata, versions: Versions, containers: Containers
+) -> dict[str, object]:
+    """What the manifest keeps: the user's metadata, versions of modules, classes of containers, and the planner's data.
+
+    That of the default planner is the paths, which the manifest has anyway.
+    """
     data, paths = metadata.planner_data, stored_paths(metadata)
     kept = {**user_metadata, _VERSIONS_NAME: versions} if versions else dict(user_metadata)
+    if containers:
+        kept[CONTAINERS_NAME] = containers
     if data is None or data is paths or (path_mapping(data) is not None and data == paths):
         return kept
     if paths and isinstance(data, dict) and paths.items() <= data.items():
         return {**kept, _DATA_NAME: {_ADDED: {name: value for name, value in data.items() if name not in paths}}}
     return {**kept, _DATA_NAME: {_INSTEAD: data}}
+
+
+def stored_containers(kept: object) -> Containers:
+    """The classes of containers in what the manifest keeps; CorruptError for what no writer has put there."""
+    containers = kept.get(CONTAINERS_NAME, {}) if isinstance(kept, dict) else {}
+    if not isinstance(containers, dict) or not all(
+        is_path(path) and {type(step) for step in path} <= {str, int} and type(like) in KEPT and like == emptied(like)
+        for path, like in containers.items()
+    ):
+        raise CorruptError(f"{CONTAINERS_NAME!r} in the metadata is damaged; use another checkpoint")
+    return containers
+
+
+def check_fit(containers: Containers, leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) -> PathFault | None:
+    """The first leaf whose path leads through a container that cannot hold it, if any."""
+    for key, stored in leaves:
+        path = decode_path(key, stored)
+        for depth in range(1, len(path)):
+            like, step = containers.get(path[:depth]), path[depth]
+            if like is None:
+                continue
+            if isinstance(like, deque):
+                fits = isinstance(step, int) and (like.maxlen is None or step < like.maxlen)
+            else:
+                fits = isinstance(step, str) and not (
+                    isinstance(like, Namespace) and odd_names([step.value if isinstance(step, TypedKey) else step])
+                )
+            if not fits:
+                return PathFault(key=key, problem=f"is in a {type(like).__name__} that cannot hold it")
+    return None
 
 
 def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, Any], Any, Versions]:
@@ -232,6 +287,7 @@ def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, 
     versions: Versions = {}
     if _are_versions(kept.get(_VERSIONS_NAME)):
         versions = user.pop(_VERSIONS_NAME)
+    user.pop(CONTAINERS_NAME, None)
     data = user.pop(_DATA_NAME, None)
     if isinstance(data, dict) and data.keys() == {_ADDED} and isinstance(data[_ADDED], dict):
         return user, {**paths, **data[_ADDED]}, versions

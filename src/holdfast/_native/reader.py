@@ -15,6 +15,7 @@ from holdfast._io import posix
 from holdfast._io.direct import LocalFiles
 from holdfast._native.catalog import Catalog, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, SharedFetch, Wanted
+from holdfast._native.forms import generator_of
 from holdfast._native.manifest import BYTE_KINDS
 from holdfast._native.opening import open_on_ranks
 from holdfast._native.values import decode_value, decode_value_bytes
@@ -27,9 +28,10 @@ from holdfast._torch_classes.translate import metadata_for_both
 from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box
 from holdfast._values.lazy import cached_property
+from holdfast._values.records import Record
 from holdfast.errors import CorruptError, InternalError, UnsafeError
 from holdfast.metadata import Metadata
-from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, read_columns
+from holdfast.planner import LoadPlan, LoadPlanner, ReadColumns, ReadItem, read_columns
 from holdfast.planner_helpers import check_resolved
 from holdfast.storage import StorageReader, ValueBuffer, finished
 
@@ -278,7 +280,8 @@ class _Delivery:
             return False
         if key not in self._catalog.values:
             raise InternalError(f"the plan wants the value {key!r}, which the checkpoint does not have")
-        self._planner.load_bytes(read_item, _value_buffer(decode_value(self._catalog.values[key], key=key)))
+        value = decode_value(self._catalog.values[key], key=key, rebuild=partial(self._rebuilt, read_item))
+        self._planner.load_bytes(read_item, _value_buffer(value))
         return True
 
     def open_targets(self, numbers: list[int]) -> list[Target]:
@@ -308,14 +311,15 @@ class _Delivery:
         tensor, item = target.tensor, self._items[number]
         if self._catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
             read_item = self._columns.item(item)
-            self._planner.load_bytes(read_item, self._buffer_of(read_item.storage_index.fqn, tensor))
+            self._planner.load_bytes(read_item, self._buffer_of(read_item, tensor))
             return
         if number in self._quantized:
             # A quantised tensor takes over the quantizer of what is copied into it.
             tensor = self._quantized.pop(number).copy_(tensor)
         self._planner.commit_row(self._columns, item, tensor)
 
-    def _buffer_of(self, key: str, tensor: torch.Tensor) -> io.BytesIO:
+    def _buffer_of(self, read_item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
+        key = read_item.storage_index.fqn
         entry = self._catalog.entry(key)
         data = tensor.numpy().tobytes()
         if entry is None:
@@ -323,8 +327,14 @@ class _Delivery:
         if entry.kind == "bytes":
             return _value_buffer(data)
         if entry.kind == "json":
-            return _value_buffer(decode_value_bytes(data, key=key))
+            return _value_buffer(decode_value_bytes(data, key=key, rebuild=partial(self._rebuilt, read_item)))
         return io.BytesIO(data)
+
+    def _rebuilt(self, read_item: ReadItem, record: Record) -> object:
+        """What ``record`` is loaded as."""
+        if record.kind == "torch.Generator":
+            return generator_of(record, read_item.storage_index.fqn)
+        return self._planner.rebuilt(read_item.dest_index.fqn, record)
 
 
 def _value_buffer(value: object) -> ValueBuffer:

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast._native.values import Json
+from holdfast._native.forms import Json
 from holdfast._plan.coverage import widened
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
 from holdfast._values.digest import block_counts
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyList, cached_property
 from holdfast.errors import InternalError
-from holdfast.metadata import MetadataIndex, TensorProperties, Versions
+from holdfast.metadata import Containers, MetadataIndex, TensorProperties, Versions
 from holdfast.planner import TensorHead, WriteColumns, padded
 from holdfast.storage import WriteResult
 
@@ -93,6 +93,7 @@ class WriteReport:
     tensors: dict[str, WrittenTensor]
     values: dict[str, Json]
     versions: Versions = field(default_factory=dict)
+    containers: Containers = field(default_factory=dict)
     planning: bytes = b""
     plan: WriteColumns | Callable[[], WriteColumns] | None = None
 

@@ -13,24 +13,26 @@ import binascii
 import math
 import re
 from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
 import torch
 
+from holdfast._native.forms import FORMS, BadValue, Json, Trail, UnknownType, decode_form, encode_form
 from holdfast._state.nested import check_containers
 from holdfast._values.deadline import Effort, TooMuchEffort
 from holdfast._values.dtypes import DTYPES, MAX_VALUE_DEPTH
+from holdfast._values.records import Record
 from holdfast.errors import CorruptError, InvalidStateError, UnsupportedVersionError
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-
-# Where inside a value we are; its length is the depth.
-_Trail: TypeAlias = tuple[object, ...]
+Rebuild = Callable[[Record], object]
+"""What a Record in a value becomes."""
 
 _EXACT_INTEGERS = 1 << 53  # From here on other JSON readers round.
 _HEX_INTEGER = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
+_TYPE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _DEVICE = re.compile(r"[a-z][a-z0-9_]{0,31}(?::(?:0|[1-9][0-9]{0,2}))?")
 
 _NUMPY_INTEGERS: dict[str, type[np.integer]] = {
@@ -49,15 +51,6 @@ _canonical = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder().decode
 
 
-class _BadValue(Exception):
-    """What is wrong with a value, and where inside it; never leaves this module."""
-
-    def __init__(self, problem: str, trail: _Trail = ()) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.place = "".join(f"[{_shown(label)}]" for label in trail[:8])[:200]
-
-
 def _shown(label: object) -> str:
     """A key or index as a message shows it: others than these may be long, or fail to print."""
     if type(label) is str or (type(label) is int and abs(label) < _EXACT_INTEGERS):
@@ -67,22 +60,28 @@ def _shown(label: object) -> str:
 
 def encode_value(value: object, *, key: str) -> Json:
     """The typed JSON of ``value``; InvalidStateError names ``key``, the place inside it and the type that has none."""
-    check_containers(value, within=key)
+    check_containers(value, within=key, is_value=True)
     try:
         return _encode(value, ())
-    except _BadValue as bad:
-        where = f"{key[:200]!r}" + (f" at {bad.place}" if bad.place else "")
+    except BadValue as bad:
+        place = "".join(f"[{_shown(label)}]" for label in bad.trail[:8])[:200]
+        where = f"{key[:200]!r}" + (f" at {place}" if place else "")
         raise InvalidStateError(f"the value of {where} cannot be saved: {bad.problem}", key=key) from None
 
 
-def decode_value(json: object, *, key: str) -> object:
+def decode_value(json: object, *, key: str, rebuild: Rebuild | None = None) -> object:
     """The value whose typed JSON is ``json``; CorruptError when ``encode_value`` makes no such JSON.
 
-    UnsupportedVersionError when it names a device type or dtype that the running torch does not have.
+    UnsupportedVersionError when it names a type that only newer versions know, or a device type or dtype that the
+    running torch does not have. Instances of classes are Records, or what ``rebuild`` makes of those.
     """
     try:
-        return _decode(json, 0, Effort())
-    except (_BadValue, TooMuchEffort) as bad:
+        return _decode(json, 0, _Reading(rebuild=rebuild))
+    except UnknownType as unknown:
+        kind = f"a value of the type {str(unknown)!r}"
+        message = f"{key[:200]!r} has {kind}, which this version of holdfast does not know; upgrade holdfast"
+        raise UnsupportedVersionError(message) from None
+    except (BadValue, TooMuchEffort) as bad:
         message = f"the value of {key[:200]!r} is damaged: {bad}; use another checkpoint"
         raise CorruptError(message, key=key) from None
 
@@ -92,7 +91,7 @@ def encode_value_bytes(value: object, *, key: str) -> bytes:
     return _canonical(encode_value(value, key=key))
 
 
-def decode_value_bytes(data: bytes | bytearray | memoryview, *, key: str) -> object:
+def decode_value_bytes(data: bytes | bytearray | memoryview, *, key: str, rebuild: Rebuild | None = None) -> object:
     """The value that ``encode_value_bytes`` made ``data`` from; CorruptError for anything else."""
     try:
         json = _decode_json(data)
@@ -103,12 +102,19 @@ def decode_value_bytes(data: bytes | bytearray | memoryview, *, key: str) -> obj
         raise CorruptError(
             f"the value of {key[:200]!r} is damaged: not canonical JSON; use another checkpoint", key=key
         )
-    return decode_value(json, key=key)
+    return decode_value(json, key=key, rebuild=rebuild)
 
 
-def _encode(value: object, trail: _Trail) -> Json:
+@dataclass(slots=True)
+class _Reading(Effort):
+    """What the keys of one value may still take, and what Records in it become."""
+
+    rebuild: Rebuild | None = None
+
+
+def _encode(value: object, trail: Trail) -> Json:
     if len(trail) > MAX_VALUE_DEPTH:
-        raise _BadValue(f"it nests deeper than {MAX_VALUE_DEPTH} levels; flatten it", trail)
+        raise BadValue(f"it nests deeper than {MAX_VALUE_DEPTH} levels; flatten it", trail)
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
@@ -117,7 +123,7 @@ def _encode(value: object, trail: _Trail) -> Json:
         return value if math.isfinite(value) else {"float": str(value)}
     if type(value) is str:
         if not _is_unicode(value):
-            raise _BadValue("the string has lone surrogates; save it as bytes", trail)
+            raise BadValue("the string has lone surrogates; save it as bytes", trail)
         return value
     if type(value) is list:
         return [_encode(item, (*trail, index)) for index, item in enumerate(value)]
@@ -136,25 +142,24 @@ def _encode(value: object, trail: _Trail) -> Json:
     return _encode_torch(value, trail)
 
 
-def _encode_torch(value: object, trail: _Trail) -> Json:
+def _encode_torch(value: object, trail: Trail) -> Json:
     if type(value) is torch.dtype:
         name = str(value).removeprefix("torch.")
         if name not in DTYPES:
-            raise _BadValue(f"{value} is not a dtype that a checkpoint holds; save its name", trail)
+            raise BadValue(f"{value} is not a dtype that a checkpoint holds; save its name", trail)
         return {"torch.dtype": name}
     if type(value) is torch.device:
         if _DEVICE.fullmatch(str(value)) is None:
-            raise _BadValue(f"{value} is not a device that a checkpoint holds; save its name", trail)
+            raise BadValue(f"{value} is not a device that a checkpoint holds; save its name", trail)
         return {"torch.device": str(value)}
     if type(value) is torch.Size:
         if any(type(size) is not int for size in value):
-            raise _BadValue("the torch.Size has symbolic sizes; make them int", trail)
+            raise BadValue("the torch.Size has symbolic sizes; make them int", trail)
         return {"torch.Size": [_encode(size, trail) for size in value]}
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise _BadValue(f"{kind} is not a type that a checkpoint holds; convert it or leave it out", trail)
+    return encode_form(value, trail, _encode)
 
 
-def _encode_numpy(value: np.generic, trail: _Trail) -> Json:
+def _encode_numpy(value: np.generic, trail: Trail) -> Json:
     item: object = value.item()
     if isinstance(value, np.str_):
         item = str.__str__(value)  # str(value) and value.item() would drop trailing NULs
@@ -163,88 +168,97 @@ def _encode_numpy(value: np.generic, trail: _Trail) -> Json:
     return {"numpy": [_NUMPY_NAMES[type(value)], _encode(item, trail)]}
 
 
-def _decode(json: object, depth: int, effort: Effort) -> object:
+def _decode(json: object, depth: int, effort: _Reading) -> object:
     """The value of ``json``, which is ``depth`` levels down; ``effort`` is what its keys may still take."""
     if depth > MAX_VALUE_DEPTH:
-        raise _BadValue(f"it nests deeper than {MAX_VALUE_DEPTH} levels")
+        raise BadValue(f"it nests deeper than {MAX_VALUE_DEPTH} levels")
     if json is None or type(json) is bool:
         return json
     if type(json) is str:
         return _decode_str(json)
     if type(json) is int:
         if not -_EXACT_INTEGERS < json < _EXACT_INTEGERS:
-            raise _BadValue("an integer of 2**53 or more is not written in hexadecimal")
+            raise BadValue("an integer of 2**53 or more is not written in hexadecimal")
         return json
     if type(json) is float:
         if not math.isfinite(json):
-            raise _BadValue("a float that is not finite is not written as such")
+            raise BadValue("a float that is not finite is not written as such")
         return json
     if type(json) is list:
         return [_decode(item, depth + 1, effort) for item in json]
     if type(json) is not dict or len(json) != 1:
-        raise _BadValue("an object does not have exactly one member")
+        raise BadValue("an object does not have exactly one member")
     [(tag, body)] = json.items()
     if tag in _LEAVES:
         return _LEAVES[tag](body)
+    if tag in FORMS:
+        decode, decode_pairs = (
+            partial(_decode, depth=depth + 1, effort=effort),
+            partial(_decode_dict, depth=depth, effort=effort),
+        )
+        found = decode_form(tag, body, _decode_leaf, decode, decode_pairs, _encode)
+        return effort.rebuild(found) if effort.rebuild and isinstance(found, Record) else found
     if tag not in ("tuple", "dict", "set", "frozenset"):
-        raise _BadValue(f"it has the unknown type {str(tag)[:80]!r}")
+        if type(tag) is str and _TYPE_NAME.fullmatch(tag):
+            raise UnknownType(tag)
+        raise BadValue(f"it has the unknown type {str(tag)[:80]!r}")
     if type(body) is not list:
-        raise _BadValue(f"the elements of a {tag} are missing")
+        raise BadValue(f"the elements of a {tag} are missing")
     if tag == "tuple":
         return tuple(_decode(item, depth + 1, effort) for item in body)
     return _decode_dict(body, depth, effort) if tag == "dict" else _decode_set(tag, body, depth, effort)
 
 
-def _decode_dict(body: list[object], depth: int, effort: Effort) -> dict[object, object]:
+def _decode_dict(body: list[object], depth: int, effort: _Reading) -> dict[object, object]:
     pairs: list[tuple[object, object]] = []
     for pair in body:
         if type(pair) is not list or len(pair) != 2:
-            raise _BadValue("a dict is not a list of pairs")
+            raise BadValue("a dict is not a list of pairs")
         pairs.append((_decode_hashable(pair[0], depth + 1, effort), _decode(pair[1], depth + 1, effort)))
     decoded = effort.fill(dict[object, object](), pairs, [name for name, _ in pairs])
     if len(decoded) != len(pairs):
-        raise _BadValue("a dict has two equal keys")
+        raise BadValue("a dict has two equal keys")
     return decoded
 
 
-def _decode_set(tag: str, body: list[object], depth: int, effort: Effort) -> set[object] | frozenset[object]:
+def _decode_set(tag: str, body: list[object], depth: int, effort: _Reading) -> set[object] | frozenset[object]:
     elements = [_decode_hashable(item, depth + 1, effort) for item in body]
     decoded = effort.fill(set[object](), elements, elements)
     if len(decoded) != len(body):
-        raise _BadValue("a set has two equal elements")
+        raise BadValue("a set has two equal elements")
     written = [_canonical(item) for item in body]
     if written != sorted(written):
-        raise _BadValue("the elements of a set are not in order")
+        raise BadValue("the elements of a set are not in order")
     return decoded if tag == "set" else frozenset(decoded)
 
 
-def _decode_hashable(json: object, depth: int, effort: Effort) -> Hashable:
+def _decode_hashable(json: object, depth: int, effort: _Reading) -> Hashable:
     decoded = _decode(json, depth, effort)
     try:
         hash(decoded)
     except TypeError:
-        raise _BadValue("a key or an element of a set is not hashable") from None
+        raise BadValue("a key or an element of a set is not hashable") from None
     return decoded
 
 
 def _decode_str(body: object) -> str:
     if type(body) is not str or not _is_unicode(body):
-        raise _BadValue("a string is missing or not valid Unicode")
+        raise BadValue("a string is missing or not valid Unicode")
     return body
 
 
 def _decode_int(body: object) -> int:
     if type(body) is not str or _HEX_INTEGER.fullmatch(body) is None:
-        raise _BadValue("an integer is not written in hexadecimal")
+        raise BadValue("an integer is not written in hexadecimal")
     decoded = int(body, 16)
     if -_EXACT_INTEGERS < decoded < _EXACT_INTEGERS:
-        raise _BadValue("an integer below 2**53 is written in hexadecimal")
+        raise BadValue("an integer below 2**53 is written in hexadecimal")
     return decoded
 
 
 def _decode_float(body: object) -> float:
     if type(body) is not str or body not in ("nan", "inf", "-inf"):
-        raise _BadValue("a float is neither nan, inf nor -inf")
+        raise BadValue("a float is neither nan, inf nor -inf")
     return float(body)
 
 
@@ -252,23 +266,23 @@ def _decode_bytes(body: object) -> bytes:
     try:
         decoded = base64.b64decode(_decode_str(body), validate=True)
     except (binascii.Error, ValueError):
-        raise _BadValue("bytes are not base64") from None
+        raise BadValue("bytes are not base64") from None
     if base64.b64encode(decoded).decode("ascii") != body:
-        raise _BadValue("bytes are not canonical base64")
+        raise BadValue("bytes are not canonical base64")
     return decoded
 
 
 def _decode_complex(body: object) -> complex:
     parts = [_decode_leaf(part, {"float"}) for part in body] if type(body) is list else []
     if len(parts) != 2 or type(parts[0]) is not float or type(parts[1]) is not float:
-        raise _BadValue("a complex number is not two floats")
+        raise BadValue("a complex number is not two floats")
     return complex(parts[0], parts[1])
 
 
 def _decode_dtype(body: object) -> torch.dtype:
     name = _decode_str(body)
     if name not in DTYPES:
-        raise _BadValue(f"it names the unknown dtype {name[:80]!r}")
+        raise BadValue(f"it names the unknown dtype {name[:80]!r}")
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedVersionError(f"torch {torch.__version__} has no dtype {name}; upgrade torch")
@@ -278,14 +292,14 @@ def _decode_dtype(body: object) -> torch.dtype:
 def _decode_device(body: object) -> torch.device:
     text = _decode_str(body)
     if _DEVICE.fullmatch(text) is None:
-        raise _BadValue("it names an impossible device")
+        raise BadValue("it names an impossible device")
     try:
         device = torch.device(text)
     except RuntimeError:
         message = f"torch {torch.__version__} has no device {text!r}; use a torch build that has it"
         raise UnsupportedVersionError(message) from None
     if str(device) != text:
-        raise _BadValue("it names an impossible device")
+        raise BadValue("it names an impossible device")
     return device
 
 
@@ -293,24 +307,24 @@ def _decode_size(body: object) -> torch.Size:
     sizes = [_decode_leaf(size, {"int"}) for size in body] if type(body) is list else [None]
     integers = [size for size in sizes if type(size) is int and -(1 << 63) <= size < 1 << 63]
     if len(integers) != len(sizes):
-        raise _BadValue("a torch.Size is not a list of 64-bit integers")
+        raise BadValue("a torch.Size is not a list of 64-bit integers")
     return torch.Size(integers)
 
 
 def _decode_leaf(json: object, tags: set[str]) -> object:
     """The plain value or one of ``tags``: what is part of a leaf does not nest, and does not count as a level."""
     if type(json) is list or (type(json) is dict and not tags.issuperset(json)):
-        raise _BadValue("a number or a string is missing")
-    return _decode(json, 0, Effort())
+        raise BadValue("a number or a string is missing")
+    return _decode(json, 0, _Reading())
 
 
 def _decode_numpy(body: object) -> np.generic:
     if type(body) is not list or len(body) != 2 or type(body[0]) is not str:
-        raise _BadValue("a numpy scalar is not a type and a value")
+        raise BadValue("a numpy scalar is not a type and a value")
     name, json = body
     scalar = _numpy_scalar(name, _decode_leaf(json, {"int", "float", "complex", "bytes"}))
     if scalar is None or _canonical(_encode_numpy(scalar, ())) != _canonical({"numpy": body}):
-        raise _BadValue(f"a numpy scalar has an impossible type or value: {name[:80]!r}")
+        raise BadValue(f"a numpy scalar has an impossible type or value: {name[:80]!r}")
     return scalar
 
 

@@ -32,7 +32,7 @@ from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
 from holdfast.errors import InternalError, InvalidStateError, StorageError
-from holdfast.metadata import Metadata, StorageMeta, Versions
+from holdfast.metadata import Containers, Metadata, StorageMeta, Versions
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -206,7 +206,9 @@ class NativeWriter(StorageWriter):
         """Check what was written against ``metadata``, write the index, publish the manifest; or remove all of it."""
         reports = [self._named(report_of(result), writer) for writer, result in enumerate(results)]
         versions: Versions = {}
-        for report in reversed(reports):  # of a module on several ranks, what the first of them says
+        containers: Containers = {}
+        for report in reversed(reports):  # of what is on several ranks, what the first of them says
+            containers.update(report.containers)
             for key, modules in report.versions.items():
                 versions.setdefault(key, {}).update(modules)
         ours = metadata_from_torch(metadata) if is_torchs(metadata) else metadata
@@ -217,7 +219,9 @@ class NativeWriter(StorageWriter):
                 reports,
                 attempt=self._attempt,
                 versions=(__version__, str(torch.__version__), platform.python_version(), saved_at),
-                user_metadata=encode_value(with_planner_data(self.user_metadata, ours, versions), key="planner_data"),
+                user_metadata=encode_value(
+                    with_planner_data(self.user_metadata, ours, versions, containers), key="planner_data"
+                ),
             )
             publish(self.path, manifest, index, overwrite=self.overwrite, marks=self.leaves_marker)
         except BaseException:

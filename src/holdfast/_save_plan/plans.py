@@ -88,33 +88,40 @@ def local_leaves(leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset
     memory: dict[str, Memory] = {}
     firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     sharded_firsts: dict[_Memory, str] = {}
+    refused: list[InvalidStateError] = []
     for number, (key, leaf) in enumerate(leaves.items()):
         head = None
-        if isinstance(leaf, torch.Tensor):
-            address = plain_address(leaf)
-            if address and leaf.dtype in DTYPE_NAMES:
-                memory[key] = leaf, address
-            elif is_sharded(leaf):
-                held = pieces[key] = pieces_of(key, leaf)
-                for piece in held.pieces:
-                    check_savable(key, piece.tensor)
-                    rows.append((number, piece.box.offsets, piece.box.lengths, True))
-                    contents.append(piece.tensor)
-                spreads.append(held.spread or UNKNOWN)
-                heads.append(_sharded_head(key, held, sharded_firsts))
-                continue
-            else:
-                check_savable(key, leaf)
-                address = leaf.data_ptr()
-            head = _head_of(key, leaf, address, firsts)
-        elif isinstance(leaf, np.ndarray):
-            leaf = as_tensor(key, leaf)
-            head = TensorHead(properties_of(leaf.dtype, False), leaf.shape, None, "numpy")
+        try:
+            if isinstance(leaf, torch.Tensor):
+                address = plain_address(leaf)
+                if address and leaf.dtype in DTYPE_NAMES:
+                    memory[key] = leaf, address
+                elif is_sharded(leaf):
+                    held = pieces[key] = pieces_of(key, leaf)
+                    for piece in held.pieces:
+                        check_savable(key, piece.tensor)
+                        rows.append((number, piece.box.offsets, piece.box.lengths, True))
+                        contents.append(piece.tensor)
+                    spreads.append(held.spread or UNKNOWN)
+                    heads.append(_sharded_head(key, held, sharded_firsts))
+                    continue
+                else:
+                    check_savable(key, leaf)
+                    address = leaf.data_ptr()
+                head = _head_of(key, leaf, address, firsts)
+            elif isinstance(leaf, np.ndarray):
+                leaf = as_tensor(key, leaf)
+                head = TensorHead(properties_of(leaf.dtype, False), leaf.shape, None, "numpy")
+        except InvalidStateError as error:
+            refused.append(error)
+            continue
         shape: tuple[int, ...] = () if head is None else head.size
         heads.append(head)
         rows.append((number, _ZEROS[len(shape)], shape, False))
         contents.append(leaf)
         spreads.append(EVERYWHERE)
+    if refused:
+        raise InvalidStateError.of(refused)
     # One tuple for each row, and columns of them at the end: the cheapest way to thousands of rows.
     numbers, lows, lengths, is_shard = zip(*rows, strict=True) if rows else [()] * 4
     columns = WriteColumns(

@@ -1,5 +1,4 @@
-"""Nested states <-> flat keys: torch's dotted keys, typed paths that bring the nesting back exactly, versions of
-modules.
+"""Nested states <-> flat keys: torch's dotted keys, typed paths that bring the nesting back exactly.
 
 Dicts and lists are flattened and keys joined by dots, dict keys as str. A list without tensors or dicts in it, and a
 tuple without tensors in it, is one value. An empty container is a value too, so that it survives. Path elements equal
@@ -8,46 +7,54 @@ torch's (str for dict keys, int for positions); the subclasses ``TypedKey`` and 
 A checkpoint keeps a container once for each path that leads to it. A few dozen lists, each of which has the one before
 twice, would never end, whether a program made them or a pickle did: so entries are counted first.
 
-The state_dict of a module has the versions of its modules, by name, as an attribute. A checkpoint keeps those other
-than 1, by the key of the dict. So load_state_dict is told the versions that were saved, not those of the classes that
-load.
+Containers of the classes in ``KEPT`` come back as what they were: beside the paths, a checkpoint has an empty one of
+the class for each path to such a container.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from holdfast._state.tensors import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.dtypes import MAX_PATH_DEPTH, MAX_REPEATED_ENTRIES, MAX_REPETITION
+from holdfast._values.records import REGISTERED
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import STATE_DICT_TYPE, Metadata, Versions
+from holdfast.metadata import STATE_DICT_TYPE, Containers, Metadata
 
 AnyDict: TypeAlias = dict[Any, Any]
 AnyMapping: TypeAlias = Mapping[Any, Any]
 AnyTarget: TypeAlias = MutableMapping[Any, Any]
 """The dicts of a state: keys and values of any type."""
 
+_FIELDS = "__dataclass_fields__"
 _LONG = 64  # So much text counts as one entry.
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)})
-_CONTAINERS = (dict, list, tuple, set, frozenset, Mapping)
-_Container: TypeAlias = "AnyMapping | list[object] | tuple[object, ...] | set[object] | frozenset[object]"
+_CONTAINERS = (dict, list, tuple, set, frozenset, Mapping, deque, Namespace)
+
+KEPT = frozenset({OrderedDict, defaultdict, Counter, deque, Namespace})
+"""Classes of containers that come back as such; all other mappings come back as dicts."""
+
+FACTORIES: tuple[type | None, ...] = (None, list, dict, set, int, float)
+"""What a defaultdict may make for a missing key, to come back as such."""
 
 
-def check_containers(value: object, *, within: str = "") -> None:
+def check_containers(value: object, *, within: str = "", is_value: bool = False) -> None:
     """InvalidStateError when ``value`` contains itself, nests too deep, or repeats containers out of all proportion.
 
-    ``within`` is the key of ``value``; the error names the key of what is wrong.
+    ``within`` is the key of ``value``; the error names the key of what is wrong. The fields of dataclasses count where
+    ``value`` is a value that is to be stored.
     """
-    if not isinstance(value, _CONTAINERS):
+    if not isinstance(value, _CONTAINERS) and not (is_value and hasattr(type(value), _FIELDS)):
         return
     try:
-        _EntryCount().count(value, 0)
+        _EntryCount(is_value=is_value).count(value, 0)
     except _BadContainer as fault:
         key = ".".join(([within] if within else []) + fault.trail[::-1])
         raise InvalidStateError(fault.problem.format(repr(key[:200])), key=key) from None
@@ -66,11 +73,12 @@ class _BadContainer(Exception):
 class _EntryCount:
     """How many entries containers stand for, and how many there are."""
 
+    is_value: bool = False
     # By address, with the container itself, so that no other gets its address; None while it is being counted.
     _counts: dict[int, tuple[object, int | None]] = field(default_factory=dict)
     _entries: int = 0
 
-    def count(self, value: _Container, depth: int) -> int:
+    def count(self, value: Any, depth: int) -> int:
         """The entries at and below ``value``, those of a container each time that it is met."""
         if depth > MAX_PATH_DEPTH:
             raise _BadContainer(f"the state is nested deeper than {MAX_PATH_DEPTH} at {{}}; flatten it")
@@ -82,11 +90,16 @@ class _EntryCount:
                 )
             return known
         self._counts[id(value)] = value, None
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        total = len(value)
+        entries = vars(value) if isinstance(value, Namespace) else value
+        if not isinstance(value, _CONTAINERS):
+            entries = {name: getattr(value, name, None) for name in getattr(value, _FIELDS)}
+        items = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
+        total = len(entries)
         self._entries += total
         for name, entry in items:
-            if type(entry) in _LEAVES or not isinstance(entry, _CONTAINERS):
+            if type(entry) in _LEAVES or not (
+                isinstance(entry, _CONTAINERS) or (self.is_value and hasattr(type(entry), _FIELDS))
+            ):
                 if isinstance(entry, (str, bytes)) and len(entry) > _LONG:
                     weight = len(entry) // _LONG
                     total += weight
@@ -108,16 +121,12 @@ class _EntryCount:
         return total
 
 
-_ATTRIBUTE = "_metadata"
-_USUAL = {"version": 1}
-# A state_dict that is so deep in a state was forged: no module's is, and looking for it would take long.
-_MOST_DOTS = 16
-_PLAIN = (bool, int, float, str, type(None))
+ATTRIBUTE = "_metadata"
 
 
 def versions_in(state_dict: AnyMapping) -> Mapping[str, object] | None:
     """What ``state_dict`` says of each of its modules; None for a dict that is no module's."""
-    found = getattr(state_dict, _ATTRIBUTE, None)
+    found = getattr(state_dict, ATTRIBUTE, None)
     return found if isinstance(found, Mapping) else None
 
 
@@ -126,81 +135,8 @@ def with_versions(entries: AnyDict, versions: Mapping[str, object] | None) -> An
     if versions is None:
         return entries
     made = OrderedDict(entries)
-    setattr(made, _ATTRIBUTE, versions)
+    setattr(made, ATTRIBUTE, versions)
     return made
-
-
-def pass_on_versions(source: AnyMapping, target: AnyMapping) -> None:
-    """Give ``target``, if it is a module's, the versions of ``source``."""
-    versions = versions_in(source)
-    if versions is not None and versions_in(target) is not None:
-        setattr(target, _ATTRIBUTE, versions)
-
-
-def unusual_versions(state_dicts: Mapping[str, AnyMapping]) -> Versions:
-    """What a checkpoint keeps of these modules' state_dicts, by their keys."""
-    return {
-        key: {
-            str(module): {str(name): value for name, value in said.items() if isinstance(value, _PLAIN)}
-            for module, said in (versions_in(state_dict) or {}).items()
-            if isinstance(said, Mapping) and said != _USUAL
-        }
-        for key, state_dict in state_dicts.items()
-    }
-
-
-def tell_versions(state_dicts: Mapping[str, AnyMapping], stored: Versions, failed: Collection[str]) -> None:
-    """Give the target's ``state_dicts`` the versions with which their contents were saved.
-
-    Modules of which nothing could be loaded, because all of their keys are among ``failed``, stay what they are.
-    """
-    known = {_joined(key, module): said for key, modules in stored.items() for module, said in modules.items()}
-    for key, state_dict in state_dicts.items() if stored else ():
-        told: OrderedDict[str, object] = OrderedDict(versions_in(state_dict) or {})
-        filled = {_module_of(name) for name in state_dict if _joined(key, name) not in failed}
-        left = {_module_of(name) for name in state_dict} - filled
-        for module in told.keys() - left:
-            name = _joined(key, module)
-            if not stored.keys().isdisjoint(("", name, *_prefixes(name))):
-                told[module] = dict(known.get(name, _USUAL))
-        setattr(state_dict, _ATTRIBUTE, told)
-
-
-def add_versions(state: AnyDict, stored: Versions) -> AnyDict:
-    """``state``, made for what was loaded, with the stored versions in the state_dicts of modules."""
-    stored = {key: modules for key, modules in stored.items() if key.count(".") <= _MOST_DOTS}
-    above = {prefix for key in stored for prefix in ("", *_prefixes(key))}
-    made = _with_stored(state, "", stored, above)
-    assert isinstance(made, dict)
-    return made
-
-
-def _with_stored(value: object, key: str, stored: Versions, above: Collection[str]) -> object:
-    if key in above and isinstance(value, (dict, list, tuple)):
-        entries = list(value.items() if isinstance(value, dict) else enumerate(value))
-        grown = [(name, _with_stored(child, _joined(key, str(name)), stored, above)) for name, child in entries]
-        if isinstance(value, tuple):
-            return getattr(type(value), "_make", tuple)(child for _, child in grown)
-        for name, child in grown:
-            value[name] = child
-    if not isinstance(value, dict) or key not in stored or versions_in(value) is not None:
-        return value
-    modules = stored[key].keys() | {_module_of(str(name)) for name in value} | {""}
-    versions = OrderedDict((module, dict(stored[key].get(module, _USUAL))) for module in sorted(modules))
-    return with_versions(value, versions)
-
-
-def _joined(key: str, name: str) -> str:
-    return f"{key}.{name}" if key and name else key or name
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    """What comes before each dot of ``key``."""
-    return (key[:place] for place, character in enumerate(key) if character == ".")
 
 
 class TypedKey(str):
@@ -277,14 +213,15 @@ def restorable_paths(metadata: Metadata) -> dict[str, Path]:
 
 
 def flatten(
-    state: AnyMapping, versioned: dict[str, AnyMapping] | None = None
+    state: AnyMapping, versioned: dict[str, AnyMapping] | None = None, containers: Containers | None = None
 ) -> tuple[STATE_DICT_TYPE, dict[str, Path]]:
     """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key.
 
-    State_dicts that know the versions of their modules are entered, by key, in ``versioned``.
+    State_dicts that know the versions of their modules are entered, by key, in ``versioned``; containers whose class is
+    kept, by path and empty, in ``containers``. Where that is None, a deque or Namespace with tensors in it is a leaf.
     """
     found: list[tuple[str, Path, object]] = []
-    _collect(found, "", (), state, {} if versioned is None else versioned)
+    _collect(found, "", (), state, {} if versioned is None else versioned, containers)
     keys, ways, values = zip(*found, strict=True) if found else ((), (), ())
     leaves, paths = dict(zip(keys, values, strict=True)), dict(zip(keys, ways, strict=True))
     if len(leaves) < len(found):
@@ -300,11 +237,16 @@ def flatten(
 
 def empty_dicts(leaves: Mapping[str, object]) -> set[str]:
     """The keys of empty dicts: torch takes a checkpoint with one for an old one, and looks for other keys in it."""
-    return {key for key, leaf in leaves.items() if type(leaf) is dict and not leaf}
+    return {key for key, leaf in leaves.items() if isinstance(leaf, dict) and not leaf}
 
 
 def _collect(
-    found: list[tuple[str, Path, object]], key: str, path: Path, value: object, versioned: dict[str, AnyMapping]
+    found: list[tuple[str, Path, object]],
+    key: str,
+    path: Path,
+    value: object,
+    versioned: dict[str, AnyMapping],
+    containers: Containers | None,
 ) -> None:
     """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
     if len(path) > MAX_PATH_DEPTH or (len(path) == MAX_PATH_DEPTH and isinstance(value, Mapping) and value):
@@ -312,6 +254,9 @@ def _collect(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     prefix = f"{key}." if path else ""
+    leaf = value
+    if path and (type(value) in KEPT or type(value) in REGISTERED):
+        value, leaf = _kept(key, path, value, containers)
     if isinstance(value, Mapping) and (value or not path):
         if not {str}.issuperset(map(type, value)):
             _check_dict_keys(path, value)
@@ -322,18 +267,65 @@ def _collect(
             if type(entry) is torch.Tensor and entry.dtype not in PACKED:
                 found.append((prefix + element, (*path, element), entry))
             else:
-                _collect(found, prefix + element, (*path, element), entry, versioned)
+                _collect(found, prefix + element, (*path, element), entry, versioned, containers)
     elif isinstance(value, torch.Tensor) and is_composed(value):
         parts, context = inner_parts(key, value)
         for name, part in parts.items():
-            _collect(found, prefix + name, (*path, name), part, versioned)
+            _collect(found, prefix + name, (*path, name), part, versioned, containers)
         found.append((prefix + CONTEXT_KEY, (*path, CONTEXT_KEY), ComposedTensor(value, context)))
     elif isinstance(value, (list, tuple)) and not is_one_value(value, len(path)):
         position = TupleIndex if isinstance(value, tuple) else int
         for index, entry in enumerate(value):
-            _collect(found, f"{prefix}{index}", (*path, position(index)), entry, versioned)
+            _collect(found, f"{prefix}{index}", (*path, position(index)), entry, versioned, containers)
     else:
-        found.append((key, path, {} if isinstance(value, Mapping) else value))
+        is_plain = isinstance(leaf, Mapping) and type(leaf) not in KEPT and type(leaf) not in REGISTERED
+        found.append((key, path, {} if is_plain else leaf))
+
+
+def _kept(key: str, path: Path, value: Any, containers: Containers | None) -> tuple[object, object]:
+    """What is to be taken apart of ``value``, whose class may be kept, and what is the leaf where nothing is."""
+    if type(value) in REGISTERED:
+        return None, value
+    if isinstance(value, dict):
+        if containers is None or not keeps_class(value):
+            return value, dict(value)
+    elif containers is None or is_one_value(value, len(path)):
+        return None, value
+    if isinstance(value, Namespace) and (odd := odd_names(vars(value))):
+        raise InvalidStateError(f"{key!r} is a Namespace with the name {odd[0]!r}; rename it", key=key)
+    if not isinstance(value, dict) or value:
+        containers[tuple(str(step) if isinstance(step, str) else int(step) for step in path)] = emptied(value)
+    return (value if isinstance(value, dict) else vars(value) if isinstance(value, Namespace) else list(value)), value
+
+
+def keeps_class(value: object) -> bool:
+    """Whether a mapping comes back as its class: a state_dict does by its versions, some defaultdicts cannot."""
+    if not isinstance(value, defaultdict):
+        return type(value) in KEPT and versions_in(cast(AnyMapping, value)) is None
+    return type(value) in KEPT and any(value.default_factory is factory for factory in FACTORIES)
+
+
+def odd_names(names: Iterable[object]) -> list[str]:
+    """Those that no attribute of a Namespace should have."""
+    return [str(name)[:80] for name in names if type(name) is not str or name.startswith("__")]
+
+
+def emptied(value: object) -> Any:
+    """An empty container of the class of ``value``, one of those that are kept."""
+    if isinstance(value, deque):
+        return deque(maxlen=value.maxlen)
+    return defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+
+
+def refilled(made: Any, entries: AnyMapping | Iterable[object]) -> Any:
+    """``made``, an empty container of a class that is kept, with ``entries``."""
+    if not isinstance(entries, Mapping):
+        made.extend(entries)
+        return made
+    mapping = vars(made) if isinstance(made, Namespace) else made
+    for key, entry in entries.items():
+        mapping[key] = entry
+    return made
 
 
 def _check_dict_keys(path: Path, mapping: AnyMapping) -> None:
@@ -354,23 +346,28 @@ def is_stateful(value: object) -> bool:
 
 
 def is_one_value(value: object, depth: int = 0) -> bool:
-    """Whether a list or tuple is kept as one value: nothing in it needs a key of its own."""
+    """Whether a list, tuple, deque or Namespace is one value: nothing in it needs a key of its own."""
     if depth > MAX_PATH_DEPTH:
         # Ends the search at once, where True would go through every way into a list that contains itself.
         return False
-    if isinstance(value, (torch.Tensor, np.ndarray)) or is_stateful(value):
+    if isinstance(value, (torch.Tensor, np.ndarray, torch.Generator)) or is_stateful(value):
         return False
     if isinstance(value, list):
         return not any(isinstance(entry, Mapping) or not is_one_value(entry, depth + 1) for entry in value)
-    if isinstance(value, tuple):
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, (tuple, deque)):
         return all(is_one_value(entry, depth + 1) for entry in value)
     if isinstance(value, Mapping):
         return all(is_one_value(entry, depth + 1) for entry in value.values())
     return True
 
 
-def unflatten(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> AnyDict:
-    """The nested state whose leaves are ``leaves``; a key without a path stays at the top under its own name."""
+def unflatten(leaves: Mapping[str, object], paths: Mapping[str, Path], containers: Containers | None = None) -> AnyDict:
+    """The nested state whose leaves are ``leaves``; a key without a path stays at the top under its own name.
+
+    What is at the paths of ``containers`` is of their class, which has to fit.
+    """
     root = _Branch()
     for key, leaf in leaves.items():
         path = paths.get(key, (key,))
@@ -381,6 +378,12 @@ def unflatten(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> AnyDic
                 child = node[element] = _Branch()
             node = child
         node[path[-1]] = leaf
+    for path, like in (containers or {}).items():
+        found: object = root
+        for element in path:
+            found = found.get(element) if isinstance(found, _Branch) else None
+        if isinstance(found, _Branch):
+            found.like = like
     return {_dict_key(element): _grown(child) for element, child in root.items()}
 
 
@@ -391,7 +394,9 @@ def tuple_like(value: tuple[object, ...], entries: Iterable[object]) -> tuple[ob
 
 
 class _Branch(dict[PathElement, object]):
-    """A container under reconstruction: path element -> leaf or branch."""
+    """A container under reconstruction: path element -> leaf or branch; ``like`` an empty one of its class."""
+
+    like: object = None
 
 
 def _dict_key(element: PathElement) -> Hashable:
@@ -403,8 +408,11 @@ def _grown(node: object) -> object:
         return node
     first = next(iter(node))
     if isinstance(first, str):
-        return {_dict_key(element): _grown(child) for element, child in node.items()}
+        named = {_dict_key(element): _grown(child) for element, child in node.items()}
+        return named if node.like is None else refilled(emptied(node.like), named)
     entries = [_grown(node[index]) if index in node else None for index in range(max(map(int, node)) + 1)]
+    if node.like is not None:
+        return refilled(emptied(node.like), entries)
     return tuple(entries) if isinstance(first, TupleIndex) else entries
 
 
@@ -417,7 +425,10 @@ def set_element(container: object, path: Path, value: object) -> object:
         key = _dict_key(element)
         container[key] = set_element(container.get(key), rest, value)
         return container
-    if isinstance(container, list) and isinstance(element, int):
+    if isinstance(container, Namespace):
+        set_element(vars(container), path, value)
+        return container
+    if isinstance(container, (list, deque)) and isinstance(element, int):
         container[element] = set_element(container[element], rest, value)
         return container
     if isinstance(container, tuple) and isinstance(element, int):

@@ -1,37 +1,54 @@
 """Stateful objects, at any depth, exchanged for their state and given it back.
 
 ``expose`` copies containers, never tensors. What it returns is what planners see; on load it is filled and
-``hand_back`` passes it on: Stateful objects get load_state_dict, everything else is set in the caller's containers.
+``hand_back`` passes it on: Stateful objects get load_state_dict, generators their state, everything else is set in the
+caller's containers.
+
+The state_dict of a module has the versions of its modules, by name, as an attribute. A checkpoint keeps those other
+than 1, by the key of the dict. So load_state_dict is told the versions that were saved, not those of the classes that
+load.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, MutableMapping
+from argparse import Namespace
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 
 from holdfast._state.nested import (
+    ATTRIBUTE,
+    KEPT,
     AnyDict,
     AnyMapping,
     AnyTarget,
     Path,
     TypedKey,
     check_containers,
+    emptied,
     is_one_value,
     is_stateful,
-    pass_on_versions,
+    keeps_class,
     path_key,
+    refilled,
     tuple_like,
     versions_in,
     with_versions,
 )
 from holdfast._values.dtypes import MAX_PATH_DEPTH
+from holdfast._values.records import REGISTERED
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import STATE_DICT_TYPE
+from holdfast.metadata import STATE_DICT_TYPE, Versions
 from holdfast.stateful import Stateful
+
+_USUAL = {"version": 1}
+# A state_dict that is so deep in a state was forged: no module's is, and looking for it would take long.
+_MOST_DOTS = 16
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +80,23 @@ def _exposed(value: object, trail: Path, owners: Owners) -> object:
         raise InvalidStateError(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
+    if type(value) in REGISTERED and trail:
+        return value
     if isinstance(value, Mapping):
         entries = dict(value)
         for key, entry in value.items():
             if not isinstance(entry, torch.Tensor):
                 entries[key] = _exposed(entry, (*trail, key if type(key) is str else TypedKey(key)), owners)
+        if type(value) in KEPT and keeps_class(value):
+            return refilled(emptied(value), entries)
         return entries if type(value) is dict else with_versions(entries, versions_in(value))
-    if isinstance(value, (list, tuple)) and not is_one_value(value, len(trail)):
+    if (isinstance(value, (list, tuple)) or type(value) is deque) and not is_one_value(value, len(trail)):
         made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
+        if isinstance(value, deque):
+            return refilled(emptied(value), made)
         return made if isinstance(value, list) else tuple_like(value, made)
+    if type(value) is Namespace and not is_one_value(value, len(trail)):
+        return refilled(Namespace(), cast(AnyDict, _exposed(vars(value), trail, owners)))
     if is_stateful(value):
         inner = cast(Stateful, value).state_dict()
         check_containers(inner, within=path_key(trail))
@@ -123,8 +148,17 @@ def _handed_back(original: object, loaded: object) -> object:
             _hand_back_entry(original, key, entry)
         pass_on_versions(loaded, original)
         return original
-    if isinstance(original, list) and isinstance(loaded, list) and len(original) == len(loaded):
-        original[:] = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
+    if isinstance(original, Namespace) and isinstance(loaded, Namespace) and not is_one_value(original):
+        _handed_back(vars(original), vars(loaded))
+        return original
+    if isinstance(original, torch.Generator) and isinstance(loaded, torch.Generator):
+        # The program holds this very object.
+        return original.set_state(loaded.get_state())
+    if type(original) is deque and is_one_value(original):
+        return loaded
+    if isinstance(original, (list, deque)) and type(loaded) is type(original) and len(original) == len(loaded):
+        for place, (old, new) in enumerate(zip(list(original), loaded, strict=True)):
+            original[place] = _handed_back(old, new)
         return original
     if isinstance(original, tuple) and isinstance(loaded, tuple) and len(original) == len(loaded):
         entries = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
@@ -153,3 +187,78 @@ def _load_into(original: Stateful, loaded: STATE_DICT_TYPE) -> None:
         if first != name:
             owner, _, attribute = name.rpartition(".")
             setattr(original.get_submodule(owner), attribute, original.get_parameter(first))
+
+
+def pass_on_versions(source: AnyMapping, target: AnyMapping) -> None:
+    """Give ``target``, if it is a module's, the versions of ``source``."""
+    versions = versions_in(source)
+    if versions is not None and versions_in(target) is not None:
+        setattr(target, ATTRIBUTE, versions)
+
+
+def unusual_versions(state_dicts: Mapping[str, AnyMapping]) -> Versions:
+    """What a checkpoint keeps of these modules' state_dicts, by their keys."""
+    return {
+        key: {
+            str(module): {str(name): value for name, value in said.items() if isinstance(value, _PLAIN)}
+            for module, said in (versions_in(state_dict) or {}).items()
+            if isinstance(said, Mapping) and said != _USUAL
+        }
+        for key, state_dict in state_dicts.items()
+    }
+
+
+def tell_versions(state_dicts: Mapping[str, AnyMapping], stored: Versions, failed: Collection[str]) -> None:
+    """Give the target's ``state_dicts`` the versions with which their contents were saved.
+
+    Modules of which nothing could be loaded, because all of their keys are among ``failed``, stay what they are.
+    """
+    known = {_joined(key, module): said for key, modules in stored.items() for module, said in modules.items()}
+    for key, state_dict in state_dicts.items() if stored else ():
+        told: OrderedDict[str, object] = OrderedDict(versions_in(state_dict) or {})
+        filled = {_module_of(name) for name in state_dict if _joined(key, name) not in failed}
+        left = {_module_of(name) for name in state_dict} - filled
+        for module in told.keys() - left:
+            name = _joined(key, module)
+            if not stored.keys().isdisjoint(("", name, *_prefixes(name))):
+                told[module] = dict(known.get(name, _USUAL))
+        setattr(state_dict, ATTRIBUTE, told)
+
+
+def add_versions(state: AnyDict, stored: Versions) -> AnyDict:
+    """``state``, made for what was loaded, with the stored versions in the state_dicts of modules."""
+    stored = {key: modules for key, modules in stored.items() if key.count(".") <= _MOST_DOTS}
+    above = {prefix for key in stored for prefix in ("", *_prefixes(key))}
+    made = _with_stored(state, "", stored, above)
+    assert isinstance(made, dict)
+    return made
+
+
+def _with_stored(value: object, key: str, stored: Versions, above: Collection[str]) -> object:
+    if key in above and isinstance(value, Namespace):
+        _with_stored(vars(value), key, stored, above)
+    if key in above and isinstance(value, (dict, list, tuple, deque)):
+        entries = list(value.items() if isinstance(value, dict) else enumerate(value))
+        grown = [(name, _with_stored(child, _joined(key, str(name)), stored, above)) for name, child in entries]
+        if isinstance(value, tuple):
+            return getattr(type(value), "_make", tuple)(child for _, child in grown)
+        for name, child in grown:
+            value[name] = child
+    if not isinstance(value, dict) or key not in stored or versions_in(value) is not None:
+        return value
+    modules = stored[key].keys() | {_module_of(str(name)) for name in value} | {""}
+    versions = OrderedDict((module, dict(stored[key].get(module, _USUAL))) for module in sorted(modules))
+    return with_versions(value, versions)
+
+
+def _joined(key: str, name: str) -> str:
+    return f"{key}.{name}" if key and name else key or name
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """What comes before each dot of ``key``."""
+    return (key[:place] for place, character in enumerate(key) if character == ".")

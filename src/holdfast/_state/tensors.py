@@ -10,9 +10,13 @@ always if only a sample was: a replica that went its own way differs nearly ever
 from __future__ import annotations
 
 import errno
+import io
 import math
+from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -276,6 +280,9 @@ def inner_parts(key: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor]
 _SAMPLES = 4  # in each dimension
 _SLICE_BYTES = 16 << 20
 _MAX_DEPTH = 64
+_REPRESENTED = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, Enum, range, slice)
+# Modules whose classes have a repr that says all.
+_TELLING = ("datetime", "decimal", "pathlib", "uuid", "zoneinfo")
 
 
 def fingerprint_of_tensor(tensor: torch.Tensor, *, everything: bool) -> int:
@@ -307,14 +314,18 @@ def _text(value: object, depth: int) -> str | None:
     """The value as text that is the same for equal values in every process; None where there is no such text."""
     if depth > _MAX_DEPTH:
         return None
-    if value is None or isinstance(
-        value, (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device)
-    ):
+    if isinstance(value, (torch.Generator, io.BytesIO)):
+        return f"{digest(value.getvalue() if isinstance(value, io.BytesIO) else value.get_state().numpy().data)}"
+    if value is None or isinstance(value, _REPRESENTED) or type(value).__module__.partition(".")[0] in _TELLING:
         return repr(value)
+    if isinstance(value, Namespace):
+        value = vars(value)
     if isinstance(value, dict):
         entries = [_text(part, depth + 1) for pair in value.items() for part in pair]
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         entries = [_text(part, depth + 1) for part in value]
+    elif (names := getattr(type(value), "__dataclass_fields__", None)) is not None:
+        entries = [_text(getattr(value, name, None), depth + 1) for name in names]
     elif isinstance(value, (set, frozenset)):
         found = [_text(part, depth + 1) for part in value]
         entries = sorted(found, key=str)

@@ -59,7 +59,7 @@ class Elements(NamedTuple):
     checksum: int | None
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """An entry of an archive: its data from byte ``begin``; ``checksum`` None where the writer left it out."""
 
     begin: int
@@ -104,7 +104,7 @@ def find_tensor(read: Read, length: int) -> Elements | None:
     return view.elements._replace(begin=found.begin + view.elements.begin, checksum=checksum)
 
 
-def records(read: Read, length: int) -> list[Record] | None:
+def records(read: Read, length: int) -> list[ArchiveRecord] | None:
     """Every record of the archive, headers checked; None when it is no archive, or a compressed one."""
     entries = _directory(read, length)
     if entries is None or not all(entry.is_stored for entry in entries):
@@ -174,7 +174,7 @@ def _long_fields(extra: bytes, *fields: int) -> list[int]:
     return list(fields)
 
 
-def _record(read: Read, entry: _Entry, length: int) -> Record:
+def _record(read: Read, entry: _Entry, length: int) -> ArchiveRecord:
     """Where the record's data is, once its own header says what the directory says."""
     begin = entry.header + _LOCAL.size
     if begin + len(entry.name) > length:
@@ -185,7 +185,7 @@ def _record(read: Read, entry: _Entry, length: int) -> Record:
     if signature != b"PK\x03\x04" or method or begin + entry.nbytes > length or header[_LOCAL.size :] != entry.name:
         raise _damaged(f"the header of its record {entry.name!r} is damaged")
     # Writers that are told not to compute checksums write 0.
-    return Record(begin=begin, nbytes=entry.nbytes, checksum=entry.crc or None)
+    return ArchiveRecord(begin=begin, nbytes=entry.nbytes, checksum=entry.crc or None)
 
 
 def _content(read: Read, entry: _Entry, length: int) -> bytes:

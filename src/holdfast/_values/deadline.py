@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from holdfast._process import Lock
+from holdfast._values.records import Record
 
 Clock = Callable[[], float]
 
@@ -192,7 +193,7 @@ class Effort:
     def fill(self, table: Table, entries: Sequence[object], keys: Iterable[object]) -> Table:
         """``table``, updated with ``entries``, whose keys are ``keys``; or TooMuchEffort."""
         kinds = set(map(type, keys))
-        is_nested = not kinds <= {str} and any(issubclass(kind, (tuple, frozenset)) for kind in kinds)
+        is_nested = not kinds <= {str} and any(issubclass(kind, (tuple, frozenset, Record)) for kind in kinds)
         if kinds <= {str} or (len(table) + len(entries) <= _FEW and not is_nested):
             table.update(entries)
             return table

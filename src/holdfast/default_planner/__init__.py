@@ -18,13 +18,16 @@ import numpy as np
 import torch
 
 from holdfast._save_plan.plans import LocalLeaves, as_planned, local_leaves, plan_together, without_replicas
-from holdfast._state.nested import Path, empty_dicts, flatten, path_mapping, unusual_versions
+from holdfast._state.nested import Path, empty_dicts, flatten, path_mapping, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
+from holdfast._state.stateful_values import unusual_versions
 from holdfast._state.tensors import ComposedTensor, as_tensor
+from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
-from holdfast.default_planner.load_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from holdfast.default_planner.load_planner import NO_METADATA, DefaultLoadPlanner
+from holdfast.default_planner.targets import chosen_keys, empty_state
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -122,8 +125,10 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         """Take the state, flattened."""
         if self.flatten_state_dict:
-            self.versioned = {}
-            state_dict, self.mappings = flatten(state_dict, self.versioned)
+            self.versioned, self.containers = {}, {}
+            # torch's format has no place for the classes of containers, nor for empty dicts.
+            containers = self.containers if self.keeps_empty_dicts else None
+            state_dict, self.mappings = flatten(state_dict, self.versioned, containers)
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
@@ -254,6 +259,39 @@ class DefaultSavePlanner(SavePlanner):
             return as_tensor(write_item.index.fqn, object)
         tensor: torch.Tensor = object.detach() if object.requires_grad else object
         return tensor
+
+
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Fills an empty dict with ``keys`` of the checkpoint, nested as they were saved, on the CPU; None means all.
+
+    A key stands for itself and all below it: "model" and "model.layers.0" are good names. MismatchError for a name that
+    stands for nothing, unless ``allow_partial_load``. The options are those of DefaultLoadPlanner.
+    """
+
+    def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.key_map is not None:
+            raise ValueError("a target that is made from the checkpoint has its keys; leave out key_map")
+        self.keys = keys
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Fill ``state_dict``, which must be empty, with what is to be read."""
+        if state_dict:
+            raise InvalidStateError("a target that is made from the checkpoint must be empty; give an empty dict")
+        if metadata is None:
+            raise InvalidStateError(NO_METADATA)
+        metadata = metadata_from_torch(metadata)
+        chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
+        leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
+        super().set_up_planner({}, None, is_coordinator)
+        self.metadata = metadata
+        self.mappings = {key: paths.get(key, (key,)) for key in chosen}
+        self.state_dict = leaves
+        self.original_state_dict = state_dict
+        is_nested = self.flatten_state_dict
+        state_dict.update(unflatten(leaves, self.mappings, metadata.containers) if is_nested else leaves)
 
 
 def create_default_local_save_plan(state_dict: STATE_DICT_TYPE, is_coordinator: bool) -> SavePlan:

@@ -7,14 +7,15 @@ is touched.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast._state.nested import Path, flatten, set_element, stored_paths, unflatten
+from holdfast._state.nested import Path, flatten, set_element
 from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import (
@@ -27,15 +28,9 @@ from holdfast._state.tensors import (
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.lazy import LazyList
+from holdfast._values.records import Record, class_name, classes_in, rebuilt
 from holdfast.default_planner.key_maps import KeyMap, check_key_map, renamed, suggestion
-from holdfast.default_planner.targets import (
-    chosen_keys,
-    empty_state,
-    fill_empty_containers,
-    is_empty_container,
-    take_whole_values,
-    tied,
-)
+from holdfast.default_planner.targets import fill_empty_containers, is_empty_container, take_whole_values, tied
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
@@ -57,7 +52,7 @@ _PLACES = ("resolve_tensor", "lookup_tensor", "transform_tensor")
 _HOOKS = (*_PLACES, "create_local_plan", "finish_plan", "resolve_row", "commit_row", "commit_tensor")
 
 _FIX = "Fix the target, or pass strict=False to load what fits"
-_NO_METADATA = "a load planner needs the metadata of the checkpoint; call set_up_planner with it"
+NO_METADATA = "a load planner needs the metadata of the checkpoint; call set_up_planner with it"
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -65,9 +60,10 @@ class DefaultLoadPlanner(LoadPlanner):
 
     ``strict`` makes every difference between target and checkpoint an error before anything is touched; without it
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
-    allows loading one floating type into another. ``key_map`` is as in LoadOptions; ``names`` has the stored key for
-    each of the target. ``flatten_sharded_tensors`` is there for torch's sake: shards that are themselves sharded are
-    always taken apart. Empty containers are filled, with the help of ``owners``; ``made`` has the keys put there.
+    allows loading one floating type into another. ``key_map`` and ``types`` are as in LoadOptions; ``names`` has the
+    stored key for each of the target. ``flatten_sharded_tensors`` is there for torch's sake: shards that are themselves
+    sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made`` has the keys put
+    there.
     """
 
     def __init__(
@@ -80,6 +76,7 @@ class DefaultLoadPlanner(LoadPlanner):
         cast: bool = False,
         allow_pickle: bool = False,
         key_map: KeyMap | None = None,
+        types: Iterable[type] = (),
     ) -> None:
         check_key_map(key_map)
         self.key_map = key_map
@@ -91,6 +88,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.strict = strict
         self.cast = cast
         self.allow_pickle = allow_pickle
+        self.types = tuple(types)
         self.original_state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, Path] = {}
         self.owners = Owners()
@@ -116,7 +114,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             self.versioned = {}
-            state_dict, self.mappings = flatten(state_dict, self.versioned)
+            state_dict, self.mappings = flatten(state_dict, self.versioned, {})
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
         self.state_dict = {
@@ -169,7 +167,7 @@ class DefaultLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """What to read for each leaf of the target; MismatchError with every difference when ``strict``."""
         if self.metadata is None:
-            raise InvalidStateError(_NO_METADATA)
+            raise InvalidStateError(NO_METADATA)
         rows = ReadRows()
         self._is_plain = not is_overridden(self, DefaultLoadPlanner, *_HOOKS)
         self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
@@ -343,6 +341,16 @@ class DefaultLoadPlanner(LoadPlanner):
         torch.autograd.graph.increment_version(self._wrappers)
         return central_plan
 
+    def rebuilt(self, key: str, record: Record) -> object:
+        """An instance, if ``types`` has its class or the target an instance of it at ``key``; else ``record``."""
+        try:
+            return rebuilt(record, chain(self.types, classes_in(self.state_dict.get(key))), key=key)
+        except MismatchError as error:
+            if self.strict:
+                raise
+            self.differences += [each for each in error.differences if each not in self.differences]
+            return record
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Set the value in the target, an array only where one was; the context of a subclass is compared instead."""
         key = read_item.dest_index.fqn
@@ -358,11 +366,18 @@ class DefaultLoadPlanner(LoadPlanner):
                     advice="Make the target's tensor subclass as it was when it was saved.",
                 )
             return
+        difference = None
         if isinstance(leaf, np.ndarray) and not isinstance(loaded, np.ndarray):
             difference = Difference(key=key, kind="kind", stored=kind_of(loaded), wanted=kind_of(leaf))
+        elif isinstance(loaded, (Record, torch.Generator)) and not isinstance(leaf, Record):
+            stored, wanted = _class_of(loaded), _class_of(leaf)
+            if wanted is not None and (isinstance(loaded, Record) or stored != wanted):
+                difference = Difference(key=key, kind="type", stored=str(stored), wanted=wanted)
+        if difference is not None:
             if self.strict:
                 raise MismatchError.of(self.told([difference]), advice=f"{_FIX}.")
-            self.differences.append(difference)
+            if all(each.key != key for each in self.differences):
+                self.differences.append(difference)
             return
         self.state_dict[key] = loaded
         self._set_in_target(key, loaded)
@@ -413,33 +428,8 @@ class DefaultLoadPlanner(LoadPlanner):
         return self._memory if self._is_plain else {}
 
 
-class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
-    """Fills an empty dict with ``keys`` of the checkpoint, nested as they were saved, on the CPU; None means all.
-
-    A key stands for itself and all below it: "model" and "model.layers.0" are good names. MismatchError for a name that
-    stands for nothing, unless ``allow_partial_load``. The options are those of DefaultLoadPlanner.
-    """
-
-    def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.key_map is not None:
-            raise ValueError("a target that is made from the checkpoint has its keys; leave out key_map")
-        self.keys = keys
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Fill ``state_dict``, which must be empty, with what is to be read."""
-        if state_dict:
-            raise InvalidStateError("a target that is made from the checkpoint must be empty; give an empty dict")
-        if metadata is None:
-            raise InvalidStateError(_NO_METADATA)
-        metadata = metadata_from_torch(metadata)
-        chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
-        leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
-        super().set_up_planner({}, None, is_coordinator)
-        self.metadata = metadata
-        self.mappings = {key: paths.get(key, (key,)) for key in chosen}
-        self.state_dict = leaves
-        self.original_state_dict = state_dict
-        state_dict.update(unflatten(leaves, self.mappings) if self.flatten_state_dict else leaves)
+def _class_of(leaf: object) -> str | None:
+    """The class of an instance as it is stored: one that is loaded in its place is of the same."""
+    if isinstance(leaf, torch.Generator):
+        return f"torch.Generator of {leaf.device.type}"
+    return leaf.name if isinstance(leaf, Record) else next(map(class_name, {type(leaf)} & {*classes_in(leaf)}), None)

@@ -13,7 +13,7 @@ never holds a mixture: in the end the last key in the order of the target is who
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, 
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.lazy import LazyList
 from holdfast.errors import Difference, InvalidStateError, MismatchError
-from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, TensorStorageMetadata
+from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Containers, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan, read_columns
 from holdfast.planner_helpers import ReadRows
 from holdfast.storage import StorageReader
@@ -152,7 +152,7 @@ class _Room:
 
 def is_empty_container(leaf: object) -> bool:
     """Whether nothing is in it, and something could be."""
-    return isinstance(leaf, (dict, list, tuple, set, frozenset)) and not leaf
+    return isinstance(leaf, (dict, list, tuple, set, frozenset, deque)) and not leaf
 
 
 def fill_empty_containers(
@@ -181,7 +181,9 @@ def fill_empty_containers(
     made = _made(filled, metadata)
     for room in sorted(filled, key=lambda room: len(room.path)):  # so that nothing is put over what is further in
         tails: dict[str, Path] = {key: ("", *(tail or ())) for key, tail in room.content.items()}
-        content = unflatten({key: made[key] for key in tails}, tails)[""]
+        depth, containers = len(room.path), metadata.containers
+        inside: Containers = {("", *at[depth:]): like for at, like in containers.items() if at[:depth] == room.path}
+        content = unflatten({key: made[key] for key in tails}, tails, inside)[""]
         if room.path:
             set_element(target, room.path, content)
         else:

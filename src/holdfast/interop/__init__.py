@@ -29,7 +29,8 @@ from holdfast._native.publish import formats_at
 from holdfast._native.verify import OnProgress
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
-from holdfast._state.nested import add_versions, empty_dicts, restorable_paths, unflatten
+from holdfast._state.nested import empty_dicts, path_key, restorable_paths, unflatten
+from holdfast._state.stateful_values import add_versions
 from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
 from holdfast._torch_codec.archive_writing import write_pt
 from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object
@@ -45,6 +46,7 @@ from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,
+    Containers,
     StorageMeta,
     TensorStorageMetadata,
     Versions,
@@ -326,8 +328,16 @@ class _Leaves:
         return stored[...]
 
     def state(self) -> dict[Any, Any]:
-        leaves = {key: self._leaf(key, entry) for key, entry in self.metadata.state_dict_metadata.items()}
-        return add_versions(unflatten(leaves, restorable_paths(self.metadata)), self.metadata.versions)
+        metadata = self.metadata
+        leaves = {key: self._leaf(key, entry) for key, entry in metadata.state_dict_metadata.items()}
+        return add_versions(unflatten(leaves, restorable_paths(metadata), self.containers()), metadata.versions)
+
+    def containers(self, *, as_dicts: bool = False) -> Containers:
+        """The classes of containers, dicts apart where these become plain; torch has to load all without code."""
+        for path, like in self.metadata.containers.items() if self._plain_only else ():
+            if not (as_dicts and isinstance(like, dict)):
+                _check_plain(path_key(path), like)
+        return self.metadata.containers
 
     def _leaf(self, key: str, entry: STORAGE_TYPES) -> object:
         if not isinstance(entry, TensorStorageMetadata) or entry.kind == "numpy":
@@ -361,7 +371,7 @@ class _CopyPlanner(DefaultSavePlanner):
     ) -> None:
         """Take the paths of the checkpoint; the state that is given is empty."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.mappings = restorable_paths(self._leaves.metadata)
+        self.mappings, self.containers = restorable_paths(self._leaves.metadata), self._leaves.containers(as_dicts=True)
 
     def create_local_plan(self) -> SavePlan:
         entries = dict(self._leaves.metadata.state_dict_metadata)

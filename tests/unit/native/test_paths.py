@@ -80,7 +80,7 @@ def test_good_trees_pass(paths: list[list[PathElement] | None]) -> None:
         [["a", key([])]],
         [["a", key({"dict": []})]],
         [["a", key({"tuple": [[]]})]],
-        [["a", key({"bad": 1})]],
+        [["a", key({"no type": 1})]],
         [["a", key({"int": "0x1"})]],
         [["a", key(2**53)]],
         [["a", key(1)], ["a", key(True)]],

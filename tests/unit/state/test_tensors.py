@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
 import errno
+import io
+import pathlib
 import subprocess
 import sys
+import uuid
 import warnings
-from collections import OrderedDict
+from argparse import Namespace
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -310,6 +318,16 @@ def test_everything_goes_through_a_large_tensor_in_slices(monkeypatch: pytest.Mo
     assert len(prints) == 11
 
 
+class Side(enum.Enum):
+    LEFT = 1
+    RIGHT = 2
+
+
+@dataclass
+class Held:
+    content: object
+
+
 DIFFERENT: list[Any] = [
     None,
     0,
@@ -328,6 +346,24 @@ DIFFERENT: list[Any] = [
     np.int64(1),
     torch.float32,
     torch.device("cpu"),
+    datetime.datetime(2026, 1, 2),
+    datetime.date(2026, 1, 2),
+    pathlib.PurePosixPath("1"),
+    uuid.UUID(int=1),
+    decimal.Decimal(1),
+    range(1),
+    slice(1),
+    deque([1]),
+    Namespace(a=1),
+    Namespace(a=2),
+    io.BytesIO(b"1"),
+    io.BytesIO(b"2"),
+    torch.Generator().manual_seed(1),
+    torch.Generator().manual_seed(2),
+    Side.LEFT,
+    Side.RIGHT,
+    Held(1),
+    Held(2),
 ]
 
 

@@ -1,0 +1,194 @@
+"""Instances of classes as what a checkpoint stores of them: a Record of the class's name and its fields.
+
+A Record becomes an instance again only of a class that the program itself hands over: a file names classes, and nothing
+is ever imported for a name. Dataclasses and named tuples are made of their fields, without their ``__init__``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+from holdfast.errors import Difference, InvalidStateError, MismatchError
+
+KINDS = frozenset({"dataclass", "enum", "namedtuple", "registered", "torch.Generator"})
+
+_T = TypeVar("_T")
+_ADVICE = "Give the class the fields that were saved, or load without it to get a holdfast.Record."
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Record:
+    """What a checkpoint has of an instance whose class is not at hand: its kind, the name of its class, its fields.
+
+    ``kind`` is one of ``dataclass``, ``enum``, ``namedtuple``, ``registered`` (see ``register_type``) and
+    ``torch.Generator``. A Record can be saved again, as what it was.
+    """
+
+    kind: str
+    name: str
+    items: tuple[tuple[str, object], ...]
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The fields by name, in order."""
+        return dict(self.items)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.items)
+        return f"Record({self.kind} {self.name}: {shown})"
+
+
+class NotStorable(Exception):
+    """Why an instance has no Record."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registration:
+    cls: type
+    name: str
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+
+
+REGISTERED: dict[type, _Registration] = {}
+_BY_NAME: dict[str, _Registration] = {}
+
+
+def register_type(
+    cls: type[_T], *, encode: Callable[[_T], object], decode: Callable[[Any], _T], name: str | None = None
+) -> None:
+    """From now on, store instances of just ``cls`` as what ``encode`` makes of them; loading gives that to ``decode``.
+
+    ``encode`` returns a value that a checkpoint can hold. ``name`` stands in the checkpoint, by default that of the
+    class with its module. Where nothing is registered under it, loading gives a ``holdfast.Record``. Registering a
+    class or a name again replaces what was.
+    """
+    if not isinstance(cls, type) or cls.__module__ == "builtins":
+        raise ValueError(f"register_type takes a class of your own, not {cls!r}")
+    registration = _Registration(cls, name or class_name(cls), encode, decode)
+    for old in (REGISTERED.pop(cls, None), _BY_NAME.pop(registration.name, None)):
+        if old is not None:
+            REGISTERED.pop(old.cls, None)
+            _BY_NAME.pop(old.name, None)
+    REGISTERED[cls] = _BY_NAME[registration.name] = registration
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def record_of(value: object) -> Record | None:
+    """What is stored of an instance; None where its class is none of those that are stored so, or NotStorable."""
+    cls = type(value)
+    if isinstance(value, Record):
+        return value
+    if cls in REGISTERED:
+        registration = REGISTERED[cls]
+        try:
+            return Record("registered", registration.name, (("value", registration.encode(value)),))
+        except Exception as error:
+            raise NotStorable(f"encode of the registered type {registration.name!r} failed: {error!r}") from error
+    if isinstance(value, enum.Enum):
+        name = value.name if value.name in cls.__members__ else None  # type: ignore[attr-defined]
+        return Record("enum", class_name(cls), (("name", name), ("value", value.value)))
+    names = field_names(cls)
+    if names is None:
+        return None
+    kind = "namedtuple" if isinstance(value, tuple) else "dataclass"
+    if kind == "dataclass" and cls.__new__ is not object.__new__:
+        raise NotStorable(f"the dataclass {class_name(cls)} makes its instances in its own way; use register_type")
+    cached = {name for name in dir(cls) if isinstance(getattr(cls, name, None), cached_property)}
+    known = {*cached, *(names if kind == "dataclass" else ())}
+    for name in getattr(value, "__dict__", {}).keys() - known:
+        raise NotStorable(f"it has the attribute {name!r}, which is no field of {class_name(cls)}; use register_type")
+    missing = [name for name in names if not hasattr(value, name)]
+    if missing:
+        raise NotStorable(f"its field {missing[0]!r} of {class_name(cls)} has no value; set it")
+    return Record(kind, class_name(cls), tuple((name, getattr(value, name)) for name in names))
+
+
+def field_names(cls: type) -> dict[str, None] | None:
+    """The fields of a dataclass or of a named tuple, in order; None for another class."""
+    if dataclasses.is_dataclass(cls) and cls is not Record:
+        return dict.fromkeys(field.name for field in dataclasses.fields(cls))
+    named = getattr(cls, "_fields", None)
+    return dict.fromkeys(named) if issubclass(cls, tuple) and isinstance(named, tuple) else None
+
+
+def classes_in(value: object) -> Iterator[type]:
+    """The classes of all instances in ``value`` that would be stored as Records."""
+    if isinstance(value, enum.Enum) or type(value) in REGISTERED:
+        yield type(value)
+        return
+    parts: Iterable[object] = ()
+    names = field_names(type(value))
+    if names is not None:
+        yield type(value)
+        parts = [getattr(value, name, None) for name in names]
+    elif isinstance(value, (Mapping, Namespace)):
+        entries = vars(value) if isinstance(value, Namespace) else value
+        parts = (part for pair in entries.items() for part in pair)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts = value
+    for part in parts:
+        yield from classes_in(part)
+
+
+def rebuilt(record: Record, classes: Iterable[type] = (), *, key: str = "") -> object:
+    """The instance that ``record`` was, of a registered class or of one of ``classes``; the record itself if of none.
+
+    MismatchError, with ``key``, where the class has other fields or members now.
+    """
+    if record.kind == "registered":
+        try:
+            return _BY_NAME[record.name].decode(record.fields["value"]) if record.name in _BY_NAME else record
+        except Exception as error:
+            said = f"{key[:200]!r}: decode of the registered type {record.name[:200]!r} failed: {error!r}; fix it"
+            raise InvalidStateError(said, key=key) from error
+    cls = next((each for each in classes if _is_meant(each, record)), None)
+    if cls is None:
+        return record
+    if issubclass(cls, enum.Enum):
+        return _member(cls, record, key)
+    names, stored = list(field_names(cls) or ()), record.fields
+    if names != list(stored) if record.kind == "namedtuple" else set(names) != set(stored):
+        fields = Difference(key=key, kind="fields", stored=", ".join(stored), wanted=", ".join(names))
+        raise MismatchError.of([fields], advice=_ADVICE)
+    if record.kind == "namedtuple":
+        return tuple.__new__(cast("type[tuple[object, ...]]", cls), stored.values())
+    made = object.__new__(cls)
+    for name, value in record.items:
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _member(cls: type[enum.Enum], record: Record, key: str) -> object:
+    """The member of that name; of a flag, which may be several members at once, that of the value."""
+    name, value = record.fields["name"], record.fields["value"]
+    try:
+        member = cls(value) if issubclass(cls, enum.Flag) else cls[str(name)]
+    except (KeyError, ValueError):
+        member = None
+    if member is None or member.value != value:
+        wanted = "no such member" if member is None else repr(member.value)
+        stored = f"{name} of {record.name} = {value!r}"
+        raise MismatchError.of([Difference(key=key, kind="member", stored=stored, wanted=wanted)], advice=_ADVICE)
+    return member
+
+
+def _is_meant(cls: type, record: Record) -> bool:
+    """Whether the record is of that class; a script is ``__main__`` in one run and a module in another."""
+    kind = "enum" if issubclass(cls, enum.Enum) else "namedtuple" if issubclass(cls, tuple) else "dataclass"
+    if kind != record.kind or (kind != "enum" and field_names(cls) is None):
+        return False
+    return record.name == class_name(cls) or (
+        record.name.endswith(f".{cls.__qualname__}")
+        and "__main__" in (cls.__module__, record.name.removesuffix(f".{cls.__qualname__}"))
+    )
