@@ -6,30 +6,11 @@ A save is whole or invisible. Every byte is checked. Nothing is pickled. Only th
 from __future__ import annotations
 
 import importlib as _importlib
-import logging as _logging
 import os as _os
 import typing as _typing
 
-import torch as _torch
-
-from holdfast._async_saver import (
-    AsyncCheckpointerType,
-    AsyncSave,
-    AsyncSaveResponse,
-    async_save,
-    guard,
-    prewarm,
-    release,
-)
-from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
-from holdfast._loader import LoadOptions, LoadReport, load, read
-from holdfast._native.reader import NativeReader
-from holdfast._native.writer import NativeWriter
-from holdfast._saver import SaveOptions, save
 from holdfast._values.records import Record, register_type
-from holdfast._version import NEWEST_TESTED_TORCH as _NEWEST
 from holdfast._version import __version__
-from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from holdfast.errors import (
     AlreadyPublishedError,
     BusyError,
@@ -48,39 +29,54 @@ from holdfast.errors import (
     UnsafeError,
     UnsupportedVersionError,
 )
-from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
-from holdfast.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from holdfast.planner import (
-    BytesIOWriteData,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
-from holdfast.state_dict_loader import load_state_dict
-from holdfast.state_dict_saver import save_state_dict
-from holdfast.stateful import Stateful
-from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 if _typing.TYPE_CHECKING:
     from holdfast import api, cli, format_utils, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
+    from holdfast._async_saver import (
+        AsyncCheckpointerType,
+        AsyncSave,
+        AsyncSaveResponse,
+        async_save,
+        guard,
+        prewarm,
+        release,
+    )
+    from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
+    from holdfast._loader import LoadOptions, LoadReport, load, read
+    from holdfast._native.reader import NativeReader
     from holdfast._native.sweep import SweepReport, sweep
+    from holdfast._native.writer import NativeWriter
+    from holdfast._saver import SaveOptions, save
+    from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+    from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
     from holdfast.interop import Conversion, convert
+    from holdfast.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
     from holdfast.optimizer import load_sharded_optimizer_state_dict
+    from holdfast.planner import (
+        BytesIOWriteData,
+        LoadItemType,
+        LoadPlan,
+        LoadPlanner,
+        ReadItem,
+        SavePlan,
+        SavePlanner,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+    from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+    from holdfast.state_dict_loader import load_state_dict
+    from holdfast.state_dict_saver import save_state_dict
+    from holdfast.stateful import Stateful
+    from holdfast.storage import StorageReader, StorageWriter, WriteResult
 
 __all__ = [
     "AlreadyPublishedError",
@@ -163,13 +159,32 @@ __all__ = [
     "verify",
 ]
 
-# Imported when somebody asks for them: together they take longer than all that saves and loads need.
+# Imported when somebody asks for them: torch takes a second or two, and ``holdfast --help`` does not need it.
 _LATER = {
-    "Conversion": "interop",
-    "SweepReport": "_native.sweep",
-    "convert": "interop",
-    "load_sharded_optimizer_state_dict": "optimizer",
-    "sweep": "_native.sweep",
+    name: module
+    for module, names in {
+        "_async_saver": "AsyncCheckpointerType AsyncSave AsyncSaveResponse async_save guard prewarm release",
+        "_checkpoint": "Checkpoint StoredTensor VerifyReport open verify",
+        "_loader": "LoadOptions LoadReport load read",
+        "_native.reader": "NativeReader",
+        "_native.sweep": "SweepReport sweep",
+        "_native.writer": "NativeWriter",
+        "_saver": "SaveOptions save",
+        "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
+        "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
+        "interop": "Conversion convert",
+        "metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+        "TensorStorageMetadata",
+        "optimizer": "load_sharded_optimizer_state_dict",
+        "planner": "BytesIOWriteData LoadItemType LoadPlan LoadPlanner ReadItem SavePlan SavePlanner TensorWriteData "
+        "WriteItem WriteItemType",
+        "staging": "AsyncStager BlockingAsyncStager DefaultStager StagingOptions",
+        "state_dict_loader": "load_state_dict",
+        "state_dict_saver": "save_state_dict",
+        "stateful": "Stateful",
+        "storage": "StorageReader StorageWriter WriteResult",
+    }.items()
+    for name in names.split()
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "logger", "metadata"),
@@ -180,17 +195,12 @@ _MODULES = (
 
 del annotations  # the import leaves its name here
 
-if tuple(int(_part) for _part in _torch.__version__.split(".")[:2]) > _NEWEST:
-    _logging.getLogger("holdfast").warning(
-        "torch %s is newer than %d.%d, the newest that this version of holdfast was tested with",
-        *(_torch.__version__, *_NEWEST),
-    )
-
 
 def __getattr__(name: str) -> object:
     """Names and modules that are imported when they are asked for, as ``holdfast.state_dict``."""
     if name in _LATER:
-        return getattr(_importlib.import_module(f"holdfast.{_LATER[name]}"), name)
+        globals()[name] = found = getattr(_importlib.import_module(f"holdfast.{_LATER[name]}"), name)
+        return found
     if name in _MODULES:
         return _importlib.import_module(f"holdfast.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

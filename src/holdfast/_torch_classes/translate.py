@@ -166,8 +166,8 @@ def metadata_from_torch(metadata: Metadata | torchs.metadata.Metadata) -> Metada
 
 def places_from_torch(storage_data: dict[Any, Any]) -> dict[Any, Any]:
     """Where each item of torch's file storage is, in our classes."""
-    if all(isinstance(index, MetadataIndex) for index in storage_data):
-        return storage_data
+    if not any(type(index).__module__.startswith("torch.") for index in storage_data):
+        return storage_data  # ours, or what a damaged file has in their place
     return {
         index_from_torch(index): StorageInfo(
             place.relative_path,

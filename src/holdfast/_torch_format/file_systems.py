@@ -106,7 +106,7 @@ class FileSystem(FileSystemBase):
         posix.remove(path, missing_ok=False)
 
     def ls(self, path: PathLike) -> list[str]:
-        return [os.path.join(path, name) for name in posix.list_names(path)] if posix.exists(path) else []
+        return [os.path.join(path, name) for name in posix.list_names(path)]
 
 
 class RemoteFileSystem(FileSystemBase):
@@ -243,6 +243,8 @@ def _has_files_of(fs: FileSystemBase, directory: PathLike, ranks: Sequence[int])
     list_names = getattr(fs, "ls", None)
     if list_names is None:
         return any(fs.exists(fs.concat_path(directory, f"__{rank}_0{DATA_SUFFIX}")) for rank in ranks)
+    if isinstance(fs, FileSystem) and not fs.exists(directory):
+        return False  # it is made when the first file is written; others may have no directories at all
     # "__3_..." has the rank between the second and the third underscore.
     parts = (os.path.basename(str(name)).split("_") for name in list_names(directory))
     taken = {part[2] for part in parts if len(part) > 3 and part[:2] == ["", ""]}

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from enum import Enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -26,7 +26,6 @@ from typer.exceptions import TyperException
 
 import holdfast
 from holdfast._io import posix
-from holdfast._native.sweep import Leftover
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import (
     as_options,
@@ -40,6 +39,9 @@ from holdfast.cli.show import (
     shown_name,
 )
 from holdfast.errors import CheckpointError, NotFoundError, StorageError
+
+if TYPE_CHECKING:  # it imports torch, which --help and --version do not need
+    from holdfast._native.sweep import Leftover
 
 __all__ = ["app", "main"]
 

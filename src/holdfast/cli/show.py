@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.cells import cell_len
@@ -25,10 +25,11 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from holdfast._native.values import decode_value
-from holdfast._state.nested import Path, PathElement, TupleIndex, TypedKey
-from holdfast.cli.leaves import Contents, Leaf, Step, StoredChunk, Totals, contents_of, steps_below
 from holdfast.errors import CheckpointError, NotFoundError
+
+if TYPE_CHECKING:  # they import torch, which --help does not need
+    from holdfast._state.nested import Path, PathElement
+    from holdfast.cli.leaves import Contents, Leaf, Step, StoredChunk, Totals
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -194,6 +195,8 @@ def _parts(path: Path) -> Iterator[PathElement]:
 
 
 def _label(element: PathElement) -> str:
+    from holdfast._state.nested import TupleIndex, TypedKey
+
     if isinstance(element, TypedKey):
         return shown_value(element.value, most=_LONGEST_KEY)
     if isinstance(element, _NamePart):
@@ -259,6 +262,8 @@ def show_command(
     show "= key". Reads only the manifest and the index, or the metadata of a checkpoint in torch's own format. Of a
     directory of checkpoints, lists those: whether all files are there, bytes, and when they were saved.
     """
+    from holdfast.cli.leaves import contents_of, steps_below
+
     try:
         with as_options():
             contents = contents_of(path, pattern)
@@ -372,7 +377,7 @@ def _line_segments(line: Line, widths: _Widths) -> list[Segment]:
         return [*start, Segment(f"{padding}{gap}{shown_bytes(line.bytes):>10}{hidden}", _DIM)]
     start.append(Segment(padding))
     if leaf.kind == "value":
-        text = shown_value(decode_value(leaf.value, key=leaf.key), most=_LONGEST_VALUE)
+        text = shown_value(_decoded(leaf.value, leaf.key), most=_LONGEST_VALUE)
         return [*start, Segment(text, _VALUE)]
     if leaf.kind == "object":
         gap = " " * (widths.dtype - len(leaf.kind) + widths.shape + 4)
@@ -383,6 +388,12 @@ def _line_segments(line: Line, widths: _Widths) -> list[Segment]:
         return [*start, Segment(f"= {shown_name(leaf.alias_of)}", _TIED)]
     chunks = counted(len(leaf.rows), "chunk")
     return [*start, Segment(f"{shown_bytes(leaf.bytes):>10}", _BYTES), Segment(f"  {chunks:>{widths.chunks}}", _DIM)]
+
+
+def _decoded(json: object, key: str) -> object:
+    from holdfast._native.values import decode_value
+
+    return decode_value(json, key=key)
 
 
 def _chunk_line(line: Line, chunk: StoredChunk) -> str:
@@ -400,7 +411,7 @@ def _print_totals(console: Console, contents: Contents, pattern: str | None) -> 
         console.print(Text(text), soft_wrap=True)
     if contents.user_metadata is None:
         return
-    user_metadata = decode_value(contents.user_metadata, key="user_metadata")
+    user_metadata = _decoded(contents.user_metadata, "user_metadata")
     if user_metadata:
         console.print(Text(f"user metadata {shown_value(user_metadata, most=2 * _LONGEST_VALUE)}"), soft_wrap=True)
 

@@ -231,3 +231,16 @@ def test_the_progress_bar_is_on_a_terminal_only_and_never_on_stdout(path: Path) 
     assert result.stdout.startswith("whole: 2 keys in 3 files, ")
     assert "verifying" in seen
     assert "whole" not in seen
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["show", "--help"], ["verify", "--help"]])
+def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from holdfast.cli import main\n"
+        "try: main()\n"
+        'finally: sys.stderr.write(f\'{sorted({"torch", "numpy"} & set(sys.modules))}\')\n'
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout
+    assert done.stderr == "[]"
