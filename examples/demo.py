@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import elastic_training
-import holdfast
+import holdfast.interop  # with all that ranks need, so that it is imported once
 from elastic_training import STEPS, STEPS_BETWEEN_SAVES
 from tiny_transformer import process_group
 from training import newest_whole_checkpoint

@@ -39,7 +39,9 @@ _SLOW_TO_IMPORT = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
-    "holdfast",
+    "holdfast.interop",
+    "holdfast.state_dict_loader",
+    "holdfast.state_dict_saver",
 ]
 _END_S = 60.0  # of a process that was told to end, or killed
 _AFTER_FAILURE_S = 20.0  # the others may need a moment to notice

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import holdfast
+import holdfast.state_dict_saver  # imported here once, not in every child
 
 COUNTED = (
     "close",
