@@ -6,6 +6,7 @@ came back from the checkpoint with what went in. Its last line says what was che
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -75,5 +76,9 @@ def run_client(client: Callable[[str], str]) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps({"note": note}), flush=True)
     if dist.is_initialized():
+        # Without these two, torch with gloo now and then aborts a rank at its exit, after all work is done.
+        gc.collect()
+        if code == 0:
+            dist.barrier()
         dist.destroy_process_group()
     sys.exit(code)
