@@ -98,7 +98,8 @@ class _ErrorsAsLines(typer.core.TyperGroup):
         try:
             yield
         except OSError as error:  # others of ours are StorageErrors, so this is the output
-            _print_error(f"cannot write the output: {error.strerror or error}; look at where it goes")
+            if not isinstance(error, BrokenPipeError):  # whoever read has seen enough, as ``| head`` does
+                _print_error(f"cannot write the output: {error.strerror or error}; look at where it goes")
             with contextlib.suppress(OSError, ValueError):  # or Python would say so once more when it exits
                 posix.discard(sys.stdout.fileno())
             raise typer.Exit(4) from None

@@ -160,7 +160,9 @@ COMMANDS = ["--help", "--version", "show", "show --json", "verify", "verify --js
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("place", ["full", "closed"])
-def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(path: Path, command: str, place: str) -> None:
+def test_output_that_cannot_be_written_is_at_most_one_line_and_exit_code_4(
+    path: Path, command: str, place: str
+) -> None:
     options = [path.parent / "a.pt", "--to", "pt"] if command == "convert" else []
     if place == "full":
         output = os.open("/dev/full", os.O_WRONLY)
@@ -171,8 +173,8 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(path: Path, c
         code, stderr = run_into(output, *command.split(), *([path] if command[0] != "-" else []), *options)
     finally:
         os.close(output)
-    reason = "No space left on device" if place == "full" else "Broken pipe"
-    assert (code, stderr) == (4, f"error: cannot write the output: {reason}; look at where it goes\n")
+    line = "error: cannot write the output: No space left on device; look at where it goes\n"
+    assert (code, stderr) == (4, line if place == "full" else "")
 
 
 def test_the_error_line_is_red_on_a_terminal_and_text_from_outside_is_not_markup(
