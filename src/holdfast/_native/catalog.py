@@ -256,8 +256,11 @@ def _nothing_there(directory: str) -> NotFoundError:
         return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")
     weights = sorted(name for name in names if name.endswith(".safetensors"))
     if "config.json" in names and weights:
-        advice = f"load it with transformers, or {_conversion(os.path.join(directory, weights[0]))}"
-        return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a checkpoint; {advice}")
+        # Of several files, each would become a checkpoint of its own.
+        conversion = f", or {_conversion(os.path.join(directory, weights[0]))}" if len(weights) == 1 else ""
+        return NotACheckpointError(
+            f"{directory!r} is a Hugging Face folder, not a checkpoint; load it with transformers{conversion}"
+        )
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
 
 

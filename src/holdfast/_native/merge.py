@@ -34,7 +34,7 @@ def merge_reports(
     reports: Sequence[WriteReport],
     *,
     attempt: str,
-    versions: tuple[str, str, str, str],
+    writer: WriterEntry,
     user_metadata: Json,
 ) -> tuple[Manifest, bytes]:
     """The manifest and the bytes of the index of what ``reports`` say was written.
@@ -76,13 +76,7 @@ def merge_reports(
     manifest = Manifest(
         requires=("pickle",) if any(tensor.kind == "pickle" for tensor in tensors.values()) else (),
         attempt=attempt,
-        writer=WriterEntry(
-            holdfast=versions[0],
-            torch=versions[1],
-            python=versions[2],
-            world_size=len(reports),
-            saved_at=versions[3],
-        ),
+        writer=writer,
         files=files,
         index=IndexEntry(name=f"index-{attempt}.safetensors", bytes=len(data), digest=to_hex(digest(data))),
         tensors=entries,

@@ -19,6 +19,7 @@ from holdfast._io import posix
 from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._io.slabs import uses_cuda
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
+from holdfast._native.manifest import WriterEntry
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Packer, slabs_for
 from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
@@ -212,13 +213,19 @@ class NativeWriter(StorageWriter):
             for key, modules in report.versions.items():
                 versions.setdefault(key, {}).update(modules)
         ours = metadata_from_torch(metadata) if is_torchs(metadata) else metadata
-        saved_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        writer = WriterEntry(
+            holdfast=__version__,
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            world_size=len(reports),
+            saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
         try:
             manifest, index = merge_reports(
                 ours,
                 reports,
                 attempt=self._attempt,
-                versions=(__version__, str(torch.__version__), platform.python_version(), saved_at),
+                writer=writer,
                 user_metadata=encode_value(
                     with_planner_data(self.user_metadata, ours, versions, containers), key="planner_data"
                 ),

@@ -9,12 +9,11 @@ pickles.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,29 +121,29 @@ def convert(
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     source, target = posix.absolute(source), posix.absolute(target)
     progress = _ByteCount(on_progress, source, max_bytes)
-    with _guarded_target(target, to, overwrite=overwrite):
-        if os.path.isfile(source):
+    _check_target(target, to, overwrite=overwrite)
+    if os.path.isfile(source):
+        if to == "pt":
+            if kind_of_file(source) == ".safetensors":
+                raise ValueError(f"{source!r} is a .safetensors file; convert it to 'native' or 'torch' first")
+            raise ValueError(f"{source!r} is a .pt file already; copy it")
+        writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
+        state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
+        metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
+    else:
+        if verify and is_torch_format(source):
+            _check_torch(source)
+        with open_checkpoint(source, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+            leaves = _Leaves(checkpoint, progress, plain_only=to != "native" and not allow_pickle)
             if to == "pt":
-                if kind_of_file(source) == ".safetensors":
-                    raise ValueError(f"{source!r} is a .safetensors file; convert it to 'native' or 'torch' first")
-                raise ValueError(f"{source!r} is a .pt file already; copy it")
-            writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
-            state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
-            metadata = save(state, storage_writer=writer, planner=_CountingPlanner(progress), no_dist=True)
-        else:
-            if verify and is_torch_format(source):
-                _check_torch(source)
-            with open_checkpoint(source, verify=verify, allow_pickle=allow_pickle) as checkpoint:
-                leaves = _Leaves(checkpoint, progress, plain_only=to != "native" and not allow_pickle)
-                if to == "pt":
-                    write_pt(leaves.state(), target, overwrite=overwrite)
-                else:
-                    user_metadata = checkpoint.user_metadata if to == "native" else None
-                    writer = _writer(
-                        target, to, allow_pickle=allow_pickle, overwrite=overwrite, user_metadata=user_metadata
-                    )
-                    save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
-                metadata = checkpoint.metadata
+                write_pt(leaves.state(), target, overwrite=overwrite)
+            else:
+                user_metadata = checkpoint.user_metadata if to == "native" else None
+                writer = _writer(
+                    target, to, allow_pickle=allow_pickle, overwrite=overwrite, user_metadata=user_metadata
+                )
+                save({}, storage_writer=writer, planner=_CopyPlanner(leaves), no_dist=True)
+            metadata = checkpoint.metadata
     entries = metadata.state_dict_metadata.values()
     tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in entries)
     seconds = time.monotonic() - started
@@ -184,9 +183,8 @@ def _bytes_at(path: str) -> int:
     return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
 
 
-@contextlib.contextmanager
-def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[None]:
-    """Refuses a target that must not be replaced; the save leaves none that it made in vain."""
+def _check_target(target: str, to: Format, *, overwrite: bool) -> None:
+    """AlreadyPublishedError for a target that must not be replaced."""
     existed = posix.exists(target)
     if existed and not overwrite:
         raise AlreadyPublishedError(f"{target!r} exists already; use another name or overwrite=True")
@@ -194,7 +192,6 @@ def _guarded_target(target: str, to: Format, *, overwrite: bool) -> Iterator[Non
         raise AlreadyPublishedError(
             f"{target!r} is there, and a checkpoint of the {to} format cannot take its place; remove it first"
         )
-    yield
 
 
 def _holds(target: str, to: Format) -> bool:
