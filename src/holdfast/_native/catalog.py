@@ -258,9 +258,8 @@ def _nothing_there(directory: str) -> NotFoundError:
     if "config.json" in names and weights:
         # Of several files, each would become a checkpoint of its own.
         conversion = f", or {_conversion(os.path.join(directory, weights[0]))}" if len(weights) == 1 else ""
-        return NotACheckpointError(
-            f"{directory!r} is a Hugging Face folder, not a checkpoint; load it with transformers{conversion}"
-        )
+        advice = f"load it with transformers{conversion}"
+        return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a checkpoint; {advice}")
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
 
 
