@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 
 _HOST = "127.0.0.1"
 _SLOW_TO_IMPORT = [
@@ -340,6 +341,9 @@ def _in_group(group: Group) -> Iterator[None]:
         if not group.is_kept and dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()
+            # torch's caches keep every mesh, a mesh its groups, and a group of gloo three threads that never rest.
+            for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+                getattr(mesh, "_pg_registry", {}).clear()
 
 
 @functools.cache
