@@ -14,7 +14,7 @@ import torch
 from holdfast._checkpoint import Door, metadata_for, reader_for
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
-from holdfast._state.nested import restorable_paths, unflatten
+from holdfast._state.nested import unflatten
 from holdfast._state.stateful_values import Owners, add_versions, expose, hand_back, tell_versions
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
@@ -24,7 +24,7 @@ from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.key_maps import KeyMap, check_key_map
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
-from holdfast.metadata import Metadata
+from holdfast.metadata import Metadata, restorable_paths
 from holdfast.planner import LoadPlan, LoadPlanner, is_overridden, read_columns
 from holdfast.storage import StorageReader
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast._values.dtypes import MAX_PATH_DEPTH
 from holdfast._values.lazy import LazyList, few
 
 __all__ = [
@@ -30,10 +31,13 @@ __all__ = [
 
 STATE_DICT_TYPE = dict[str, Any]
 
+PathElement = str | int
+Path = tuple[PathElement, ...]
+
 Versions = dict[str, dict[str, dict[str, object]]]
 """By the key of a state_dict and the name of a module in it: what the module says of itself, if not version 1."""
 
-Containers = dict[tuple[str | int, ...], object]
+Containers = dict[Path, object]
 """By path, with dict keys as text: an empty container of the class that is there, where that is no plain one."""
 
 
@@ -169,7 +173,7 @@ class Metadata:
     storage_meta: StorageMeta | None = None
     version: str | None = None
     user_metadata: STATE_DICT_TYPE = field(default_factory=dict)
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
     versions: Versions = field(default_factory=dict)
     containers: Containers = field(default_factory=dict)
     differing: dict[str, int] = field(default_factory=dict)
@@ -192,3 +196,37 @@ class MetadataIndex:
         set_field(self, "fqn", fqn)
         set_field(self, "offset", offset if offset is None or type(offset) is torch.Size else torch.Size(offset))
         set_field(self, "index", index)
+
+
+def path_key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def is_path(path: object) -> bool:
+    """Whether it is a tuple of dict keys (str) and list positions (int), as planners write it."""
+    return (
+        isinstance(path, tuple)
+        and 0 < len(path) <= MAX_PATH_DEPTH
+        and all(isinstance(element, str) or (isinstance(element, int) and element >= 0) for element in path)
+    )
+
+
+def restorable_paths(metadata: Metadata) -> dict[str, Path]:
+    """The stored paths that fit together, whoever wrote them.
+
+    Ranks may have saved different things under one name, a list and a dict, or a value and a dict: a key that would not
+    fit in beside those before it is left out, and stays at the top under its own name.
+    """
+    planner_data = metadata.paths or (metadata.planner_data if isinstance(metadata.planner_data, dict) else {})
+    found = {key: planner_data[key] for key in metadata.state_dict_metadata if is_path(planner_data.get(key))}
+    leaves = set(found.values())
+    kinds: dict[Path, bool] = {}
+    paths: dict[str, Path] = {}
+    for key, path in found.items():
+        parents = [path[:depth] for depth in range(1, len(path))]
+        if leaves.isdisjoint(parents) and all(
+            kinds.setdefault(path[:depth], isinstance(element, str)) == isinstance(element, str)
+            for depth, element in enumerate(path)
+        ):
+            paths[key] = path
+    return paths

@@ -19,8 +19,9 @@ from holdfast._native.file_layout import Copy
 from holdfast._process import forget_in_child
 from holdfast._staging.copies import Staging
 from holdfast._staging.memory import HostMemory, Region
-from holdfast._state.nested import KEPT, emptied, keeps_class, refilled, tuple_like
+from holdfast._state.nested import keeps_class, tuple_like
 from holdfast._state.tensor_bytes import source_of
+from holdfast._values.records import KEPT, emptied, refilled
 from holdfast.metadata import STATE_DICT_TYPE
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]

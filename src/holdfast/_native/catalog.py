@@ -26,7 +26,6 @@ from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEn
 from holdfast._native.paths import decode_path, split_planner_data, stored_containers
 from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest, read_manifest_bytes
 from holdfast._native.values import decode_value
-from holdfast._state.nested import Path
 from holdfast._state.tensors import torch_dtype
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
 from holdfast._torch_codec.metadata_file import is_of_a_save
@@ -40,6 +39,7 @@ from holdfast.metadata import (
     BytesStorageMetadata,
     ChunkColumns,
     Metadata,
+    Path,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,

@@ -27,8 +27,17 @@ import msgspec
 import torch
 
 from holdfast._io import posix
-from holdfast._state.nested import FACTORIES, KEPT, odd_names, refilled
-from holdfast._values.records import KINDS, NotStorable, Record, class_name, record_of
+from holdfast._values.records import (
+    FACTORIES,
+    KEPT,
+    KINDS,
+    NotStorable,
+    Record,
+    class_name,
+    odd_names,
+    record_of,
+    refilled,
+)
 from holdfast.errors import CorruptError, UnsupportedVersionError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"

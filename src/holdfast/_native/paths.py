@@ -22,23 +22,12 @@ import msgspec
 
 from holdfast._native.forms import Json
 from holdfast._native.values import decode_value, encode_value
-from holdfast._state.nested import (
-    KEPT,
-    Path,
-    PathElement,
-    TupleIndex,
-    TypedKey,
-    emptied,
-    is_path,
-    odd_names,
-    path_mapping,
-    stored_paths,
-)
+from holdfast._state.nested import TupleIndex, TypedKey, path_mapping, stored_paths
 from holdfast._values.deadline import Effort, TooMuchEffort
 from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
-from holdfast._values.records import class_name, classes_in
+from holdfast._values.records import KEPT, class_name, classes_in, emptied, odd_names
 from holdfast.errors import CorruptError, InvalidStateError
-from holdfast.metadata import Containers, Metadata, Versions
+from holdfast.metadata import Containers, Metadata, Path, PathElement, Versions, is_path
 
 StoredElement: TypeAlias = str | dict[str, object]
 

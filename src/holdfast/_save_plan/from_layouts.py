@@ -20,12 +20,13 @@ import xxhash
 from holdfast._plan.coverage import HeldRows, Holding, boxes_on_mesh, holding_of
 from holdfast._save_plan.plans import UNKNOWN, LocalLeaves, agreed_heads, properties_of
 from holdfast._save_plan.together import JointPlan, joint_plan
-from holdfast._state.nested import Path, TupleIndex, TypedKey
+from holdfast._state.nested import TupleIndex, TypedKey
 from holdfast._state.pieces import Spread
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
 from holdfast._values.box import Split
 from holdfast._values.digest import box_words, name_words
 from holdfast._values.lazy import cached_property
+from holdfast.metadata import Path
 from holdfast.planner import TensorHead, WriteColumns, padded
 
 _Head = tuple[str, tuple[int, ...], bool, str | None, str | None]

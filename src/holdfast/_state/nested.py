@@ -14,7 +14,7 @@ the class for each path to such a container.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -24,9 +24,9 @@ import torch
 
 from holdfast._state.tensors import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.dtypes import MAX_PATH_DEPTH, MAX_REPEATED_ENTRIES, MAX_REPETITION
-from holdfast._values.records import REGISTERED
+from holdfast._values.records import FACTORIES, KEPT, REGISTERED, emptied, odd_names, refilled
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import STATE_DICT_TYPE, Containers, Metadata
+from holdfast.metadata import STATE_DICT_TYPE, Containers, Metadata, Path, PathElement, path_key
 
 AnyDict: TypeAlias = dict[Any, Any]
 AnyMapping: TypeAlias = Mapping[Any, Any]
@@ -37,12 +37,6 @@ _FIELDS = "__dataclass_fields__"
 _LONG = 64  # So much text counts as one entry.
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, Mapping, deque, Namespace)
-
-KEPT = frozenset({OrderedDict, defaultdict, Counter, deque, Namespace})
-"""Classes of containers that come back as such; all other mappings come back as dicts."""
-
-FACTORIES: tuple[type | None, ...] = (None, list, dict, set, int, float)
-"""What a defaultdict may make for a missing key, to come back as such."""
 
 
 def check_containers(value: object, *, within: str = "", is_value: bool = False) -> None:
@@ -161,14 +155,6 @@ class TupleIndex(int):
     """A position in a tuple (a plain int is one in a list)."""
 
 
-PathElement = str | int
-Path = tuple[PathElement, ...]
-
-
-def path_key(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
 def path_mapping(planner_data: object) -> dict[str, Path] | None:
     """``planner_data`` if it is what the default planner puts there, keys to paths; None for a planner's own data."""
     if not isinstance(planner_data, dict):
@@ -180,36 +166,6 @@ def path_mapping(planner_data: object) -> dict[str, Path] | None:
 def stored_paths(metadata: Metadata) -> dict[str, Path]:
     """Where each key belongs in the state, as far as ``metadata`` knows; the others are at the top."""
     return metadata.paths or path_mapping(metadata.planner_data) or {}
-
-
-def is_path(path: object) -> bool:
-    """Whether it is a tuple of dict keys (str) and list positions (int), as planners write it."""
-    return (
-        isinstance(path, tuple)
-        and 0 < len(path) <= MAX_PATH_DEPTH
-        and all(isinstance(element, str) or (isinstance(element, int) and element >= 0) for element in path)
-    )
-
-
-def restorable_paths(metadata: Metadata) -> dict[str, Path]:
-    """The stored paths that fit together, whoever wrote them.
-
-    Ranks may have saved different things under one name, a list and a dict, or a value and a dict: a key that would not
-    fit in beside those before it is left out, and stays at the top under its own name.
-    """
-    planner_data = metadata.paths or (metadata.planner_data if isinstance(metadata.planner_data, dict) else {})
-    found = {key: planner_data[key] for key in metadata.state_dict_metadata if is_path(planner_data.get(key))}
-    leaves = set(found.values())
-    kinds: dict[Path, bool] = {}
-    paths: dict[str, Path] = {}
-    for key, path in found.items():
-        parents = [path[:depth] for depth in range(1, len(path))]
-        if leaves.isdisjoint(parents) and all(
-            kinds.setdefault(path[:depth], isinstance(element, str)) == isinstance(element, str)
-            for depth, element in enumerate(path)
-        ):
-            paths[key] = path
-    return paths
 
 
 def flatten(
@@ -303,29 +259,6 @@ def keeps_class(value: object) -> bool:
     if not isinstance(value, defaultdict):
         return type(value) in KEPT and versions_in(cast(AnyMapping, value)) is None
     return type(value) in KEPT and any(value.default_factory is factory for factory in FACTORIES)
-
-
-def odd_names(names: Iterable[object]) -> list[str]:
-    """Those that no attribute of a Namespace should have."""
-    return [str(name)[:80] for name in names if type(name) is not str or name.startswith("__")]
-
-
-def emptied(value: object) -> Any:
-    """An empty container of the class of ``value``, one of those that are kept."""
-    if isinstance(value, deque):
-        return deque(maxlen=value.maxlen)
-    return defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-
-
-def refilled(made: Any, entries: AnyMapping | Iterable[object]) -> Any:
-    """``made``, an empty container of a class that is kept, with ``entries``."""
-    if not isinstance(entries, Mapping):
-        made.extend(entries)
-        return made
-    mapping = vars(made) if isinstance(made, Namespace) else made
-    for key, entry in entries.items():
-        mapping[key] = entry
-    return made
 
 
 def _check_dict_keys(path: Path, mapping: AnyMapping) -> None:

@@ -22,27 +22,22 @@ import torch
 
 from holdfast._state.nested import (
     ATTRIBUTE,
-    KEPT,
     AnyDict,
     AnyMapping,
     AnyTarget,
-    Path,
     TypedKey,
     check_containers,
-    emptied,
     is_one_value,
     is_stateful,
     keeps_class,
-    path_key,
-    refilled,
     tuple_like,
     versions_in,
     with_versions,
 )
 from holdfast._values.dtypes import MAX_PATH_DEPTH
-from holdfast._values.records import REGISTERED
+from holdfast._values.records import KEPT, REGISTERED, emptied, refilled
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import STATE_DICT_TYPE, Versions
+from holdfast.metadata import STATE_DICT_TYPE, Path, Versions, path_key
 from holdfast.stateful import Stateful
 
 _USUAL = {"version": 1}

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from holdfast._state.nested import is_path
 from holdfast._torch_codec.pickles import Globals, unpickle
 from holdfast._values.dtypes import MAX_DIMENSIONS, MAX_FILE_BYTES, MAX_KEY_BYTES
 from holdfast._values.lazy import LazyList
@@ -31,6 +30,7 @@ from holdfast.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+    is_path,
 )
 from holdfast.planner import padded
 

@@ -1,4 +1,4 @@
-"""Instances of classes as what a checkpoint stores of them: a Record of the class's name and its fields.
+"""What a checkpoint keeps of a class: a Record of the name and the fields of an instance, or an empty container.
 
 A Record becomes an instance again only of a class that the program itself hands over: a file names classes, and nothing
 is ever imported for a name. Dataclasses and named tuples are made of their fields, without their ``__init__``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from argparse import Namespace
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,12 @@ from typing import Any, TypeVar, cast
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 
 KINDS = frozenset({"dataclass", "enum", "namedtuple", "registered", "torch.Generator"})
+
+KEPT = frozenset({OrderedDict, defaultdict, Counter, deque, Namespace})
+"""Classes of containers that come back as such; all other mappings come back as dicts."""
+
+FACTORIES: tuple[type | None, ...] = (None, list, dict, set, int, float)
+"""What a defaultdict may make for a missing key, to come back as such."""
 
 _T = TypeVar("_T")
 _ADVICE = "Give the class the fields that were saved, or load without it to get a holdfast.Record."
@@ -120,6 +126,29 @@ def field_names(cls: type) -> dict[str, None] | None:
         return dict.fromkeys(field.name for field in dataclasses.fields(cls))
     named = getattr(cls, "_fields", None)
     return dict.fromkeys(named) if issubclass(cls, tuple) and isinstance(named, tuple) else None
+
+
+def odd_names(names: Iterable[object]) -> list[str]:
+    """Those that no attribute of a Namespace should have."""
+    return [str(name)[:80] for name in names if type(name) is not str or name.startswith("__")]
+
+
+def emptied(value: object) -> Any:
+    """An empty container of the class of ``value``, one of those that are kept."""
+    if isinstance(value, deque):
+        return deque(maxlen=value.maxlen)
+    return defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+
+
+def refilled(made: Any, entries: Mapping[Any, object] | Iterable[object]) -> Any:
+    """``made``, an empty container of a class that is kept, with ``entries``."""
+    if not isinstance(entries, Mapping):
+        made.extend(entries)
+        return made
+    mapping = vars(made) if isinstance(made, Namespace) else made
+    for key, entry in entries.items():
+        mapping[key] = entry
+    return made
 
 
 def classes_in(value: object) -> Iterator[type]:

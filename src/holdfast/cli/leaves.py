@@ -20,13 +20,12 @@ from holdfast._native.manifest import TensorEntry, ValueEntry
 from holdfast._native.paths import decode_path, split_planner_data
 from holdfast._native.publish import MANIFEST_NAME, format_at
 from holdfast._native.values import decode_value, encode_value
-from holdfast._state.nested import Path, restorable_paths
 from holdfast._torch_codec.metadata_file import StorageInfo, find_place
 from holdfast._torch_format.file_systems import RemoteFileSystem
 from holdfast._torch_format.reader import FileSystemReader
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CheckpointError
-from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.metadata import STORAGE_TYPES, Metadata, MetadataIndex, Path, TensorStorageMetadata, restorable_paths
 from holdfast.planner_helpers import check_tiling
 
 _Places = dict[MetadataIndex, StorageInfo]

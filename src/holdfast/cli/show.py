@@ -28,8 +28,8 @@ from rich.text import Text
 from holdfast.errors import CheckpointError, NotFoundError
 
 if TYPE_CHECKING:  # they import torch, which --help does not need
-    from holdfast._state.nested import Path, PathElement
     from holdfast.cli.leaves import Contents, Leaf, Step, StoredChunk, Totals
+    from holdfast.metadata import Path, PathElement
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 

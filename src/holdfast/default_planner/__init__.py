@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from holdfast._save_plan.plans import LocalLeaves, as_planned, local_leaves, plan_together, without_replicas
-from holdfast._state.nested import Path, empty_dicts, flatten, path_mapping, stored_paths, unflatten
+from holdfast._state.nested import empty_dicts, flatten, path_mapping, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.stateful_values import unusual_versions
 from holdfast._state.tensors import ComposedTensor, as_tensor
@@ -34,6 +34,7 @@ from holdfast.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    Path,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import cast
 
-from holdfast._state.nested import Path, path_key, stored_paths
+from holdfast._state.nested import stored_paths
 from holdfast.default_planner.targets import prefixes
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata, Versions
+from holdfast.metadata import STORAGE_TYPES, Metadata, Path, TensorStorageMetadata, Versions, path_key
 
 KeyMap = Callable[[str], str] | Mapping[str, str]
 """From a key of the target to the key in the checkpoint: a function, or prefixes of the one and of the other."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._state.nested import Path, flatten, set_element
+from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import (
@@ -32,7 +32,14 @@ from holdfast._values.records import Record, class_name, classes_in, rebuilt
 from holdfast.default_planner.key_maps import KeyMap, check_key_map, renamed, suggestion
 from holdfast.default_planner.targets import fill_empty_containers, is_empty_container, take_whole_values, tied
 from holdfast.errors import Difference, InvalidStateError, MismatchError
-from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    Path,
+    TensorStorageMetadata,
+)
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
 from holdfast.planner_helpers import (
     CAST,

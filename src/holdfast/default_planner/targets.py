@@ -20,14 +20,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast._state.nested import Path, path_key, restorable_paths, set_element, unflatten
+from holdfast._state.nested import set_element, unflatten
 from holdfast._state.pieces import Place, Tie, is_meta, is_sharded, pieces_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.lazy import LazyList
 from holdfast.errors import Difference, InvalidStateError, MismatchError
-from holdfast.metadata import STATE_DICT_TYPE, BytesStorageMetadata, Containers, Metadata, TensorStorageMetadata
+from holdfast.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Containers,
+    Metadata,
+    Path,
+    TensorStorageMetadata,
+    path_key,
+    restorable_paths,
+)
 from holdfast.planner import LoadPlan, read_columns
 from holdfast.planner_helpers import ReadRows
 from holdfast.storage import StorageReader

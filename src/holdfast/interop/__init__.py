@@ -28,7 +28,7 @@ from holdfast._native.publish import formats_at
 from holdfast._native.verify import OnProgress
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
-from holdfast._state.nested import empty_dicts, path_key, restorable_paths, unflatten
+from holdfast._state.nested import empty_dicts, unflatten
 from holdfast._state.stateful_values import add_versions
 from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
 from holdfast._torch_codec.archive_writing import write_pt
@@ -49,6 +49,8 @@ from holdfast.metadata import (
     StorageMeta,
     TensorStorageMetadata,
     Versions,
+    path_key,
+    restorable_paths,
 )
 from holdfast.planner import SavePlan, TensorHead, WriteColumns, WriteItem, WriteItemType, padded, write_columns
 from holdfast.storage import StorageWriter

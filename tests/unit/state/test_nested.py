@@ -13,19 +13,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._state.nested import (
-    TupleIndex,
-    TypedKey,
-    check_containers,
-    flatten,
-    is_one_value,
-    path_key,
-    restorable_paths,
-    set_element,
-    unflatten,
-)
+from holdfast._state.nested import TupleIndex, TypedKey, check_containers, flatten, is_one_value, set_element, unflatten
 from holdfast.errors import InvalidStateError
-from holdfast.metadata import BytesStorageMetadata, Metadata
+from holdfast.metadata import BytesStorageMetadata, Metadata, path_key, restorable_paths
 
 # --- keys and paths ---------------------------------------------------------------------------------------------------
 
