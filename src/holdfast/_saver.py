@@ -302,7 +302,7 @@ class Saving:
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
-            planner.keeps_empty_dicts = writer.keeps_empty_dicts
+            planner.keeps_empty_dicts, planner.check_value = writer.keeps_empty_dicts, writer.check_value
         exposed, meta, leads = expose(state, self.owners), writer.storage_meta(), ranks.is_coordinator
         if isinstance(planner, DefaultSavePlanner):
             planner.buffers = frozenset(self.owners.buffers)

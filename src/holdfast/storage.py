@@ -98,6 +98,9 @@ class StorageWriter(abc.ABC):
         """What planners may want to know of the storage."""
         return None
 
+    def check_value(self, key: str, value: object) -> None:  # noqa: B027 - most storages take every value
+        """InvalidStateError for a value that cannot be stored."""
+
     def conclude(self) -> None:  # noqa: B027 - most storages hold nothing
         """Let go of what a save that succeeded still holds; called on every rank."""
 

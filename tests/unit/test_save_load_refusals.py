@@ -133,6 +133,42 @@ def test_all_keys_that_are_refused_are_in_one_error(path: str, assert_nothing_wr
     assert_nothing_written()
 
 
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize("save", [holdfast.save, lambda *given: holdfast.async_save(*given).result()])
+def test_tensors_and_values_that_are_refused_are_in_one_error(
+    save: Any, path: str, assert_nothing_written: Callable[[], None]
+) -> None:
+    state = {
+        "a": object(),
+        "b": meta(),
+        "fine": [1, torch.ones(2)],
+        "c": {"d": len, "e": sparse()},
+        "large": bytes(1 << 20),
+    }
+    with pytest.raises(holdfast.InvalidStateError) as caught:
+        save(state, path)
+    assert caught.value.keys == ("a", "b", "c.d", "c.e")
+    assert caught.value.message.startswith(
+        "4 keys of the state cannot be saved: (1) the value of 'a' cannot be saved: "
+    )
+    assert_nothing_written()
+
+
+def test_values_that_are_no_error_are_not_called_one(path: str) -> None:
+    class Texts(holdfast.DefaultSavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return super().transform_object(write_item, repr(object) if type(object) is complex else object)
+
+    state = {"a": object(), "b": meta()}
+    for options in ({"planner": Texts()}, {"options": holdfast.SaveOptions(allow_pickle=True)}):
+        with pytest.raises(holdfast.InvalidStateError) as caught:
+            holdfast.save(state, path, **options)
+        assert caught.value.keys == ("b",)
+    with pytest.raises(holdfast.InvalidStateError) as in_torchs_format:
+        holdfast.save(state, storage_writer=holdfast.FileSystemWriter(path))
+    assert in_torchs_format.value.keys == ("b",)
+
+
 def test_an_instance_as_a_key_of_a_dict_is_refused(path: str) -> None:
     with pytest.raises(holdfast.InvalidStateError, match=r"dict key of type .*Colour.*its .name or .value"):
         holdfast.save({"by": {Colour.RED: 1}}, path)

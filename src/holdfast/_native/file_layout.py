@@ -27,14 +27,7 @@ from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._native.forms import Json
 from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
-from holdfast._native.report import (
-    WriteReport,
-    WrittenFile,
-    WrittenTensor,
-    planned_tensors,
-    report_on,
-    written_tensor,
-)
+from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, planned_tensors, report_on, written_tensor
 from holdfast._native.values import encode_value
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
@@ -184,7 +177,7 @@ def files_to_write(
                 rows.append(row)
             continue
         try:
-            encoded = _encoded(key, planner.resolve_row(columns, row), allow_pickle=allow_pickle)
+            encoded = encode_leaf(key, planner.resolve_row(columns, row), allow_pickle=allow_pickle)
         except InvalidStateError as error:
             refused.append(error)
             continue
@@ -214,7 +207,7 @@ class _Blob(NamedTuple):
     data: bytes
 
 
-def _encoded(key: str, buffer: object, *, allow_pickle: bool) -> Json | _Blob:
+def encode_leaf(key: str, buffer: object, *, allow_pickle: bool) -> Json | _Blob:
     """A value as it is stored: in the manifest, or as bytes."""
     if not isinstance(buffer, io.BytesIO):
         raise InvalidStateError(f"the planner gave a {type(buffer).__name__} for the value of {key!r}", key=key)

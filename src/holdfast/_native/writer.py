@@ -18,7 +18,7 @@ from torch.futures import Future
 from holdfast._io import posix
 from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._io.slabs import uses_cuda
-from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, files_to_write
+from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, encode_leaf, files_to_write
 from holdfast._native.manifest import WriterEntry
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Packer, slabs_for
@@ -29,13 +29,14 @@ from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
 from holdfast._torch_classes.adapt import final_save_plan, is_torchs
 from holdfast._torch_classes.translate import metadata_from_torch, save_plan_from_torch
+from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast._version import __version__
 from holdfast.errors import InternalError, InvalidStateError, StorageError
 from holdfast.metadata import Containers, Metadata, StorageMeta, Versions
 from holdfast.planner import SavePlan, SavePlanner, write_columns
-from holdfast.storage import StorageWriter, WriteResult
+from holdfast.storage import StorageWriter, ValueBuffer, WriteResult
 
 # How many attempts that failed a coordinator tells of; whoever missed so many leaves them to a sweep.
 _MOST_FAILED = 8
@@ -124,6 +125,9 @@ class NativeWriter(StorageWriter):
                 if type(element) is TypedKey:
                     encode_path(key, path)
         return plan
+
+    def check_value(self, key: str, value: object) -> None:
+        encode_leaf(key, ValueBuffer(value, serialize_object), allow_pickle=self.allow_pickle)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans, each with the attempt and the number of its writer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from holdfast._save_plan.together import JointPlan, chosen_columns, entry_of, jo
 from holdfast._state.pieces import Pieces, Spread, is_sharded, pieces_of
 from holdfast._state.tensors import (
     DTYPE_NAMES,
+    ComposedTensor,
     as_tensor,
     check_savable,
     fingerprint_of_tensor,
@@ -27,17 +28,13 @@ from holdfast._values.digest import row_words
 from holdfast._values.dtypes import MAX_DIMENSIONS, MAX_FILE_BYTES
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError, RankDisagreementError
-from holdfast.metadata import (
-    STATE_DICT_TYPE,
-    STORAGE_TYPES,
-    Metadata,
-    TensorProperties,
-)
+from holdfast.metadata import STATE_DICT_TYPE, STORAGE_TYPES, Metadata, TensorProperties
 from holdfast.planner import Memory, SavePlan, TensorHead, WriteColumns, padded, write_columns
 
 _Memory = tuple[object, ...]
 # Number of the key, offsets, lengths, whether it is a shard.
 _Row = tuple[int, tuple[int, ...], tuple[int, ...], bool]
+CheckValue = Callable[[str, object], None]
 EVERYWHERE, UNKNOWN = "everywhere", "unknown"
 _ZEROS = [(0,) * dimensions for dimensions in range(MAX_DIMENSIONS + 1)]
 
@@ -75,10 +72,13 @@ class LocalLeaves:
         )
 
 
-def local_leaves(leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset()) -> LocalLeaves:
+def local_leaves(
+    leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset(), check_value: CheckValue | None = None
+) -> LocalLeaves:
     """What one rank has to write; the contents of the keys ``lenient`` may differ between ranks.
 
-    InvalidStateError for a tensor that has nothing to store.
+    InvalidStateError for tensors that have nothing to store. It also names the values that ``check_value`` refuses,
+    though these alone are no error here: whoever encodes them finds out.
     """
     heads: list[TensorHead | None] = []
     rows: list[_Row] = []
@@ -88,7 +88,7 @@ def local_leaves(leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset
     memory: dict[str, Memory] = {}
     firsts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     sharded_firsts: dict[_Memory, str] = {}
-    refused: list[InvalidStateError] = []
+    refused: dict[str, InvalidStateError] = {}
     for number, (key, leaf) in enumerate(leaves.items()):
         head = None
         try:
@@ -113,7 +113,7 @@ def local_leaves(leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset
                 leaf = as_tensor(key, leaf)
                 head = TensorHead(properties_of(leaf.dtype, False), leaf.shape, None, "numpy")
         except InvalidStateError as error:
-            refused.append(error)
+            refused[key] = error
             continue
         shape: tuple[int, ...] = () if head is None else head.size
         heads.append(head)
@@ -121,7 +121,13 @@ def local_leaves(leaves: STATE_DICT_TYPE, *, lenient: frozenset[str] = frozenset
         contents.append(leaf)
         spreads.append(EVERYWHERE)
     if refused:
-        raise InvalidStateError.of(refused)
+        for key, leaf in leaves.items():
+            try:
+                if check_value and not isinstance(leaf, (torch.Tensor, np.ndarray, ComposedTensor)):
+                    check_value(key, leaf)
+            except InvalidStateError as error:
+                refused[key] = error
+        raise InvalidStateError.of([refused[key] for key in leaves if key in refused])
     # One tuple for each row, and columns of them at the end: the cheapest way to thousands of rows.
     numbers, lows, lengths, is_shard = zip(*rows, strict=True) if rows else [()] * 4
     columns = WriteColumns(
@@ -185,10 +191,7 @@ _Heads = dict[str, TensorHead | None]
 
 
 def plan_together(
-    plans: list[SavePlan],
-    *,
-    to_lowest_rank: bool = False,
-    is_whole: bool = True,
+    plans: list[SavePlan], *, to_lowest_rank: bool = False, is_whole: bool = True
 ) -> tuple[list[SavePlan], Metadata]:
     """The plan of each rank, and the metadata of what they write.
 
@@ -277,12 +280,7 @@ def _tables(plans: list[SavePlan]) -> tuple[list[WriteColumns], _Heads]:
 
 
 def _planned(
-    tables: list[WriteColumns],
-    heads: _Heads,
-    *,
-    to_lowest_rank: bool,
-    is_whole: bool,
-    split_bytes: int = SPLIT_BYTES,
+    tables: list[WriteColumns], heads: _Heads, *, to_lowest_rank: bool, is_whole: bool, split_bytes: int = SPLIT_BYTES
 ) -> JointPlan:
     ids = {key: number for number, key in enumerate(heads)}
     width = max((table.lo.shape[1] for table in tables), default=0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from holdfast._save_plan.plans import LocalLeaves, as_planned, local_leaves, plan_together, without_replicas
+from holdfast._save_plan.plans import CheckValue, LocalLeaves, as_planned, local_leaves, plan_together, without_replicas
 from holdfast._state.nested import empty_dicts, flatten, path_mapping, stored_paths, unflatten
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.stateful_values import unusual_versions
@@ -116,6 +116,7 @@ class DefaultSavePlanner(SavePlanner):
         self.ranks = 1
         self.is_apart = False
         self.keeps_empty_dicts = True
+        self.check_value: CheckValue | None = None
         self.mappings: dict[str, Path] = {}
         self.versioned: dict[str, Mapping[Any, Any]] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -151,7 +152,9 @@ class DefaultSavePlanner(SavePlanner):
 
     def _surveyed(self, replica_check: str) -> tuple[LocalLeaves, SavePlan]:
         lenient = self._lenient() if self.ranks > 1 else frozenset[str]()
-        local = local_leaves(self.state_dict, lenient=lenient)
+        # A subclass may make something else of a value that cannot be stored.
+        is_plain = not is_overridden(self, DefaultSavePlanner, "resolve_row", *_DATA_HOOKS)
+        local = local_leaves(self.state_dict, lenient=lenient, check_value=self.check_value if is_plain else None)
         columns = local.columns if replica_check == "off" else local.looked_at(replica_check)
         self._pieces, self._memory_of = local.pieces, local.memory
         self.plan = SavePlan(LazyList(columns), planner_data=self.mappings if self.flatten_state_dict else None)
