@@ -251,3 +251,22 @@ def keep_classes(path: str) -> list[str]:
 def test_classes_of_containers_on_ranks(pool: Crew, tmp_path: Path) -> None:
     for told in pool.run(WORLD, keep_classes, str(tmp_path / "c")):
         assert told == ["OrderedDict", "Namespace", "Counter", "Generator", "deque", "k0", "k1", "k2"]
+
+
+def hide_shards(path: str) -> list[str]:
+    """Sharded tensors in what torch's format has as one value: only one rank's part would be stored."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    told = []
+    for value in (Namespace(w=[weight]), deque([weight])):
+        with pytest.raises(holdfast.InvalidStateError) as caught:
+            holdfast.save({"plain": weight, "x": value}, storage_writer=holdfast.FileSystemWriter(path))
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_sharded_tensor_in_a_pickled_value_is_refused(pool: Crew, tmp_path: Path) -> None:
+    for told in pool.run(WORLD, hide_shards, str(tmp_path / "c")):
+        for said, kind in zip(told, ("Namespace", "deque"), strict=True):
+            assert f"the value of 'x', a {kind}, cannot be pickled: it has a sharded tensor in it" in said
+    assert list(tmp_path.iterdir()) == []

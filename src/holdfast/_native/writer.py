@@ -127,7 +127,7 @@ class NativeWriter(StorageWriter):
         return plan
 
     def check_value(self, key: str, value: object) -> None:
-        encode_leaf(key, ValueBuffer(value, serialize_object), allow_pickle=self.allow_pickle)
+        encode_leaf(key, ValueBuffer(value, partial(serialize_object, key=key)), allow_pickle=self.allow_pickle)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans, each with the attempt and the number of its writer."""

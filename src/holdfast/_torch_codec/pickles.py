@@ -31,15 +31,9 @@ from typing import Any, ClassVar
 import torch
 
 from holdfast._io import posix
+from holdfast._state.pieces import is_sharded
 from holdfast._values.deadline import KEY_S, Effort, TooMuchEffort
-from holdfast.errors import (
-    CorruptError,
-    InvalidStateError,
-    NotACheckpointError,
-    NotFoundError,
-    UnsafeError,
-    first_line,
-)
+from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError, first_line
 from holdfast.metadata import STATE_DICT_TYPE
 
 Globals = Callable[[str, str], object]
@@ -315,12 +309,23 @@ class _Weighing(pickle._Unpickler):
         return _Thing()
 
 
-def serialize_object(value: object) -> bytes:
+class _WholeValues:
+    """The pickle module for values, of which one rank's is stored: other ranks' parts of a tensor would be lost."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: object) -> Any:
+            if isinstance(value, torch.Tensor) and is_sharded(value):
+                raise pickle.PicklingError("it has a sharded tensor in it; put that into a dict, to have a key")
+            return NotImplemented
+
+
+def serialize_object(value: object, *, key: str = "") -> bytes:
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(value, buffer, pickle_module=_WholeValues)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise InvalidStateError(f"a {type(value).__name__} cannot be pickled: {error}") from error
+        what = f"the value of {key[:200]!r}, a {type(value).__name__}," if key else f"a {type(value).__name__}"
+        raise InvalidStateError(f"{what} cannot be pickled: {error}", key=key or None) from error
     return buffer.getvalue()
 
 

@@ -11,6 +11,7 @@ import io
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -219,7 +220,7 @@ class DefaultSavePlanner(SavePlanner):
             which, _, length, _, is_shard = columns.rows[row]
             leaf = self.state_dict[columns.keys[which]]
             if columns.heads[which] is None and not isinstance(leaf, ComposedTensor):
-                return ValueBuffer(leaf, serialize_object)
+                return ValueBuffer(leaf, partial(serialize_object, key=columns.keys[which]))
             if not is_shard and isinstance(leaf, torch.Tensor) and list(leaf.shape) == length[: leaf.dim()]:
                 return leaf.detach() if leaf.requires_grad else leaf
         return super().resolve_row(columns, row)
@@ -258,7 +259,7 @@ class DefaultSavePlanner(SavePlanner):
         """What storage gets for ``object``; override it to change values on their way out."""
         if write_item.type is WriteItemType.BYTE_IO:
             value = object.context if isinstance(object, ComposedTensor) else object
-            return ValueBuffer(value, serialize_object)
+            return ValueBuffer(value, partial(serialize_object, key=write_item.index.fqn))
         if isinstance(object, np.ndarray):
             return as_tensor(write_item.index.fqn, object)
         tensor: torch.Tensor = object.detach() if object.requires_grad else object
