@@ -133,6 +133,18 @@ def _deep(tag: str, body: Callable[[Any], Any]) -> Any:
     return found
 
 
+def _fields(kind: str, **fields: Any) -> Any:
+    """A record of the kind, with these fields."""
+    return {"record": [kind, "a.B", list(map(list, fields.items()))]}
+
+
+def _short_record(forgery: Forgery) -> None:
+    """The record of a named tuple with one field, and a tensor at the sixth."""
+    tensor("weight", path=["pair", {"tuple": 5}])(forgery)
+    containers = {"dict": [[{"tuple": ["pair"]}, _fields("namedtuple", first=None)]]}
+    _set_metadata({"dict": [["holdfast.containers", containers]]}, forgery.manifest)
+
+
 def _changes() -> dict[str, Change]:
     cases: dict[str, Change] = {}
     for title, name in BAD_NAMES.items():
@@ -313,6 +325,19 @@ def _values() -> dict[str, Change]:
     cases["value Infinity"] = text(b'"value":5', b'"value":1e999')
     cases["value -0"] = text(b'"value":5', b'"value":-0')
     cases["metadata of an unknown type"] = manifest_change(lambda m: m.update(metadata={"eval": "1"}))
+    records = {
+        "that is full": (["nested"], _fields("dataclass", list=1)),
+        "of nothing": (["nested"], _fields("dataclass")),
+        "of an enum": (["nested"], _fields("enum", name=None, value=None)),
+        "that is registered": (["nested"], _fields("registered", value=None)),
+        "of an unknown kind": (["nested"], _fields("function", list=None)),
+        "that lacks a field": (["nested"], _fields("dataclass", list=None)),
+        "with other keys than text": (["nested"], _fields("dataclass", **{"list": None, "7": None})),
+        "that has positions": (["nested"], _fields("namedtuple", list=None, other=None)),
+        "in the place of a list": (["nested", "list"], _fields("namedtuple", first=None, second=None)),
+        "of text in the place of a list": (["nested", "list"], _fields("dataclass", **{"0": None, "1": None})),
+        "of 10,000 fields": (["nested"], _fields("dataclass", **{f"f{number}": None for number in range(10_000)})),
+    }
     containers = {
         "of text": "x",
         "of no paths": {"dict": [["x", {"OrderedDict": []}]]},
@@ -322,10 +347,12 @@ def _values() -> dict[str, Change]:
         "of an unknown class": {"dict": [[{"tuple": ["nested"]}, {"os.environ": []}]]},
         "that do not fit": {"dict": [[{"tuple": ["nested"]}, {"deque": [None, []]}]]},
         "that are too short": {"dict": [[{"tuple": ["nested", "list"]}, {"deque": [0, []]}]]},
+        **{f"of a record {title}": {"dict": [[{"tuple": path}, record]]} for title, (path, record) in records.items()},
     }
     for title, found in containers.items():
         kept = {"dict": [["holdfast.containers", found]]}
         cases[f"containers {title}"] = manifest_change(partial(_set_metadata, kept))
+    cases["containers of a record that is too short"] = _short_record
     cases["metadata nested 200 deep"] = manifest_change(lambda m: m.update(metadata=nested(200)))
     return cases
 

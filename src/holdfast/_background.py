@@ -110,7 +110,7 @@ class BackgroundSave:
         def begin() -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
             self._take_turn()
             handle._enter("staging")
-            staged = stager.stage(expose(state, saving.owners))
+            staged = stager.stage(expose(state, saving.owners, apart=saving.writer.keeps_empty_dicts))
             if isinstance(staged, Future):
                 handle._guard_with(lambda: concurrent.futures.wait([staged]))
             else:

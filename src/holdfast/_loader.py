@@ -216,11 +216,7 @@ def reader_finder(
 
 
 def load_with(
-    state: Target,
-    find_reader: FindReader,
-    planner: LoadPlanner,
-    ranks: Ranks,
-    options: LoadOptions = _DEFAULTS,
+    state: Target, find_reader: FindReader, planner: LoadPlanner, ranks: Ranks, options: LoadOptions = _DEFAULTS
 ) -> LoadReport:
     """Load into ``state``, in place, with a storage and a planner, ours or torch's, among ranks that were entered."""
     started = time.monotonic()
@@ -254,7 +250,8 @@ def read_with(
     loaded = _load(make_target, find_reader, planner, ranks, is_callers=False)
     leaves, metadata = loaded.target, loaded.metadata
     require_gradients(metadata, leaves)
-    return add_versions(unflatten(leaves, restorable_paths(metadata), metadata.containers), metadata.versions)
+    containers = metadata.containers if planner.metadata is None else planner.metadata.containers
+    return add_versions(unflatten(leaves, restorable_paths(metadata), containers), metadata.versions)
 
 
 _MakeTarget = Callable[[StorageReader, Metadata], State]

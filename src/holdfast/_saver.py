@@ -42,11 +42,7 @@ ReplicaCheck = Literal["sample", "all", "off"] | Collection[str]
 """How ranks compare what they have in common, or the keys of which they need not have the same."""
 
 
-_CHOICES = {
-    "stage": ("copy", "overlap", "device"),
-    "when_busy": ("wait", "raise"),
-    "at_exit": ("finish", "abandon"),
-}
+_CHOICES = {"stage": ("copy", "overlap", "device"), "when_busy": ("wait", "raise"), "at_exit": ("finish", "abandon")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,12 +192,7 @@ def writer_for(
 
 
 def save_with(
-    state: State,
-    writer: StorageWriter,
-    planner: SavePlanner,
-    ranks: Ranks,
-    *,
-    use_collectives: bool = True,
+    state: State, writer: StorageWriter, planner: SavePlanner, ranks: Ranks, *, use_collectives: bool = True
 ) -> Metadata:
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
     ours = as_writer(writer)
@@ -303,9 +294,9 @@ class Saving:
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives
             planner.keeps_empty_dicts, planner.check_value = writer.keeps_empty_dicts, writer.check_value
-        exposed, meta, leads = expose(state, self.owners), writer.storage_meta(), ranks.is_coordinator
+        exposed, leads = expose(state, self.owners, apart=writer.keeps_empty_dicts), ranks.is_coordinator
         if isinstance(planner, DefaultSavePlanner):
             planner.buffers = frozenset(self.owners.buffers)
-        set_up_save_planner(planner, exposed, meta, is_coordinator=leads)
+        set_up_save_planner(planner, exposed, writer.storage_meta(), is_coordinator=leads)
         set_up_writer(writer, is_coordinator=leads, rank=ranks.rank, use_collectives=self._use_collectives)
         self.check()  # what was called here may have forked

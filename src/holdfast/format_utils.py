@@ -39,12 +39,7 @@ from holdfast.planner_helpers import can_cast, dtype_difference
 from holdfast.storage import StorageReader, ValueBuffer, finished
 from holdfast.utils import _DistWrapper
 
-__all__ = [
-    "BroadcastingTorchSaveReader",
-    "DynamicMetaLoadPlanner",
-    "dcp_to_torch_save",
-    "torch_save_to_dcp",
-]
+__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
 
 _Path = str | os.PathLike[str]
 _Stored = Mapping[str, STORAGE_TYPES]
@@ -147,7 +142,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
         def announce() -> tuple[_Stored, STATE_DICT_TYPE]:
             state = read_pt(self.checkpoint_id or "", allow_pickle=self.allow_pickle)
-            leaves.update(flatten(state)[0] if getattr(planner, "flatten_state_dict", True) else state)
+            leaves.update(flatten(state, None, {})[0] if getattr(planner, "flatten_state_dict", True) else state)
             found = {key: leaves[key] for key in shares.keys if key in leaves}
             values = {key: leaf for key, leaf in found.items() if not isinstance(leaf, torch.Tensor)}
             return {key: _expected(key, leaf) for key, leaf in found.items()}, values

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import os
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -270,3 +271,63 @@ def test_a_sharded_tensor_in_a_pickled_value_is_refused(pool: Crew, tmp_path: Pa
         for said, kind in zip(told, ("Namespace", "deque"), strict=True):
             assert f"the value of 'x', a {kind}, cannot be pickled: it has a sharded tensor in it" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    step: int
+    weight: Any
+    own: Any = None
+
+
+class Moments(NamedTuple):
+    first: Any
+    second: Any
+
+
+def keep_instances(path: str) -> dict[str, Any]:
+    """Instances with sharded tensors, saved at once and in the background, and loaded in another layout."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(24.0).view(6, 4)
+
+    def part(scale: float, placement: Any, step: int) -> Part:
+        sharded = distribute_tensor(whole * scale, mesh, [placement])
+        return Part(step, Moments(sharded, torch.full((2,), scale)), {"own": {f"r{rank}": torch.full((1,), scale)}})
+
+    told: dict[str, Any] = {}
+    for name in ("save", "async_save", "stager"):
+        state, target = {"part": part(1.0, Shard(0), 3)}, {"part": part(0.0, Shard(1), 0)}
+        if name == "save":
+            holdfast.save(state, f"{path}-{name}")
+        else:
+            stager = DefaultStager() if name == "stager" else None
+            holdfast.async_save(state, f"{path}-{name}", async_stager=stager).result(timeout=300)
+        held = target["part"]
+        holdfast.load(target, f"{path}-{name}")
+        assert target["part"] is held
+        assert torch.equal(held.weight.first.full_tensor(), whole)
+        told[name] = [held.step, held.weight.second, held.own["own"][f"r{rank}"]]
+        assert torch.equal(holdfast.read(f"{path}-{name}", types=[Part, Moments])["part"].weight.first, whole)
+    other = dataclasses.make_dataclass("Part", ["step", "weight", f"own{rank}"])
+    for name, state in {
+        "fields": {"part": other(3, distribute_tensor(whole, mesh, [Shard(0)]), torch.ones(1))},
+        "refused": {"meta": torch.ones(1, device="meta"), "odd": object()} if rank == 1 else {"fine": 1},
+    }.items():
+        with pytest.raises(holdfast.InvalidStateError) as caught:
+            holdfast.save(state, f"{path}-{name}")
+        told[name] = str(caught.value)
+    return told
+
+
+def test_instances_on_ranks(pool: Crew, tmp_path: Path) -> None:
+    for told in pool.run(WORLD, keep_instances, str(tmp_path / "c")):
+        for name in ("save", "async_save", "stager"):
+            step, second, own = told[name]
+            assert step == 3
+            assert torch.equal(second, torch.ones(2))
+            assert torch.equal(own, torch.ones(1))
+        assert "'part.own1' is in a dataclass" in told["fields"]
+        assert "'meta'" in told["refused"]
+        assert "'odd'" in told["refused"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c-async_save", "c-save", "c-stager"]

@@ -62,7 +62,8 @@ def run_blocks(document: Path) -> int:
     for block in blocks_of(document):
         if block.language == "python" and not block.is_skipped:
             # Blank lines in front, so that a traceback has the line numbers of the document.
-            exec(compile("\n" * (block.line - 1) + block.text, str(document), "exec"), namespace)
+            text = "\n" * (block.line - 1) + block.text
+            exec(compile(text, str(document), "exec", dont_inherit=True), namespace)
             count += 1
     return count
 

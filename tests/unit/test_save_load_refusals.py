@@ -29,6 +29,11 @@ class Holder:
     tensor: torch.Tensor
 
 
+def noted(holder: Holder) -> Holder:
+    holder.note = 1  # type: ignore[attr-defined]
+    return holder
+
+
 class Text(str):
     __slots__ = ()
 
@@ -85,7 +90,7 @@ BAD_LEAVES: dict[str, tuple[Callable[[], Any], str]] = {
     "slice of text": (lambda: slice("a"), "slice"),
     "surrogates": (lambda: "\ud800", "surrogates"),
     "object in a list": (lambda: [1, [object()]], "object"),
-    "dataclass with a tensor": (lambda: Holder(torch.ones(1)), "Tensor"),
+    "dataclass with a tensor and an attribute": (lambda: noted(Holder(torch.ones(1))), "attribute 'note'"),
     "bytearray": (lambda: bytearray(b"x"), "bytearray"),
 }
 

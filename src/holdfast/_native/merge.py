@@ -30,12 +30,7 @@ from holdfast.planner import padded
 
 
 def merge_reports(
-    metadata: Metadata,
-    reports: Sequence[WriteReport],
-    *,
-    attempt: str,
-    writer: WriterEntry,
-    user_metadata: Json,
+    metadata: Metadata, reports: Sequence[WriteReport], *, attempt: str, writer: WriterEntry, user_metadata: Json
 ) -> tuple[Manifest, bytes]:
     """The manifest and the bytes of the index of what ``reports`` say was written.
 

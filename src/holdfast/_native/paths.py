@@ -25,7 +25,7 @@ from holdfast._native.values import decode_value, encode_value
 from holdfast._state.nested import TupleIndex, TypedKey, path_mapping, stored_paths
 from holdfast._values.deadline import Effort, TooMuchEffort
 from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
-from holdfast._values.records import KEPT, class_name, classes_in, emptied, odd_names
+from holdfast._values.records import KEPT, Record, class_name, classes_in, emptied, fields_by_step, odd_names, parts_of
 from holdfast.errors import CorruptError, InvalidStateError
 from holdfast.metadata import Containers, Metadata, Path, PathElement, Versions, is_path
 
@@ -242,7 +242,10 @@ def stored_containers(kept: object) -> Containers:
     """The classes of containers in what the manifest keeps; CorruptError for what no writer has put there."""
     containers = kept.get(CONTAINERS_NAME, {}) if isinstance(kept, dict) else {}
     if not isinstance(containers, dict) or not all(
-        is_path(path) and {type(step) for step in path} <= {str, int} and type(like) in KEPT and like == emptied(like)
+        is_path(path)
+        and {type(step) for step in path} <= {str, int}
+        and (type(like) in KEPT or (isinstance(like, Record) and parts_of(like)))
+        and like == emptied(like)
         for path, like in containers.items()
     ):
         raise CorruptError(f"{CONTAINERS_NAME!r} in the metadata is damaged; use another checkpoint")
@@ -251,20 +254,24 @@ def stored_containers(kept: object) -> Containers:
 
 def check_fit(containers: Containers, leaves: Iterable[tuple[str, Sequence[StoredElement] | None]]) -> PathFault | None:
     """The first leaf whose path leads through a container that cannot hold it, if any."""
+    fields = {path: fields_by_step(like) for path, like in containers.items() if isinstance(like, Record)}
     for key, stored in leaves:
         path = decode_path(key, stored)
         for depth in range(1, len(path)):
             like, step = containers.get(path[:depth]), path[depth]
             if like is None:
                 continue
-            if isinstance(like, deque):
+            if isinstance(like, Record):
+                fits = type(step) in (str, TupleIndex) and step in fields[path[:depth]]
+            elif isinstance(like, deque):
                 fits = isinstance(step, int) and (like.maxlen is None or step < like.maxlen)
             else:
                 fits = isinstance(step, str) and not (
                     isinstance(like, Namespace) and odd_names([step.value if isinstance(step, TypedKey) else step])
                 )
             if not fits:
-                return PathFault(key=key, problem=f"is in a {type(like).__name__} that cannot hold it")
+                what = like.kind if isinstance(like, Record) else type(like).__name__
+                return PathFault(key=key, problem=f"is in a {what} that cannot hold it")
     return None
 
 

@@ -8,14 +8,15 @@ A checkpoint keeps a container once for each path that leads to it. A few dozen 
 twice, would never end, whether a program made them or a pickle did: so entries are counted first.
 
 Containers of the classes in ``KEPT`` come back as what they were: beside the paths, a checkpoint has an empty one of
-the class for each path to such a container.
+the class for each path to such a container. So do dataclasses and named tuples that have tensors in them, with a Record
+beside the paths: they are taken apart like dicts and tuples. Without tensors, an instance is one value.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -24,7 +25,20 @@ import torch
 
 from holdfast._state.tensors import CONTEXT_KEY, PACKED, ComposedTensor, inner_parts, is_composed
 from holdfast._values.dtypes import MAX_PATH_DEPTH, MAX_REPEATED_ENTRIES, MAX_REPETITION
-from holdfast._values.records import FACTORIES, KEPT, REGISTERED, emptied, odd_names, refilled
+from holdfast._values.records import (
+    FACTORIES,
+    KEPT,
+    REGISTERED,
+    NotStorable,
+    Record,
+    emptied,
+    fields_by_step,
+    odd_names,
+    parts_of,
+    record_of,
+    refilled,
+    with_parts,
+)
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STATE_DICT_TYPE, Containers, Metadata, Path, PathElement, path_key
 
@@ -35,7 +49,9 @@ AnyTarget: TypeAlias = MutableMapping[Any, Any]
 
 _FIELDS = "__dataclass_fields__"
 _LONG = 64  # So much text counts as one entry.
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)})
+_VALUES = frozenset({int, float, str, bool, bytes, type(None)})
+LEAVES = _VALUES | {torch.Tensor, torch.nn.Parameter}
+_USUAL = LEAVES | {dict, list, tuple}
 _CONTAINERS = (dict, list, tuple, set, frozenset, Mapping, deque, Namespace)
 
 
@@ -91,7 +107,7 @@ class _EntryCount:
         total = len(entries)
         self._entries += total
         for name, entry in items:
-            if type(entry) in _LEAVES or not (
+            if type(entry) in LEAVES or not (
                 isinstance(entry, _CONTAINERS) or (self.is_value and hasattr(type(entry), _FIELDS))
             ):
                 if isinstance(entry, (str, bytes)) and len(entry) > _LONG:
@@ -169,15 +185,19 @@ def stored_paths(metadata: Metadata) -> dict[str, Path]:
 
 
 def flatten(
-    state: AnyMapping, versioned: dict[str, AnyMapping] | None = None, containers: Containers | None = None
+    state: AnyMapping,
+    versioned: dict[str, AnyMapping] | None = None,
+    containers: Containers | None = None,
+    stored: Containers | None = None,
 ) -> tuple[STATE_DICT_TYPE, dict[str, Path]]:
     """The leaves of ``state`` by key, and the path of each key; InvalidStateError when two leaves share a key.
 
-    State_dicts that know the versions of their modules are entered, by key, in ``versioned``; containers whose class is
-    kept, by path and empty, in ``containers``. Where that is None, a deque or Namespace with tensors in it is a leaf.
+    State_dicts that know the versions of their modules are entered, by key, in ``versioned``; in ``containers``, by
+    path, empty containers whose class is kept, and instances. Where that is None, as torch has it, a deque, Namespace
+    or dataclass with tensors in it is a leaf. Instances without tensors are taken apart where ``stored`` has Records.
     """
     found: list[tuple[str, Path, object]] = []
-    _collect(found, "", (), state, {} if versioned is None else versioned, containers)
+    _collect(found, "", (), state, {} if versioned is None else versioned, containers, stored or {})
     keys, ways, values = zip(*found, strict=True) if found else ((), (), ())
     leaves, paths = dict(zip(keys, values, strict=True)), dict(zip(keys, ways, strict=True))
     if len(leaves) < len(found):
@@ -203,6 +223,7 @@ def _collect(
     value: object,
     versioned: dict[str, AnyMapping],
     containers: Containers | None,
+    stored: Containers,
 ) -> None:
     """Append the leaves in ``value``, which is at ``path`` and has ``key``, each with its own key and path."""
     if len(path) > MAX_PATH_DEPTH or (len(path) == MAX_PATH_DEPTH and isinstance(value, Mapping) and value):
@@ -210,9 +231,9 @@ def _collect(
             f"the state is nested deeper than {MAX_PATH_DEPTH} at {key[:200]!r}; does it contain itself?", key=key
         )
     prefix = f"{key}." if path else ""
-    leaf = value
-    if path and (type(value) in KEPT or type(value) in REGISTERED):
-        value, leaf = _kept(key, path, value, containers)
+    leaf, is_apart = value, containers is not None
+    if path and type(value) not in _USUAL:
+        value, leaf = _kept(key, path, value, containers, stored.get(path))
     if isinstance(value, Mapping) and (value or not path):
         if not {str}.issuperset(map(type, value)):
             _check_dict_keys(path, value)
@@ -223,26 +244,33 @@ def _collect(
             if type(entry) is torch.Tensor and entry.dtype not in PACKED:
                 found.append((prefix + element, (*path, element), entry))
             else:
-                _collect(found, prefix + element, (*path, element), entry, versioned, containers)
+                _collect(found, prefix + element, (*path, element), entry, versioned, containers, stored)
     elif isinstance(value, torch.Tensor) and is_composed(value):
         parts, context = inner_parts(key, value)
         for name, part in parts.items():
-            _collect(found, prefix + name, (*path, name), part, versioned, containers)
+            _collect(found, prefix + name, (*path, name), part, versioned, containers, stored)
         found.append((prefix + CONTEXT_KEY, (*path, CONTEXT_KEY), ComposedTensor(value, context)))
-    elif isinstance(value, (list, tuple)) and not is_one_value(value, len(path)):
+    elif isinstance(value, (list, tuple)) and (value is not leaf or not is_one_value(value, len(path), apart=is_apart)):
         position = TupleIndex if isinstance(value, tuple) else int
         for index, entry in enumerate(value):
-            _collect(found, f"{prefix}{index}", (*path, position(index)), entry, versioned, containers)
+            _collect(found, f"{prefix}{index}", (*path, position(index)), entry, versioned, containers, stored)
     else:
         is_plain = isinstance(leaf, Mapping) and type(leaf) not in KEPT and type(leaf) not in REGISTERED
         found.append((key, path, {} if is_plain else leaf))
 
 
-def _kept(key: str, path: Path, value: Any, containers: Containers | None) -> tuple[object, object]:
+def _kept(key: str, path: Path, value: Any, containers: Containers | None, stored: object) -> tuple[object, object]:
     """What is to be taken apart of ``value``, whose class may be kept, and what is the leaf where nothing is."""
+    record = None
     if type(value) in REGISTERED:
         return None, value
-    if isinstance(value, dict):
+    if type(value) not in KEPT:
+        if containers is None or isinstance(value, (Mapping, list, torch.Tensor)) or parts_of(value) is None:
+            return value, value
+        record = record_apart(value) if isinstance(stored, Record) or not is_one_value(value, len(path)) else None
+        if record is None:
+            return None, value
+    elif isinstance(value, dict):
         if containers is None or not keeps_class(value):
             return value, dict(value)
     elif containers is None or is_one_value(value, len(path)):
@@ -250,8 +278,22 @@ def _kept(key: str, path: Path, value: Any, containers: Containers | None) -> tu
     if isinstance(value, Namespace) and (odd := odd_names(vars(value))):
         raise InvalidStateError(f"{key!r} is a Namespace with the name {odd[0]!r}; rename it", key=key)
     if not isinstance(value, dict) or value:
-        containers[tuple(str(step) if isinstance(step, str) else int(step) for step in path)] = emptied(value)
+        like = emptied(value) if record is None else value
+        containers[tuple(str(step) if isinstance(step, str) else int(step) for step in path)] = like
+    if record is not None:
+        return (tuple(record.fields.values()) if record.kind == "namedtuple" else record.fields), value
     return (value if isinstance(value, dict) else vars(value) if isinstance(value, Namespace) else list(value)), value
+
+
+def record_apart(value: object) -> Record | None:
+    """The fields of an instance that can be taken apart; None for all else, which whoever is to store it may refuse."""
+    if type(value) in _USUAL or isinstance(value, (Mapping, list, torch.Tensor)) or not parts_of(value):
+        return None
+    try:
+        check_containers(value, is_value=True)
+        return None if is_stateful(value) and not isinstance(value, tuple) else record_of(value)
+    except (InvalidStateError, NotStorable):
+        return None
 
 
 def keeps_class(value: object) -> bool:
@@ -278,28 +320,41 @@ def is_stateful(value: object) -> bool:
     return hasattr(kind, "load_state_dict") and hasattr(kind, "state_dict") and not isinstance(value, type)
 
 
-def is_one_value(value: object, depth: int = 0) -> bool:
-    """Whether a list, tuple, deque or Namespace is one value: nothing in it needs a key of its own."""
+def is_one_value(value: object, depth: int = 0, *, apart: bool = True, seen: set[int] | None = None) -> bool:
+    """Whether a list, tuple, deque, Namespace or dataclass is one value: nothing in it needs a key of its own.
+
+    Not taken ``apart``, a dataclass is one value whatever is in it. All that is ``seen`` in one is looked at once, and
+    dicts in a list need no keys there.
+    """
     if depth > MAX_PATH_DEPTH:
         # Ends the search at once, where True would go through every way into a list that contains itself.
         return False
+    if type(value) in _VALUES:
+        return True
     if isinstance(value, (torch.Tensor, np.ndarray, torch.Generator)) or is_stateful(value):
         return False
-    if isinstance(value, list):
-        return not any(isinstance(entry, Mapping) or not is_one_value(entry, depth + 1) for entry in value)
+    number = id(value)
     if isinstance(value, Namespace):
         value = vars(value)
-    if isinstance(value, (tuple, deque)):
-        return all(is_one_value(entry, depth + 1) for entry in value)
-    if isinstance(value, Mapping):
-        return all(is_one_value(entry, depth + 1) for entry in value.values())
-    return True
+    elif apart and not isinstance(value, (list, tuple, Mapping)) and (parts := parts_of(value)) is not None:
+        seen, value = set() if seen is None else seen, parts
+    if seen is not None:
+        if number in seen:
+            return True
+        seen.add(number)
+    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, deque)) else ()
+    return not any(
+        (isinstance(value, list) and isinstance(entry, Mapping) and seen is None)
+        or not is_one_value(entry, depth + 1, apart=apart, seen=seen)
+        for entry in entries
+    )
 
 
 def unflatten(leaves: Mapping[str, object], paths: Mapping[str, Path], containers: Containers | None = None) -> AnyDict:
     """The nested state whose leaves are ``leaves``; a key without a path stays at the top under its own name.
 
-    What is at the paths of ``containers`` is of their class, which has to fit.
+    What is at the paths of ``containers`` is of their class, which has to fit; but an instance of which only some
+    fields are there is a Record of these.
     """
     root = _Branch()
     for key, leaf in leaves.items():
@@ -322,8 +377,7 @@ def unflatten(leaves: Mapping[str, object], paths: Mapping[str, Path], container
 
 def tuple_like(value: tuple[object, ...], entries: Iterable[object]) -> tuple[object, ...]:
     """``entries`` as a tuple; a named one where ``value`` is."""
-    kind: Callable[..., tuple[object, ...]] = type(value)
-    return kind(*entries) if hasattr(value, "_fields") else tuple(entries)
+    return tuple.__new__(type(value) if hasattr(value, "_fields") else tuple, entries)
 
 
 class _Branch(dict[PathElement, object]):
@@ -339,6 +393,8 @@ def _dict_key(element: PathElement) -> Hashable:
 def _grown(node: object) -> object:
     if not isinstance(node, _Branch):
         return node
+    if steps := fields_by_step(node.like):
+        return with_parts(node.like, {name: _grown(node[step]) for step, name in steps.items() if step in node})
     first = next(iter(node))
     if isinstance(first, str):
         named = {_dict_key(element): _grown(child) for element, child in node.items()}
@@ -350,7 +406,7 @@ def _grown(node: object) -> object:
 
 
 def set_element(container: object, path: Path, value: object) -> object:
-    """``container`` with ``value`` at ``path``: changed in place, except that tuples on the way are made anew."""
+    """``container`` with ``value`` at ``path``: changed in place, but tuples and Records on the way are made anew."""
     if not path:
         return value
     element, rest = path[0], path[1:]
@@ -370,5 +426,12 @@ def set_element(container: object, path: Path, value: object) -> object:
         return tuple_like(container, entries)
     if isinstance(container, torch.Tensor):
         # The context of a tensor subclass is compared, never set; its inner tensors are filled in place.
+        return container
+    if parts := parts_of(container):
+        name = fields_by_step(container)[element]
+        part = set_element(parts[name], rest, value)
+        if isinstance(container, Record):
+            return with_parts(container, {**parts, name: part})
+        object.__setattr__(container, name, part)
         return container
     return unflatten({"": value}, {"": path}) if isinstance(element, str) else value

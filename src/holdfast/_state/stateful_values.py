@@ -22,6 +22,7 @@ import torch
 
 from holdfast._state.nested import (
     ATTRIBUTE,
+    LEAVES,
     AnyDict,
     AnyMapping,
     AnyTarget,
@@ -30,12 +31,13 @@ from holdfast._state.nested import (
     is_one_value,
     is_stateful,
     keeps_class,
+    record_apart,
     tuple_like,
     versions_in,
     with_versions,
 )
 from holdfast._values.dtypes import MAX_PATH_DEPTH
-from holdfast._values.records import KEPT, REGISTERED, emptied, refilled
+from holdfast._values.records import KEPT, REGISTERED, emptied, fields_by_step, parts_of, refilled, with_parts
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import STATE_DICT_TYPE, Path, Versions, path_key
 from holdfast.stateful import Stateful
@@ -59,17 +61,20 @@ class Owners:
     buffers: set[str] = field(default_factory=set)
 
 
-def expose(state: object, owners: Owners | None = None) -> AnyDict:
-    """``state`` with every Stateful replaced by its state_dict; containers on the way are copied, ``owners`` filled."""
+def expose(state: object, owners: Owners | None = None, *, apart: bool = True) -> AnyDict:
+    """``state`` with every Stateful replaced by its state_dict; containers on the way are copied, ``owners`` filled.
+
+    Dataclasses count as containers where they are taken ``apart``.
+    """
     if not isinstance(state, Mapping):
         raise InvalidStateError(
             f"a state is a dict of names to values, not a {type(state).__name__}; wrap it, as in {{'model': model}}"
         )
     check_containers(state)
-    return cast(AnyDict, _exposed(state, (), owners or Owners()))
+    return cast(AnyDict, _exposed(state, (), owners or Owners(), apart))
 
 
-def _exposed(value: object, trail: Path, owners: Owners) -> object:
+def _exposed(value: object, trail: Path, owners: Owners, apart: bool) -> object:
     if len(trail) > MAX_PATH_DEPTH:
         key = path_key(trail)
         raise InvalidStateError(
@@ -80,22 +85,27 @@ def _exposed(value: object, trail: Path, owners: Owners) -> object:
     if isinstance(value, Mapping):
         entries = dict(value)
         for key, entry in value.items():
-            if not isinstance(entry, torch.Tensor):
-                entries[key] = _exposed(entry, (*trail, key if type(key) is str else TypedKey(key)), owners)
+            if type(entry) not in LEAVES and not isinstance(entry, torch.Tensor):
+                entries[key] = _exposed(entry, (*trail, key if type(key) is str else TypedKey(key)), owners, apart)
         if type(value) in KEPT and keeps_class(value):
             return refilled(emptied(value), entries)
         return entries if type(value) is dict else with_versions(entries, versions_in(value))
-    if (isinstance(value, (list, tuple)) or type(value) is deque) and not is_one_value(value, len(trail)):
-        made = [_exposed(entry, (*trail, position), owners) for position, entry in enumerate(value)]
+    if apart and (record := record_apart(value)) is not None:
+        trails, parts = {name: (*trail, step) for step, name in fields_by_step(record).items()}, record.items
+        return with_parts(value, {name: _exposed(part, trails[name], owners, apart) for name, part in parts})
+    if apart and isinstance(value, tuple) and parts_of(value) is not None:
+        return value  # a named tuple that cannot be taken apart
+    if (isinstance(value, (list, tuple)) or type(value) is deque) and not is_one_value(value, len(trail), apart=apart):
+        made = [_exposed(entry, (*trail, position), owners, apart) for position, entry in enumerate(value)]
         if isinstance(value, deque):
             return refilled(emptied(value), made)
         return made if isinstance(value, list) else tuple_like(value, made)
     if type(value) is Namespace and not is_one_value(value, len(trail)):
-        return refilled(Namespace(), cast(AnyDict, _exposed(vars(value), trail, owners)))
+        return refilled(Namespace(), cast(AnyDict, _exposed(vars(value), trail, owners, apart)))
     if is_stateful(value):
         inner = cast(Stateful, value).state_dict()
         check_containers(inner, within=path_key(trail))
-        exposed = _exposed(inner, trail, owners)
+        exposed = _exposed(inner, trail, owners, apart)
         if isinstance(value, torch.nn.Module):
             owners.modules.update(() if exposed else [trail])
             names = (name for name, _ in value.named_buffers(remove_duplicate=False))
@@ -160,10 +170,20 @@ def _handed_back(original: object, loaded: object) -> object:
         # What holds nothing to hand back is the value itself, such as a torch.Size.
         is_value = not hasattr(original, "_fields") and all(map(operator.is_, entries, loaded))
         return loaded if is_value else tuple_like(original, entries)
-    if is_stateful(original):
+    if is_stateful(original) and not is_stateful(loaded):  # which is a value, out of a pickle
         _load_into(cast(Stateful, original), cast(STATE_DICT_TYPE, loaded))
         return original
-    return loaded
+    is_alike = type(loaded) is type(original) and not (is_one_value(original) and is_one_value(loaded))
+    mine, its = (record_apart(original), record_apart(loaded)) if is_alike else (None, None)
+    if mine is None or its is None or mine.fields.keys() != its.fields.keys():
+        return loaded
+    handed = {name: _handed_back(part, its.fields[name]) for name, part in mine.items}
+    if mine is original:
+        return with_parts(mine, handed)
+    for name, part in mine.items:
+        if handed[name] is not part:
+            object.__setattr__(original, name, handed[name])  # also where the class is frozen
+    return original
 
 
 def _load_into(original: Stateful, loaded: STATE_DICT_TYPE) -> None:
@@ -232,11 +252,15 @@ def add_versions(state: AnyDict, stored: Versions) -> AnyDict:
 def _with_stored(value: object, key: str, stored: Versions, above: Collection[str]) -> object:
     if key in above and isinstance(value, Namespace):
         _with_stored(vars(value), key, stored, above)
+    parts = parts_of(value) if key in above and not isinstance(value, (dict, tuple)) else None
+    if parts:
+        keys = {name: _joined(key, str(step)) for step, name in fields_by_step(value).items()}
+        return with_parts(value, {name: _with_stored(parts[name], keys[name], stored, above) for name in keys})
     if key in above and isinstance(value, (dict, list, tuple, deque)):
         entries = list(value.items() if isinstance(value, dict) else enumerate(value))
         grown = [(name, _with_stored(child, _joined(key, str(name)), stored, above)) for name, child in entries]
         if isinstance(value, tuple):
-            return getattr(type(value), "_make", tuple)(child for _, child in grown)
+            return tuple_like(value, (child for _, child in grown))
         for name, child in grown:
             value[name] = child
     if not isinstance(value, dict) or key not in stored or versions_in(value) is not None:

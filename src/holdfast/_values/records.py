@@ -107,17 +107,16 @@ def record_of(value: object) -> Record | None:
     names = field_names(cls)
     if names is None:
         return None
-    kind = "namedtuple" if isinstance(value, tuple) else "dataclass"
+    kind = _kind_of(value)
     if kind == "dataclass" and cls.__new__ is not object.__new__:
         raise NotStorable(f"the dataclass {class_name(cls)} makes its instances in its own way; use register_type")
-    cached = {name for name in dir(cls) if isinstance(getattr(cls, name, None), cached_property)}
-    known = {*cached, *(names if kind == "dataclass" else ())}
-    for name in getattr(value, "__dict__", {}).keys() - known:
-        raise NotStorable(f"it has the attribute {name!r}, which is no field of {class_name(cls)}; use register_type")
+    for name in getattr(value, "__dict__", {}).keys() - (names if kind == "dataclass" else {}).keys():
+        if not isinstance(getattr(cls, name, None), cached_property):
+            raise NotStorable(f"it has the attribute {name!r}, no field of {class_name(cls)}; use register_type")
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotStorable(f"its field {missing[0]!r} of {class_name(cls)} has no value; set it")
-    return Record(kind, class_name(cls), tuple((name, getattr(value, name)) for name in names))
+    return record_like(value, {name: getattr(value, name) for name in names})
 
 
 def field_names(cls: type) -> dict[str, None] | None:
@@ -128,13 +127,55 @@ def field_names(cls: type) -> dict[str, None] | None:
     return dict.fromkeys(named) if issubclass(cls, tuple) and isinstance(named, tuple) else None
 
 
+def parts_of(value: object) -> dict[str, object] | None:
+    """The fields of a dataclass or a named tuple, or of a Record of one, by name; None for all else."""
+    if isinstance(value, Record):
+        return value.fields if value.kind in ("dataclass", "namedtuple") else None
+    names = None if isinstance(value, enum.Enum) or type(value) in REGISTERED else field_names(type(value))
+    return None if names is None else {name: getattr(value, name, None) for name in names}
+
+
+def fields_by_step(value: object) -> dict[str | int, str]:
+    """The names of the same fields, by the step of a path that leads to each: its position, or the name itself."""
+    names = parts_of(value) or {}
+    return dict(enumerate(names)) if _kind_of(value) == "namedtuple" else {name: name for name in names}
+
+
+def _kind_of(value: object) -> str:
+    return value.kind if isinstance(value, Record) else "namedtuple" if isinstance(value, tuple) else "dataclass"
+
+
+def with_parts(value: object, parts: Mapping[str, object]) -> object:
+    """A new instance of the class of ``value``, with these fields; a Record for a Record, or if fields are missing."""
+    if isinstance(value, Record) or parts.keys() != (parts_of(value) or {}).keys():
+        return record_like(value, parts)
+    return _made(type(value), parts)
+
+
+def record_like(value: object, parts: Mapping[str, object]) -> Record:
+    """A Record of the class of ``value``, which may be one, with these fields."""
+    name = value.name if isinstance(value, Record) else class_name(type(value))
+    return Record(_kind_of(value), name, tuple(parts.items()))
+
+
+def _made(cls: type, parts: Mapping[str, object]) -> object:
+    if issubclass(cls, tuple):
+        return tuple.__new__(cast("type[tuple[object, ...]]", cls), parts.values())
+    made = object.__new__(cls)
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
 def odd_names(names: Iterable[object]) -> list[str]:
     """Those that no attribute of a Namespace should have."""
     return [str(name)[:80] for name in names if type(name) is not str or name.startswith("__")]
 
 
 def emptied(value: object) -> Any:
-    """An empty container of the class of ``value``, one of those that are kept."""
+    """An empty container of the class of ``value``, one of those that are kept; of an instance, a Record of Nones."""
+    if parts := parts_of(value):
+        return record_like(value, dict.fromkeys(parts))
     if isinstance(value, deque):
         return deque(maxlen=value.maxlen)
     return defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
@@ -186,16 +227,22 @@ def rebuilt(record: Record, classes: Iterable[type] = (), *, key: str = "") -> o
         return record
     if issubclass(cls, enum.Enum):
         return _member(cls, record, key)
-    names, stored = list(field_names(cls) or ()), record.fields
-    if names != list(stored) if record.kind == "namedtuple" else set(names) != set(stored):
-        fields = Difference(key=key, kind="fields", stored=", ".join(stored), wanted=", ".join(names))
-        raise MismatchError.of([fields], advice=_ADVICE)
-    if record.kind == "namedtuple":
-        return tuple.__new__(cast("type[tuple[object, ...]]", cls), stored.values())
-    made = object.__new__(cls)
-    for name, value in record.items:
-        object.__setattr__(made, name, value)
-    return made
+    wanted = Record(record.kind, record.name, tuple((name, None) for name in field_names(cls) or ()))
+    if difference := class_difference(record, wanted, key):
+        raise MismatchError.of([difference], advice=_ADVICE)
+    return _made(cls, record.fields)
+
+
+def class_difference(stored: object, wanted: object, key: str) -> Difference | None:
+    """How the Record of an instance in the target differs, in class or in fields, from the one that is stored."""
+    if not isinstance(stored, Record) or not isinstance(wanted, Record):
+        return None
+    if not _is_same_class(stored, wanted):
+        return Difference(key=key, kind="type", stored=stored.name, wanted=wanted.name)
+    mine, its = list(wanted.fields), list(stored.fields)
+    if mine == its if stored.kind == "namedtuple" else set(mine) == set(its):
+        return None
+    return Difference(key=key, kind="fields", stored=", ".join(its), wanted=", ".join(mine))
 
 
 def _member(cls: type[enum.Enum], record: Record, key: str) -> object:
@@ -213,11 +260,14 @@ def _member(cls: type[enum.Enum], record: Record, key: str) -> object:
 
 
 def _is_meant(cls: type, record: Record) -> bool:
-    """Whether the record is of that class; a script is ``__main__`` in one run and a module in another."""
     kind = "enum" if issubclass(cls, enum.Enum) else "namedtuple" if issubclass(cls, tuple) else "dataclass"
-    if kind != record.kind or (kind != "enum" and field_names(cls) is None):
-        return False
-    return record.name == class_name(cls) or (
-        record.name.endswith(f".{cls.__qualname__}")
-        and "__main__" in (cls.__module__, record.name.removesuffix(f".{cls.__qualname__}"))
-    )
+    has_form = kind == "enum" or field_names(cls) is not None
+    return has_form and _is_same_class(record, Record(kind, class_name(cls), ()))
+
+
+def _is_same_class(record: Record, other: Record) -> bool:
+    """Whether both are of one class; a script is ``__main__`` in one run and a module in another."""
+    names = record.name, other.name
+    tails = [name.removeprefix("__main__") for name in names if name.startswith("__main__.")]
+    is_same = len({*names}) == 1 or any(all(name.endswith(tail) for name in names) for tail in tails)
+    return record.kind == other.kind and is_same

@@ -136,10 +136,7 @@ def _step(root: str, name: str) -> Step | None:
         return Step(name=name, problem=error.message)
     damaged = ", ".join(report.damaged_files[:3])
     return Step(
-        name=name,
-        problem=None if report.ok else f"damaged: {damaged}",
-        bytes=totals.bytes,
-        saved_at=totals.saved_at,
+        name=name, problem=None if report.ok else f"damaged: {damaged}", bytes=totals.bytes, saved_at=totals.saved_at
     )
 
 

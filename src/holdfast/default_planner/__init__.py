@@ -23,16 +23,17 @@ from holdfast._state.nested import empty_dicts, flatten, path_mapping, stored_pa
 from holdfast._state.pieces import Pieces, piece_at, piece_holding
 from holdfast._state.stateful_values import unusual_versions
 from holdfast._state.tensors import ComposedTensor, as_tensor
-from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import serialize_object
 from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
+from holdfast._values.records import emptied
 from holdfast.default_planner.load_planner import NO_METADATA, DefaultLoadPlanner
 from holdfast.default_planner.targets import chosen_keys, empty_state
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     ChunkStorageMetadata,
+    Containers,
     Metadata,
     MetadataIndex,
     Path,
@@ -128,10 +129,11 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         """Take the state, flattened."""
         if self.flatten_state_dict:
-            self.versioned, self.containers = {}, {}
+            self.versioned = {}
             # torch's format has no place for the classes of containers, nor for empty dicts.
-            containers = self.containers if self.keeps_empty_dicts else None
-            state_dict, self.mappings = flatten(state_dict, self.versioned, containers)
+            found: Containers | None = {} if self.keeps_empty_dicts else None
+            state_dict, self.mappings = flatten(state_dict, self.versioned, found)
+            self.containers = {path: emptied(like) for path, like in (found or {}).items()}
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
@@ -173,9 +175,7 @@ class DefaultSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what, and the metadata of what they write together, checked to be whole."""
         all_plans, metadata = plan_together(
-            all_plans,
-            to_lowest_rank=self.dedup_save_to_lowest_rank,
-            is_whole=not self.is_apart,
+            all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank, is_whole=not self.is_apart
         )
         # A subclass may have put something else into the plans.
         metadata = self.with_paths(metadata, [self.mappings, *map(attrgetter("planner_data"), all_plans)])
@@ -287,7 +287,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise InvalidStateError("a target that is made from the checkpoint must be empty; give an empty dict")
         if metadata is None:
             raise InvalidStateError(NO_METADATA)
-        metadata = metadata_from_torch(metadata)
+        metadata = self.understood(metadata)
         chosen = chosen_keys(metadata, self.keys, allow_missing=self.allow_partial_load)
         leaves, paths = empty_state(metadata, chosen), stored_paths(metadata)
         super().set_up_planner({}, None, is_coordinator)

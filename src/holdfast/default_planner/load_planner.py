@@ -18,17 +18,11 @@ import torch
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
-from holdfast._state.tensors import (
-    CONTEXT_KEY,
-    ComposedTensor,
-    check_fillable,
-    empty_tensor,
-    plain_address,
-)
+from holdfast._state.tensors import CONTEXT_KEY, ComposedTensor, check_fillable, empty_tensor, plain_address
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.lazy import LazyList
-from holdfast._values.records import Record, class_name, classes_in, rebuilt
+from holdfast._values.records import Record, class_difference, class_name, classes_in, emptied, rebuilt
 from holdfast.default_planner.key_maps import KeyMap, check_key_map, renamed, suggestion
 from holdfast.default_planner.targets import fill_empty_containers, is_empty_container, take_whole_values, tied
 from holdfast.errors import Difference, InvalidStateError, MismatchError
@@ -39,6 +33,7 @@ from holdfast.metadata import (
     MetadataIndex,
     Path,
     TensorStorageMetadata,
+    path_key,
 )
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
 from holdfast.planner_helpers import (
@@ -119,16 +114,18 @@ class DefaultLoadPlanner(LoadPlanner):
     ) -> None:
         """Take the target, flattened; meta tensors are materialised on the CPU, empty containers asked to be filled."""
         self.original_state_dict = state_dict
+        self.differences, containers = [], dict[Path, object]()
+        stored = {} if metadata is None or self.key_map is not None else metadata_from_torch(metadata).containers
         if self.flatten_state_dict:
             self.versioned = {}
-            state_dict, self.mappings = flatten(state_dict, self.versioned, {})
+            state_dict, self.mappings = flatten(state_dict, self.versioned, containers, stored)
         self._materials, self._pieces = {}, {}
         self.made, self._refused = [], []
         self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
-        metadata = None if metadata is None else metadata_from_torch(metadata)
+        metadata = None if metadata is None else self.understood(metadata)
         if metadata is not None and self.key_map is not None:
             paths = {key: self.mappings.get(key, (key,)) for key in self.state_dict}
             metadata, self.names = renamed(metadata, paths, self.key_map)
@@ -136,10 +133,19 @@ class DefaultLoadPlanner(LoadPlanner):
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
-                take_whole_values(self.state_dict, self.mappings, metadata)
+                take_whole_values(self.state_dict, self.mappings, metadata, containers)
             self.made, self._refused = fill_empty_containers(
                 self.original_state_dict, self.state_dict, self.mappings, metadata, self.owners
             )
+            found = (class_difference(stored.get(at), emptied(like), path_key(at)) for at, like in containers.items())
+            self._refused += [*self.differences, *filter(None, found)]
+
+    def understood(self, metadata: Metadata) -> Metadata:
+        """``metadata`` in our classes, with an empty instance for each container whose class is among ``types``."""
+        metadata = metadata_from_torch(metadata)
+        found = {path: like for path, like in metadata.containers.items() if self.types and isinstance(like, Record)}
+        likes = {path: self.rebuilt(path_key(path), like) for path, like in found.items()}
+        return replace(metadata, containers={**metadata.containers, **likes}) if likes else metadata
 
     def _materialised(self, key: str, leaf: object) -> object:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:

@@ -26,6 +26,7 @@ from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.lazy import LazyList
+from holdfast._values.records import parts_of
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
@@ -126,10 +127,12 @@ def _requires_grad(metadata: Metadata, key: str) -> bool:
     return isinstance(stored, TensorStorageMetadata) and stored.properties.requires_grad
 
 
-def take_whole_values(leaves: STATE_DICT_TYPE, paths: dict[str, Path], metadata: Metadata) -> None:
+def take_whole_values(
+    leaves: STATE_DICT_TYPE, paths: dict[str, Path], metadata: Metadata, containers: Containers
+) -> None:
     """Ask for a container of the target as the one value that the checkpoint has of it.
 
-    So torch stores a tuple of tensors and, before version 2.4, a dict without tensors in it.
+    So torch stores a tuple of tensors and, before version 2.4, a dict without tensors in it; we, a dataclass without.
     """
     stored = metadata.state_dict_metadata
     below: dict[Path, list[str]] = {}
@@ -144,7 +147,8 @@ def take_whole_values(leaves: STATE_DICT_TYPE, paths: dict[str, Path], metadata:
             continue
         for key in keys:
             del leaves[key]
-        leaves[name], paths[name] = None, path
+        like = containers.get(path)
+        leaves[name], paths[name] = like if parts_of(like) else None, path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
