@@ -43,10 +43,12 @@ if _typing.TYPE_CHECKING:
     )
     from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
     from holdfast._loader import LoadOptions, LoadReport, load, read
+    from holdfast._native.delete import DeleteReport, delete
     from holdfast._native.reader import NativeReader
     from holdfast._native.sweep import SweepReport, sweep
     from holdfast._native.writer import NativeWriter
     from holdfast._saver import SaveOptions, save
+    from holdfast._steps.listing import Step, Steps
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
     from holdfast.interop import Conversion, convert
@@ -97,6 +99,7 @@ __all__ = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "DefaultStager",
+    "DeleteReport",
     "Difference",
     "FileSystem",
     "FileSystemBase",
@@ -126,6 +129,8 @@ __all__ = [
     "SerializationFormat",
     "StagingOptions",
     "Stateful",
+    "Step",
+    "Steps",
     "StorageError",
     "StorageMeta",
     "StorageReader",
@@ -144,6 +149,7 @@ __all__ = [
     "__version__",
     "async_save",
     "convert",
+    "delete",
     "guard",
     "load",
     "load_sharded_optimizer_state_dict",
@@ -166,10 +172,12 @@ _LATER = {
         "_async_saver": "AsyncCheckpointerType AsyncSave AsyncSaveResponse async_save guard prewarm release",
         "_checkpoint": "Checkpoint StoredTensor VerifyReport open verify",
         "_loader": "LoadOptions LoadReport load read",
+        "_native.delete": "DeleteReport delete",
         "_native.reader": "NativeReader",
         "_native.sweep": "SweepReport sweep",
         "_native.writer": "NativeWriter",
         "_saver": "SaveOptions save",
+        "_steps.listing": "Step Steps",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
         "interop": "Conversion convert",

@@ -125,8 +125,8 @@ class StoredTensor:
 class Checkpoint(Mapping[str, Any]):
     """A published checkpoint: a mapping from keys to ``StoredTensor``, or to the value if it is not a tensor.
 
-    If a saver replaces the checkpoint, this still reads the one that was opened while its files exist, and then raises
-    a StorageError (ESTALE). Close it, or use it in a ``with`` block.
+    If the checkpoint is replaced or deleted, this still reads the one that was opened while its files exist, and then
+    raises a StorageError (ESTALE), or NotFoundError. Close it, or use it in a ``with`` block.
     """
 
     def __init__(self, reader: NativeReader | FileSystemReader) -> None:
@@ -192,6 +192,8 @@ class Checkpoint(Mapping[str, Any]):
             if not self._reader.was_replaced():
                 raise
             path = os.fspath(self._reader.path)
+            if format_at(path) is None:
+                raise NotFoundError(f"the checkpoint at {path!r} was deleted since it was opened") from error
             raise StorageError(
                 f"the checkpoint at {path!r} was replaced by another one since it was opened, and its files are gone; "
                 "open it again",

@@ -278,7 +278,7 @@ def _load(
 ) -> _Loaded:
     """Read all of the target, which may be the caller's own.
 
-    When the checkpoint is replaced by another one while it is read, all ranks start again together.
+    When the checkpoint is replaced by another one, or deleted, while it is read, all ranks start again together.
     """
     reader: StorageReader | None = None
     is_touched = False
@@ -298,7 +298,7 @@ def _load(
                 if ranks.all_reduce("looking for another checkpoint", was_replaced, any):
                     _close(reader)
                     continue
-                if isinstance(error, CorruptError) and is_touched and is_callers:
+                if is_touched and is_callers:
                     error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
     finally:
@@ -325,7 +325,7 @@ def _refuse(error: CheckpointError) -> StorageReader:
 
 
 def _was_replaced(reader: StorageReader | None, find_reader: FindReader) -> bool:
-    """Whether another checkpoint is there than the one that ``reader`` read."""
+    """Whether another checkpoint is there than the one that ``reader`` read, or none."""
     return reader is not None and (type(as_reader(find_reader())) is not type(reader) or reader.was_replaced())
 
 

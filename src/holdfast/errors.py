@@ -9,7 +9,7 @@
     ├── CorruptError                bytes are not what was written    -> another checkpoint
     ├── UnsafeError                 loading would have to run code    -> do not trust it, or allow_pickle=True
     ├── UnsupportedVersionError     written by a newer holdfast       -> upgrade
-    ├── BusyError                   a save is still under way         -> wait for it, or skip this one
+    ├── BusyError                   somebody else needs it now        -> wait, skip this one, or use force
     ├── StorageError                the file system said no           -> retry, free space, fix permissions
     ├── RankLostError               a rank died, hangs or is silent   -> look at that rank
     ├── RankDisagreementError       the ranks asked different things  -> look at the ranks it names
@@ -96,7 +96,7 @@ class AlreadyPublishedError(CheckpointError):
 
 
 class BusyError(CheckpointError):
-    """The save before is still under way and ``when_busy="raise"`` says not to wait for it."""
+    """Somebody else needs it now: a save that is under way, a reader, or whoever pinned it."""
 
 
 class InvalidStateError(CheckpointError):

@@ -176,7 +176,7 @@ class StorageReader(abc.ABC):
         return None
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint is there than the one whose metadata was read."""
+        """Whether another checkpoint is there than the one whose metadata was read, or none."""
         return False
 
     def close(self) -> None:  # noqa: B027 - most storages hold nothing between two calls

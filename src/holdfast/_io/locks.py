@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from holdfast._io import posix
-from holdfast._process import CLOSED, Descriptor, OpenDescriptor, begun, forget_in_child, opened
-from holdfast.errors import CorruptError, StorageError
+from holdfast._process import CLOSED, Descriptor, Ending, OpenDescriptor, begun, forget_in_child, opened
+from holdfast.errors import BusyError, CorruptError, StorageError
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What a file system answers that has no locks."""
@@ -124,14 +124,17 @@ class DirectoryLock(LockedFile):
     def acquire(self) -> bool:
         """Hold it; whatever comes of it, an interrupt too, ``release`` undoes it.
 
-        False where directories have none, or where somebody holds it for so long that it must have been stopped.
+        False where directories have none. BusyError where somebody holds it for so long that it must have been stopped.
         """
         with posix.reporting("open", self.path):
             self._opened.extend(map(OpenDescriptor, map(os.open, (self.path,), (posix.DIRECTORY_FLAGS,))))
         try:
             return _wait_for_lock(self.descriptor, self.path)
         except StorageError as error:
-            if error.errno not in (errno.EAGAIN, errno.EBADF):
+            if error.errno == errno.EAGAIN:
+                message = f"another process is at work in {self.path!r} and does not end; look for it, or try again"
+                raise BusyError(message) from None
+            if error.errno != errno.EBADF:
                 raise
             return False
 
@@ -142,6 +145,16 @@ class DirectoryLock(LockedFile):
             with contextlib.suppress(OSError):
                 fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.discard()
+
+
+@contextlib.contextmanager
+def locked_directory(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of the directory ``path`` for the block, where directories have locks; errors as ``acquire``."""
+    lock = DirectoryLock(path)
+    releasing = Ending(lock.release)
+    with releasing, releasing:
+        lock.acquire()
+        yield
 
 
 def try_lock(descriptor: int, path: str | os.PathLike[str]) -> bool:
@@ -211,10 +224,10 @@ class Directory:
         self.path = path
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Directory:
-        """The directory ``path``; links that lead to it are the caller's choice."""
+    def open(cls, path: str | os.PathLike[str], *, flags: int = 0) -> Directory:
+        """The directory ``path``; links that lead to it are the caller's choice, and so are more ``flags``."""
         with posix.reporting("open", path):
-            return cls(opened(map(os.open, (path,), (posix.DIRECTORY_FLAGS,))), os.fspath(path))
+            return cls(opened(map(os.open, (path,), (posix.DIRECTORY_FLAGS | flags,))), os.fspath(path))
 
     def __enter__(self) -> Directory:
         return self
@@ -297,6 +310,10 @@ class Directory:
     def holds(self, name: str, descriptor: int) -> bool:
         return has_name(descriptor, name, directory=self.descriptor)
 
+    def rename(self, name: str, new_name: str) -> None:
+        with posix.reporting("rename", self.path_of(name)):
+            posix.rename(name, new_name, directory=self.descriptor)
+
     def remove(self, name: str) -> None:
         with posix.reporting("remove", self.path_of(name)), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
@@ -336,8 +353,7 @@ def _walk(directory: Directory, levels: int) -> Iterator[Directory | StorageErro
         return
     yield directory
     try:
-        with posix.reporting("list", directory.path), os.scandir(directory.descriptor) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        names = posix.list_directories(directory.path, directory.descriptor)
     except StorageError as error:
         yield error
         return

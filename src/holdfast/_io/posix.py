@@ -17,6 +17,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from holdfast._process import Descriptor, OpenDescriptor, opened, reset_in_child
@@ -213,12 +214,18 @@ def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
 def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Moves ``source`` to ``target`` atomically, in place of what is there."""
     with reporting("replace", target):
-        try:
-            os.rename(source, target)
-        except InterruptedError:
-            # The first try may have moved it all the same; then nothing is left to be moved.
-            with contextlib.suppress(FileNotFoundError):
-                uninterrupted(os.rename, source, target)
+        rename(source, target)
+
+
+def rename(source: str | os.PathLike[str], target: str | os.PathLike[str], *, directory: int | None = None) -> None:
+    """The same, of names in ``directory`` where that is given; for use in a ``reporting`` block."""
+    call = partial(os.rename, source, target, src_dir_fd=directory, dst_dir_fd=directory)
+    try:
+        call()
+    except InterruptedError:
+        # The first try may have moved it all the same; then nothing is left to be moved.
+        with contextlib.suppress(FileNotFoundError):
+            uninterrupted(call)
 
 
 def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:
@@ -340,6 +347,12 @@ def umask() -> int | None:
 def list_names(path: str | os.PathLike[str]) -> list[str]:
     with reporting("list", path):
         return sorted(uninterrupted(os.listdir, path))
+
+
+def list_directories(path: str | os.PathLike[str], descriptor: int | None = None) -> list[str]:
+    """The names of the directories in ``path``, or in what is open as ``descriptor``; links to some are none."""
+    with reporting("list", path), os.scandir(path if descriptor is None else descriptor) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def file_status(path: str | os.PathLike[str]) -> os.stat_result | None:

@@ -24,7 +24,7 @@ from holdfast._io.direct import LocalFiles, check_size, missing
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
 from holdfast._native.paths import decode_path, split_planner_data, stored_containers
-from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest, read_manifest_bytes
+from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
 from holdfast._native.values import decode_value
 from holdfast._state.tensors import torch_dtype
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
@@ -222,12 +222,11 @@ def decode_catalog(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
 
 
 def was_replaced(directory: str, attempt: str) -> bool:
-    """Whether another checkpoint than that of ``attempt``, in either format, is published in ``directory`` now."""
+    """Whether what is published in ``directory`` now is another checkpoint than that of ``attempt``, or nothing."""
     try:
         return read_manifest(directory).attempt != attempt
     except (CorruptError, StorageError) as error:
-        is_gone = isinstance(error, StorageError) and error.errno == errno.ENOENT
-        return is_gone and bool(formats_at(directory))
+        return isinstance(error, StorageError) and error.errno == errno.ENOENT
 
 
 def read_published(directory: str) -> Manifest:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from holdfast._io import locks, posix
-from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast._native.manifest import Manifest, ManifestStart, decode_manifest, encode_manifest
 from holdfast._process import Ending, forget_in_child
 from holdfast._torch_codec.metadata_file import (
     MARKER,
@@ -46,7 +46,7 @@ from holdfast._torch_codec.metadata_file import (
 )
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import MAX_MANIFEST_BYTES, MAX_METADATA_BYTES
-from holdfast.errors import AlreadyPublishedError, CheckpointError, CorruptError, StorageError
+from holdfast.errors import AlreadyPublishedError, BusyError, CheckpointError, CorruptError, StorageError
 
 MANIFEST_NAME = "manifest.json"
 _MOST_NOTE_BYTES = 256
@@ -85,7 +85,7 @@ def format_at(path: str | os.PathLike[str]) -> Format | None:
             )
 
 
-def files_of(manifest: Manifest) -> set[str]:
+def files_of(manifest: ManifestStart) -> set[str]:
     """The other files of the native checkpoint that ``manifest`` describes."""
     return {manifest.index.name, *(file.name for file in manifest.files)}
 
@@ -112,7 +112,8 @@ class Turn:
         self.lock = locks.DirectoryLock(directory)
 
     def take(self) -> None:
-        self._is_alone = self.lock.acquire()
+        with contextlib.suppress(BusyError):
+            self._is_alone = self.lock.acquire()
 
     def announce(self, head: bytes, *, overwrite: bool) -> Collection[Format]:
         """Have ``head``, the contents of the file that is about to get its name, count and not the other format's.
@@ -125,8 +126,8 @@ class Turn:
             return found
         if not (overwrite and self._is_alone):
             raise other_format_stays(self._directory, self._own)
-        self.replaced = _all_heads(self._directory, self._other)
-        self._files = _files_of(self._directory, self.replaced)
+        self.replaced = all_heads(self._directory, self._other)
+        self._files = files_of_heads(self._directory, self.replaced)
         other = _read(self._directory, found[self._other])
         digests = {self._own: digest(head), self._other: digest(other)}
         posix.write_new(self.note, _note(self._own, digests))
@@ -155,12 +156,12 @@ def _heads(directory: str) -> dict[Format, str]:
     """The file whose presence is the checkpoint, for each format that has one."""
     found: dict[Format, str] = {}
     for kind, name in _HEADS:
-        if kind not in found and _exists(directory, name) and not (name == METADATA_NAME and _is_marked(directory)):
+        if kind not in found and _exists(directory, name) and not (name == METADATA_NAME and is_marked(directory)):
             found[kind] = name
     return found
 
 
-def _all_heads(directory: str, kind: Format) -> list[str]:
+def all_heads(directory: str, kind: Format) -> list[str]:
     """All such files of a format, the one that tells last: ranks that saved apart have one each."""
     if kind == "native":
         return [MANIFEST_NAME]
@@ -168,7 +169,7 @@ def _all_heads(directory: str, kind: Format) -> list[str]:
     return [name for name in (*sorted(apart, reverse=True), METADATA_NAME) if _exists(directory, name)]
 
 
-def _is_marked(directory: str) -> bool:
+def is_marked(directory: str) -> bool:
     """Whether ``.metadata`` is just the marker of a native checkpoint, or gone by now."""
     try:
         return is_marker(posix.read_whole(os.path.join(directory, METADATA_NAME), limit=_MOST_NOTE_BYTES))
@@ -213,7 +214,7 @@ def _notes(directory: str) -> dict[str, bytes]:
     return notes
 
 
-def _files_of(directory: str, heads: list[str]) -> list[str]:
+def files_of_heads(directory: str, heads: list[str]) -> list[str]:
     """The other files that ``heads`` name; none of one that cannot be read."""
     names: set[str] = set()
     for head in heads:

@@ -103,7 +103,7 @@ class NativeReader(StorageReader):
                 files.close()
 
     def was_replaced(self) -> bool:
-        """Whether another save has been published at the path since its manifest was read."""
+        """Whether another save was published at the path, or this one deleted, since its manifest was read."""
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:

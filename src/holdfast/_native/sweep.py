@@ -110,7 +110,7 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
                 continue
             directories += 1
             try:
-                leftovers += _sweep_directory(found, problems, delete=delete, named=frozenset(attempts))
+                leftovers += sweep_directory(found, problems, delete=delete, named=frozenset(attempts))
             except StorageError as error:
                 problems.append(error.message)
     except StorageError as error:
@@ -128,21 +128,33 @@ class _NotDead(Exception):
         self.verdict: Literal["living", "unknown"] = verdict
 
 
-def _sweep_directory(
-    directory: Directory, problems: list[str], *, delete: bool, named: frozenset[str]
+def sweep_directory(
+    directory: Directory, problems: list[str], *, delete: bool, named: Collection[str] = ()
 ) -> Iterator[Leftover]:
+    """What ``sweep`` does in one directory, as it is done."""
     try:
         format_at(directory.path)
     except CorruptError as error:
         problems.append(error.message)
     yield from _sweep_notes(directory, delete=delete)
-    for attempt, names in _attempts(directory.names()).items():
+    for attempt, names in attempts_in(directory.names()).items():
         found = _Attempt(directory, attempt, names)
         leftover = found.examine(is_named=attempt in named)
         if leftover is not None and leftover.verdict == "dead" and delete:
             leftover = found.remove(leftover, problems)
         if leftover is not None:
             yield leftover
+
+
+def living_writer(directory: Directory) -> str | None:
+    """How one sees that a save to ``directory`` goes on, even if it is published by now; None where none does."""
+    for attempt, names in attempts_in(directory.names()).items():
+        try:
+            _Attempt(directory, attempt, names).check_dead()
+        except _NotDead as found:
+            if found.verdict == "living":
+                return str(found)
+    return None
 
 
 def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
@@ -166,7 +178,7 @@ def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
             )
 
 
-def _attempts(names: Iterable[str]) -> dict[str, list[str]]:
+def attempts_in(names: Iterable[str]) -> dict[str, list[str]]:
     """The names of files like ours, by attempt."""
     attempts: dict[str, list[str]] = {}
     for name in names:
@@ -215,7 +227,7 @@ class _Attempt:
                 # Its saver died, or is, between giving the manifest its name and taking away the temporary one.
                 self._names = [self._staged]
                 return self._leftover("dead", "its manifest is already published")
-            self._check_dead()
+            self.check_dead()
             if _published(self._directory) == self._attempt:
                 return None
         except _NotDead as found:
@@ -245,7 +257,7 @@ class _Attempt:
         forgetting = Ending(lambda: self._directory.remove(self._index) if made else None)
         with contextlib.ExitStack() as held, forgetting, forgetting:
             self._claim(held, made)
-            names = _attempts(directory.names()).get(self._attempt, [])
+            names = attempts_in(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
                 raise _NotDead("living", "it changed during the sweep")
             directory.sync()
@@ -264,7 +276,7 @@ class _Attempt:
         if not held.enter_context(self._locked(self._index)):
             raise _NotDead("living", "it changed during the sweep")
 
-    def _check_dead(self) -> None:
+    def check_dead(self) -> None:
         """_NotDead unless the locks of all files can be had."""
         for name in (*self._data, self._index):
             with self._locked(name):

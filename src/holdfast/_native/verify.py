@@ -28,7 +28,7 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
 from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
-from holdfast._native.manifest import FileEntry, Manifest
+from holdfast._native.manifest import FileEntry, ManifestStart
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.reads import Blocks, coalesce, locate
 from holdfast._values.box import Box
@@ -107,7 +107,7 @@ def verify_checkpoint(
     data = "the digests of the data"
     damage: tuple[Damage, ...] = ()
     while True:
-        if level == "sizes" and (manifest := read_published(directory)) and _has_its_files(directory, manifest):
+        if level == "sizes" and (manifest := read_published(directory)) and has_its_files(directory, manifest):
             read, unchecked = _manifest_bytes(directory), ["whether its chunks make up its tensors", data]
             break
         catalog = read_catalog(directory)
@@ -140,7 +140,7 @@ def _manifest_bytes(directory: str) -> int:
     return 0 if status is None else status.st_size
 
 
-def _has_its_files(directory: str, manifest: Manifest) -> bool:
+def has_its_files(directory: str, manifest: ManifestStart) -> bool:
     """Whether every file that the manifest names is there in its size."""
     for name, size in (
         (manifest.index.name, manifest.index.bytes),

@@ -25,7 +25,6 @@ from torch.futures import Future
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
-from holdfast._native.publish import MANIFEST_NAME
 from holdfast._native.verify import Damage, FileChecks, OnProgress, VerifyReport, problem_of
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
 from holdfast._torch_classes.translate import metadata_for_both, places_from_torch
@@ -152,13 +151,13 @@ class FileSystemReader(Located, StorageReader):
         return decode_metadata(data, path=path, allow_pickle=self.allow_pickle)
 
     def was_replaced(self) -> bool:
-        """Whether another save, in either format, has been published at the path since its metadata was read."""
+        """Whether another save was published at the path, or this one deleted, since its metadata was read."""
         try:
             for name, seen in self._seen.items():
                 if digest(self._read_whole(name)) != seen:
                     return True
         except NotFoundError:
-            return self._exists(MANIFEST_NAME)
+            return True
         except (CorruptError, StorageError):
             pass
         return False

@@ -104,7 +104,7 @@ def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Con
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ListedCheckpoint:
     """One checkpoint below a directory, by its name; ``problem`` says what is wrong with it, None that it is whole."""
 
     name: str
@@ -113,7 +113,7 @@ class Step:
     saved_at: str | None = None
 
 
-def steps_below(root: str) -> list[Step]:
+def steps_below(root: str) -> list[ListedCheckpoint]:
     """The checkpoints right below the directory ``root``, by the numbers in their names; [] where it is none.
 
     Sizes of files are looked at; no data is read.
@@ -126,17 +126,20 @@ def steps_below(root: str) -> list[Step]:
     return [step for step in map(partial(_step, root), numbered) if step is not None]
 
 
-def _step(root: str, name: str) -> Step | None:
+def _step(root: str, name: str) -> ListedCheckpoint | None:
     path = os.path.join(root, name)
     try:
         if format_at(path) is None:
             return None
         report, totals = verify(path, level="sizes"), contents_of(path).totals
     except CheckpointError as error:
-        return Step(name=name, problem=error.message)
+        return ListedCheckpoint(name=name, problem=error.message)
     damaged = ", ".join(report.damaged_files[:3])
-    return Step(
-        name=name, problem=None if report.ok else f"damaged: {damaged}", bytes=totals.bytes, saved_at=totals.saved_at
+    return ListedCheckpoint(
+        name=name,
+        problem=None if report.ok else f"damaged: {damaged}",
+        bytes=totals.bytes,
+        saved_at=totals.saved_at,
     )
 
 

@@ -28,7 +28,7 @@ from rich.text import Text
 from holdfast.errors import CheckpointError, NotFoundError
 
 if TYPE_CHECKING:  # they import torch, which --help does not need
-    from holdfast.cli.leaves import Contents, Leaf, Step, StoredChunk, Totals
+    from holdfast.cli.leaves import Contents, Leaf, ListedCheckpoint, StoredChunk, Totals
     from holdfast.metadata import Path, PathElement
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -282,7 +282,7 @@ def show_command(
     _print_totals(console, contents, pattern)
 
 
-def _show_steps(path: str, steps: list[Step], *, as_json: bool) -> None:
+def _show_steps(path: str, steps: list[ListedCheckpoint], *, as_json: bool) -> None:
     if as_json:
         listed = [{**dataclasses.asdict(step), "whole": step.problem is None} for step in steps]
         typer.echo(json.dumps({"path": path, "checkpoints": listed}))

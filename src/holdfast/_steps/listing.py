@@ -1,0 +1,301 @@
+"""The steps of a run, as they are on disk: which there are, which is the newest, the best, and what may go.
+
+A root holds a directory ``step-<number>`` for each step. The listing is the truth: a step is there while its manifest
+is. No file says which one is the latest, so none can say something else than what is there, and a root may be moved.
+What a directory holds without a manifest is a save under way, or left by one that was killed: it is never a step.
+
+Any process may list, report, pin and delete, without a manager and beside one. Reports and pins are written under the
+lock of the step's directory, so that they and a deletion come one after the other; deletions under that of the root, so
+that no two of them remove the last two steps. What was read of a manifest is remembered for as long as that file stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import operator
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, SupportsFloat, cast
+
+from holdfast._io import locks, posix
+from holdfast._native.delete import METRICS_NAME, PINNED_NAME, DeleteReport, delete, finish_deletion
+from holdfast._native.manifest import Summary, decode_summary
+from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest_bytes
+from holdfast._native.values import decode_value, decode_value_bytes, encode_value_bytes
+from holdfast._native.verify import has_its_files
+from holdfast._torch_codec.metadata_file import NOTE_PREFIX
+from holdfast._values.lazy import few
+from holdfast.errors import BusyError, CheckpointError, NotACheckpointError, NotFoundError, StorageError
+
+__all__ = ["Step", "Steps"]
+
+logger = logging.getLogger("holdfast")
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_MOST_METRICS_BYTES = 1 << 20
+
+Mode = Literal["min", "max"]
+_Identity = tuple[int, int, int]
+"""What tells one manifest from the next: inode, time of change, size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that was saved: where, by which attempt, when, and how much; ``metrics`` of the save and reported later.
+
+    ``problem`` says why its manifest cannot be read, "" that it can; then nothing else is known of it.
+    """
+
+    step: int
+    path: str
+    attempt: str = ""
+    saved_at: str | None = None
+    bytes: int = 0
+    world_size: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    pinned: bool = False
+    problem: str = ""
+
+
+class Steps:
+    """The steps below the directory ``root``, which need not exist yet; each call looks at what is there then."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        if "://" in posix.text_path(root):
+            raise ValueError("steps are listed in a local directory; a URL has none")
+        self.root = posix.absolute(root)
+        self._remembered: dict[int, tuple[_Identity, Step]] = {}
+
+    def path(self, step: int) -> str:
+        """The directory of ``step``, be it there or not."""
+        return os.path.join(self.root, f"step-{checked_step(step)}")
+
+    def steps(self) -> list[Step]:
+        """All steps, ascending; those whose manifest cannot be read too, with ``problem``."""
+        found = (self._step(number, identity) for number, identity in self.found())
+        return [step for step in found if step is not None]
+
+    def latest(self) -> Step | None:
+        """The newest step that has all its files, in their sizes."""
+        for number, identity in reversed(self.found()):
+            step = self._step(number, identity)
+            if step is not None and is_whole(step):
+                return step
+        return None
+
+    def best(self, metric: str, mode: Mode = "min") -> Step | None:
+        """The step with the lowest or highest ``metric`` that has all its files; the later one of equal ones.
+
+        NaN is worse than any number. Steps without the metric do not count.
+        """
+        return next(filter(is_whole, ranked(self.steps(), metric, mode)), None)
+
+    def report(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Add ``metrics``, names to numbers, to those of ``step``, durably; a name that is there gets the new number.
+
+        They belong to the checkpoint that is there now: when the step is saved again, they no longer count.
+        """
+        numbers = checked_metrics(metrics)
+        with self._locked(step) as found:
+            reported = {"attempt": found.attempt, "metrics": {**_reported(found), **numbers}}
+            # Named like a note, which a sweep removes when nobody is at work here.
+            staged = os.path.join(found.path, f"{NOTE_PREFIX}{uuid.uuid4().hex[:16]}.tmp")
+            try:
+                posix.write_new(staged, encode_value_bytes(reported, key="metrics"))
+                posix.replace(staged, os.path.join(found.path, METRICS_NAME))
+            except BaseException:
+                with contextlib.suppress(StorageError):
+                    posix.remove(staged)
+                raise
+            posix.sync_directory(found.path)
+
+    def pin(self, step: int) -> None:
+        """Protect ``step`` from being deleted, durably, until ``unpin``."""
+        with self._locked(step) as found:
+            try:
+                posix.write_new(os.path.join(found.path, PINNED_NAME), b"")
+            except StorageError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+            posix.sync_directory(found.path)
+
+    def unpin(self, step: int) -> None:
+        """Let ``step`` be deleted again."""
+        with self._locked(step) as found:
+            posix.remove(os.path.join(found.path, PINNED_NAME))
+            posix.sync_directory(found.path)
+
+    def delete(self, step: int, *, force: bool = False) -> DeleteReport:
+        """Delete ``step``; ``force`` deletes it even if it is pinned, or the only one that is whole.
+
+        Raises:
+            NotFoundError: there is no such step.
+            BusyError: it is pinned, the only one that is whole, held by a reader, or being saved; it stays.
+        """
+        self._existing(step)
+        with locks.locked_directory(self.root):
+            found = self._existing(step)
+            others = (self._step(number, identity) for number, identity in reversed(self.found()) if number != step)
+            if not force and is_whole(found) and not any(other is not None and is_whole(other) for other in others):
+                raise BusyError(f"step {step} of {self.root!r} is the only one that is whole; force=True deletes it")
+            return delete(found.path, force=force)
+
+    def finish_deletions(self) -> None:
+        """Remove what deletions and saves that were killed left; for when nobody begins to save here."""
+        for number in self._numbers():
+            path = self.path(number)
+            if not posix.exists(os.path.join(path, MANIFEST_NAME)) and not formats_at(path):
+                with contextlib.suppress(BusyError, NotFoundError):
+                    finish_deletion(path)
+
+    def found(self) -> list[tuple[int, _Identity]]:
+        """The numbers of all steps, ascending, and what tells whether they are still the same."""
+        found: list[tuple[int, _Identity]] = []
+        for number in self._numbers():
+            status = posix.file_status(os.path.join(self.path(number), MANIFEST_NAME))
+            if status is not None:
+                found.append((number, (status.st_ino, status.st_mtime_ns, status.st_size)))
+        return found
+
+    def _numbers(self) -> list[int]:
+        try:
+            names = posix.list_directories(self.root)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return []
+            if error.errno == errno.ENOTDIR and posix.exists(self.root):
+                raise NotACheckpointError(f"{self.root!r} is a file; the root of a run is a directory") from error
+            raise
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
+
+    def _step(self, number: int, identity: _Identity) -> Step | None:
+        """What is known of the step; None where it was deleted meanwhile."""
+        known, step = self._remembered.get(number, (None, None))
+        if step is None or known != identity:
+            step = _read(number, self.path(number))
+            if step is not None and not step.problem:
+                self._remembered[number] = identity, step
+        if step is None:
+            return None
+        metrics = {**step.metrics, **_reported(step)}
+        return replace(step, metrics=metrics, pinned=posix.exists(os.path.join(step.path, PINNED_NAME)))
+
+    def _existing(self, step: int) -> Step:
+        status = posix.file_status(os.path.join(self.path(step), MANIFEST_NAME))
+        found = None if status is None else _read(operator.index(step), self.path(step))
+        if found is None:
+            numbers = [number for number, _ in self.found()]
+            there = f"there are {few(numbers, len(numbers))}" if numbers else "there are none"
+            raise NotFoundError(f"there is no step {step} in {self.root!r}; {there}")
+        return found
+
+    @contextlib.contextmanager
+    def _locked(self, step: int) -> Iterator[Step]:
+        """The step, which cannot be deleted or saved again while the block lasts."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(locks.locked_directory(self.path(step)))
+            except StorageError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                    raise
+            found = self._existing(step)
+            if found.problem:
+                raise CheckpointError(f"step {step} cannot be changed: {found.problem}")
+            yield found
+
+
+def checked_step(step: object) -> int:
+    """``step`` as an int; ValueError for what is no number of a step."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**18:
+        raise ValueError(f"a step is a whole number from 0 on, not {step!r}")
+    return number
+
+
+def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    """``metrics`` as floats; ValueError for a name that is no text, and for what is not one number."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"the name of a metric is a text, not {name!r}")
+        try:
+            if isinstance(value, (bool, str, bytes)):
+                raise TypeError
+            # Tensors and arrays of one element, wherever they are.
+            item = value.item() if hasattr(value, "item") else value
+            numbers[name] = float(cast(SupportsFloat, item))
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ValueError(f"the metric {name!r} is one number, not {few([value], 1)}") from None
+    return numbers
+
+
+def ranked(steps: Iterable[Step], metric: str, mode: Mode = "min") -> list[Step]:
+    """Those of ``steps`` that have ``metric``, the best first: NaN is last, of equal ones the later comes first."""
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode is 'min' or 'max', not {mode!r}")
+
+    def goodness(step: Step) -> tuple[bool, float, int]:
+        value = step.metrics[metric]
+        is_number = not math.isnan(value)
+        return is_number, (-value if mode == "min" else value) if is_number else 0.0, step.step
+
+    return sorted((step for step in steps if metric in step.metrics), key=goodness, reverse=True)
+
+
+def is_whole(step: Step) -> bool:
+    """Whether the manifest of ``step`` can be read, and all files that it names are there in their sizes."""
+    try:
+        return not step.problem and has_its_files(step.path, _summary(step.path))
+    except CheckpointError:
+        return False
+
+
+def _summary(path: str) -> Summary:
+    return decode_summary(read_manifest_bytes(path), path=os.path.join(path, MANIFEST_NAME))
+
+
+def _read(number: int, path: str) -> Step | None:
+    """What the manifest in ``path`` says, or what is wrong with it; None where there is none."""
+    try:
+        summary = _summary(path)
+        kept = decode_value(summary.metadata, key="user_metadata")
+    except CheckpointError as error:
+        is_gone = isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
+        return None if is_gone else Step(step=number, path=path, problem=error.message)
+    return Step(
+        step=number,
+        path=path,
+        attempt=summary.attempt,
+        saved_at=summary.writer.saved_at,
+        bytes=summary.index.bytes + sum(file.bytes for file in summary.files),
+        world_size=summary.writer.world_size,
+        metrics=_numbers_in(kept),
+    )
+
+
+def _numbers_in(kept: object) -> dict[str, float]:
+    """The metrics in what was kept beside a state; what is none is somebody else's."""
+    metrics = kept.get("metrics") if isinstance(kept, dict) else None
+    pairs = metrics.items() if isinstance(metrics, dict) else ()
+    return {name: float(value) for name, value in pairs if isinstance(name, str) and type(value) in (int, float)}
+
+
+def _reported(step: Step) -> dict[str, float]:
+    """The metrics that were reported after the save; a file that nobody here wrote counts as none, and is told."""
+    path = os.path.join(step.path, METRICS_NAME)
+    try:
+        kept = decode_value_bytes(posix.read_whole(path, limit=_MOST_METRICS_BYTES), key="metrics")
+    except CheckpointError as error:
+        if not isinstance(error, StorageError) or error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            logger.warning("metrics that were reported for step %d do not count: %s", step.step, error)
+        return {}
+    return _numbers_in(kept) if isinstance(kept, dict) and kept.get("attempt") == step.attempt else {}
