@@ -48,6 +48,7 @@ if _typing.TYPE_CHECKING:
     from holdfast._native.sweep import SweepReport, sweep
     from holdfast._native.writer import NativeWriter
     from holdfast._saver import SaveOptions, save
+    from holdfast._steps.following import HeldStep, follow
     from holdfast._steps.listing import Step, Steps
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
@@ -105,6 +106,7 @@ __all__ = [
     "FileSystemBase",
     "FileSystemReader",
     "FileSystemWriter",
+    "HeldStep",
     "InternalError",
     "InvalidStateError",
     "LoadItemType",
@@ -150,6 +152,7 @@ __all__ = [
     "async_save",
     "convert",
     "delete",
+    "follow",
     "guard",
     "load",
     "load_sharded_optimizer_state_dict",
@@ -177,6 +180,7 @@ _LATER = {
         "_native.sweep": "SweepReport sweep",
         "_native.writer": "NativeWriter",
         "_saver": "SaveOptions save",
+        "_steps.following": "HeldStep follow",
         "_steps.listing": "Step Steps",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",

@@ -312,11 +312,15 @@ class Directory:
 
     def rename(self, name: str, new_name: str) -> None:
         with posix.reporting("rename", self.path_of(name)):
-            posix.rename(name, new_name, directory=self.descriptor)
+            os.rename(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
         with posix.reporting("remove", self.path_of(name)), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
+
+    def remove_directory(self, name: str) -> None:
+        with posix.reporting("remove", self.path_of(name)):
+            posix.uninterrupted(os.rmdir, name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
         posix.sync_directory(self.path, self.descriptor)

@@ -17,7 +17,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from holdfast._process import Descriptor, OpenDescriptor, opened, reset_in_child
@@ -191,6 +190,18 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview, path: str |
             rest = rest[count:]
 
 
+def link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
+    """Give ``source`` the name ``target`` too; False where a file system has no such links."""
+    with reporting("link", source):
+        try:
+            uninterrupted(os.link, source, target)
+        except OSError as error:
+            if error.errno not in {*_LINK_UNSUPPORTED, errno.EXDEV}:
+                raise
+            return False
+    return True
+
+
 def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Moves ``source`` to ``target`` atomically; what is there already stays, and is an ``AlreadyPublishedError``."""
     with reporting("publish", target):
@@ -214,18 +225,12 @@ def link_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
 def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Moves ``source`` to ``target`` atomically, in place of what is there."""
     with reporting("replace", target):
-        rename(source, target)
-
-
-def rename(source: str | os.PathLike[str], target: str | os.PathLike[str], *, directory: int | None = None) -> None:
-    """The same, of names in ``directory`` where that is given; for use in a ``reporting`` block."""
-    call = partial(os.rename, source, target, src_dir_fd=directory, dst_dir_fd=directory)
-    try:
-        call()
-    except InterruptedError:
-        # The first try may have moved it all the same; then nothing is left to be moved.
-        with contextlib.suppress(FileNotFoundError):
-            uninterrupted(call)
+        try:
+            os.rename(source, target)
+        except InterruptedError:
+            # The first try may have moved it all the same; then nothing is left to be moved.
+            with contextlib.suppress(FileNotFoundError):
+                uninterrupted(os.rename, source, target)
 
 
 def sync_file(descriptor: int, path: str | os.PathLike[str]) -> None:

@@ -14,22 +14,13 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast._io import locks, posix
 from holdfast._io.locks import Directory
 from holdfast._native.catalog import read_published
 from holdfast._native.manifest import decode_summary
-from holdfast._native.publish import (
-    MANIFEST_NAME,
-    all_heads,
-    files_of_heads,
-    format_at,
-    formats_at,
-    is_marked,
-)
+from holdfast._native.publish import MANIFEST_NAME, all_heads, files_of_heads, format_at, formats_at, is_marked
 from holdfast._native.sweep import attempts_in, living_writer, sweep_directory
 from holdfast._torch_codec.metadata_file import METADATA_NAME
 from holdfast._values.dtypes import MAX_MANIFEST_BYTES
@@ -78,7 +69,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
         raise ValueError("only local checkpoints can be deleted; at a URL, use the tools of its file system")
     path = posix.absolute(path)
     with _open(path) as directory:
-        before = dict(_sizes(directory))
+        found = {name: directory.status(name) for name in directory.names()}
         with locks.locked_directory(path):
             _check_unused(directory, force=force)
             attempt, named = _hide(directory)
@@ -89,13 +80,13 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
                 problems.append(f"files of the attempt {leftover.attempt} stay in {path!r}: {leftover.reason}")
         for name in named:
             directory.remove(name)
-        gone = before.keys() - set(directory.names())
+        gone = {name: status for name, status in found.items() if directory.status(name) is None}
         posix.remove_empty_directories([path])
     return DeleteReport(
         path=path,
         attempt="" if attempt == _DAMAGED else attempt,
-        files=tuple(sorted(gone)),
-        bytes=sum(before[name] for name in gone),
+        files=tuple(gone),
+        bytes=sum(status.st_size for status in gone.values() if status is not None),
         problems=tuple(problems),
     )
 
@@ -128,13 +119,6 @@ def _open(path: str) -> Directory:
         raise NotACheckpointError(
             f"{path!r} is a link; delete the checkpoint that it leads to, by its own path"
         ) from None
-
-
-def _sizes(directory: Directory) -> Iterator[tuple[str, int]]:
-    for name in directory.names():
-        status = directory.status(name)
-        if status is not None and not stat.S_ISDIR(status.st_mode):
-            yield name, status.st_size
 
 
 def _check_unused(directory: Directory, *, force: bool) -> None:
@@ -173,7 +157,7 @@ def _hide(directory: Directory) -> tuple[str, list[str]]:
 def _hide_native(directory: Directory) -> str:
     try:
         data = directory.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES)
-        attempt = decode_summary(data, path=directory.path_of(MANIFEST_NAME)).attempt
+        attempt = decode_summary(data, path=directory.path_of(MANIFEST_NAME))[0].attempt
     except CorruptError:
         attempt = _DAMAGED
     hidden = f"manifest-{attempt}.tmp"

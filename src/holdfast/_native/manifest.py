@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TypeVar
 
 import msgspec
 
@@ -127,8 +126,8 @@ class WriterEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     saved_at: str | None = None
 
 
-class ManifestStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes before the entries: which save this is, and its files."""
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Which save a manifest is of, and its files."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -139,7 +138,7 @@ class ManifestStart(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexEntry
 
 
-class Manifest(ManifestStart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(Summary, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that a checkpoint says of itself, apart from its chunks; ``metadata`` is the user's, as typed JSON."""
 
     tensors: tuple[TensorEntry, ...]
@@ -148,13 +147,8 @@ class Manifest(ManifestStart, frozen=True, kw_only=True, forbid_unknown_fields=T
     digest: str = _NO_DIGEST
 
 
-class Summary(ManifestStart, frozen=True, kw_only=True):
-    """A manifest without its entries."""
-
+class _SummaryAndMetadata(Summary, frozen=True, kw_only=True):
     metadata: object = None
-
-
-Start = TypeVar("Start", bound=ManifestStart)
 
 
 class _Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +159,7 @@ class _Needs(msgspec.Struct, frozen=True, kw_only=True):
 
 _decode_needs = msgspec.json.Decoder(_Needs).decode
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
-_decode_summary = msgspec.json.Decoder(Summary).decode
+_decode_summary = msgspec.json.Decoder(_SummaryAndMetadata).decode
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -198,30 +192,6 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
     UnsupportedVersionError when it is whole and was written by a newer holdfast, CorruptError for anything else that
     ``encode_manifest`` does not write.
     """
-    return _decoded(data, path, _checked_manifest)
-
-
-def decode_summary(data: bytes, *, path: str) -> Summary:
-    """The same without the entries, which are not looked at: for who wants to know which save it is, of many."""
-    return _decoded(data, path, _checked_summary)
-
-
-def _checked_manifest(data: bytes) -> Manifest:
-    manifest = _decode_manifest(data)
-    # Duplicate members, spaces, other ways to write a number: all show as a difference to the one way.
-    if _serialise(manifest) != data:
-        raise _BadManifest("it is not in canonical form")
-    _check(manifest)
-    return manifest
-
-
-def _checked_summary(data: bytes) -> Summary:
-    summary = _decode_summary(data)
-    _check_files(summary)
-    return summary
-
-
-def _decoded(data: bytes, path: str, decode: Callable[[bytes], Start]) -> Start:
     _check_frame(data, path)
     try:
         needs = _decode_needs(data)
@@ -231,13 +201,35 @@ def _decoded(data: bytes, path: str, decode: Callable[[bytes], Start]) -> Start:
         if unknown:
             names = ", ".join(repr(name[:80]) for name in unknown[:8])
             raise UnsupportedVersionError(f"{path} needs {names}, which this holdfast does not have; upgrade it")
-        return decode(data)
+        manifest = _decode_manifest(data)
+        # Duplicate members, spaces, other ways to write a number: all show as a difference to the one way.
+        if _serialise(manifest) != data:
+            raise _BadManifest("it is not in canonical form")
+        _check(manifest)
     except _BadManifest as fault:
         raise _corrupt(path, fault.problem, fault.key) from None
     except CorruptError as error:
         raise _corrupt(path, error.message, error.key) from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _corrupt(path, f"it is not the expected JSON ({error})") from error
+    return manifest
+
+
+def decode_summary(data: bytes, *, path: str) -> tuple[Summary, object]:
+    """The summary of the same manifest, and its metadata; what only the entries could show to be wrong is not noticed.
+
+    For those who look at many. Errors are those of ``decode_manifest``.
+    """
+    _check_frame(data, path)
+    try:
+        summary = _decode_summary(data)
+        _check_files(summary)
+        if FEATURES.issuperset(summary.requires):
+            return summary, summary.metadata
+    except (_BadManifest, msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    manifest = decode_manifest(data, path=path)  # which says what is wrong
+    return manifest, manifest.metadata
 
 
 def _serialise(manifest: Manifest) -> bytes:
@@ -316,7 +308,7 @@ def _check(manifest: Manifest) -> None:
             raise _BadManifest(fault.problem, fault.key)
 
 
-def _check_files(manifest: ManifestStart) -> None:
+def _check_files(manifest: Summary) -> None:
     """Check the writer and the files that it made."""
     writer = manifest.writer
     if writer.world_size < 1:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from holdfast._io import locks, posix
-from holdfast._native.manifest import Manifest, ManifestStart, decode_manifest, encode_manifest
+from holdfast._native.manifest import Manifest, Summary, decode_manifest, encode_manifest
 from holdfast._process import Ending, forget_in_child
 from holdfast._torch_codec.metadata_file import (
     MARKER,
@@ -85,7 +85,7 @@ def format_at(path: str | os.PathLike[str]) -> Format | None:
             )
 
 
-def files_of(manifest: ManifestStart) -> set[str]:
+def files_of(manifest: Summary) -> set[str]:
     """The other files of the native checkpoint that ``manifest`` describes."""
     return {manifest.index.name, *(file.name for file in manifest.files)}
 

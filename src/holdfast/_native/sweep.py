@@ -15,6 +15,9 @@ index from before it looks at the data files for the last time until the checkpo
 Notes about two formats (see ``formats``) are dead where there are not two, and nobody has the turn to publish. Where
 there are two that no note is about, that is a problem which only the user can solve.
 
+A reader that holds steps of a run (see ``_steps/following.py``) is told from a dead one by the lock of its file. The
+folder beside that file goes with it.
+
 An unpublished manifest exists only while its index is there and locked; without an index it will never be published.
 Never follows a link, never touches a file that is named otherwise, and never relies on a clock or on the age of files.
 """
@@ -47,7 +50,10 @@ _NAMES = {
     "data": re.compile(rf"data-{_ATTEMPT}-{_NUMBER}-{_NUMBER}\.safetensors"),
     "index": re.compile(rf"index-{_ATTEMPT}\.safetensors"),
     "manifest": re.compile(rf"manifest-{_ATTEMPT}\.tmp"),
+    "reader": re.compile(rf"reader-{_ATTEMPT}\.lock"),
 }
+READERS_NAME = os.path.join(".holdfast", "readers")
+"""Where, below the root of a run, readers hold steps: ``reader-<id>.lock``, locked, and a folder ``reader-<id>``."""
 
 
 Verdict = Literal["dead", "living", "unknown"]
@@ -157,6 +163,21 @@ def living_writer(directory: Directory) -> str | None:
     return None
 
 
+def release_all(directory: Directory, name: str) -> None:
+    """Remove all that the reader holds whose lock is ``name``; of other names nothing."""
+    folder = name.removesuffix(".lock")
+    if folder == name or directory.status(folder) is None:
+        return
+    with directory.enter(folder) as steps:
+        for step in steps.names():
+            with steps.enter(step) as held:
+                # A directory that has a manifest is no leftover for anybody else: so that goes last.
+                for file in sorted(held.names(), key=lambda file: file == MANIFEST_NAME):
+                    held.remove(file)
+            steps.remove_directory(step)
+    directory.remove_directory(folder)
+
+
 def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
     """The notes that nobody needs any more; whoever writes one has the turn to publish."""
     notes = [name for name in directory.names() if name.startswith(NOTE_PREFIX) and is_of_a_save(name)]
@@ -264,6 +285,7 @@ class _Attempt:
             for name in self._data:
                 with self._locked(name) as is_there:
                     if is_there:
+                        release_all(directory, name)
                         self._unlink(name, removed)
             for name in (self._staged, self._index):
                 if name in self._names:

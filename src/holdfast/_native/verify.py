@@ -28,7 +28,7 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
 from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
-from holdfast._native.manifest import FileEntry, ManifestStart
+from holdfast._native.manifest import FileEntry, Summary
 from holdfast._native.publish import MANIFEST_NAME
 from holdfast._plan.reads import Blocks, coalesce, locate
 from holdfast._values.box import Box
@@ -140,7 +140,7 @@ def _manifest_bytes(directory: str) -> int:
     return 0 if status is None else status.st_size
 
 
-def has_its_files(directory: str, manifest: ManifestStart) -> bool:
+def has_its_files(directory: str, manifest: Summary) -> bool:
     """Whether every file that the manifest names is there in its size."""
     for name, size in (
         (manifest.index.name, manifest.index.bytes),

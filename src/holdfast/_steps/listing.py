@@ -18,7 +18,7 @@ import math
 import operator
 import os
 import re
-import uuid
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, SupportsFloat, cast
@@ -26,7 +26,8 @@ from typing import Literal, SupportsFloat, cast
 from holdfast._io import locks, posix
 from holdfast._native.delete import METRICS_NAME, PINNED_NAME, DeleteReport, delete, finish_deletion
 from holdfast._native.manifest import Summary, decode_summary
-from holdfast._native.publish import MANIFEST_NAME, formats_at, read_manifest_bytes
+from holdfast._native.publish import MANIFEST_NAME, read_manifest_bytes
+from holdfast._native.sweep import READERS_NAME, sweep_directory
 from holdfast._native.values import decode_value, decode_value_bytes, encode_value_bytes
 from holdfast._native.verify import has_its_files
 from holdfast._torch_codec.metadata_file import NOTE_PREFIX
@@ -78,13 +79,13 @@ class Steps:
 
     def steps(self) -> list[Step]:
         """All steps, ascending; those whose manifest cannot be read too, with ``problem``."""
-        found = (self._step(number, identity) for number, identity in self.found())
+        found = (self.look(number, identity) for number, identity in self.found())
         return [step for step in found if step is not None]
 
     def latest(self) -> Step | None:
         """The newest step that has all its files, in their sizes."""
         for number, identity in reversed(self.found()):
-            step = self._step(number, identity)
+            step = self.look(number, identity)
             if step is not None and is_whole(step):
                 return step
         return None
@@ -103,9 +104,9 @@ class Steps:
         """
         numbers = checked_metrics(metrics)
         with self._locked(step) as found:
-            reported = {"attempt": found.attempt, "metrics": {**_reported(found), **numbers}}
+            reported = {"attempt": found.attempt, "metrics": {**found.metrics, **numbers}}
             # Named like a note, which a sweep removes when nobody is at work here.
-            staged = os.path.join(found.path, f"{NOTE_PREFIX}{uuid.uuid4().hex[:16]}.tmp")
+            staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
             try:
                 posix.write_new(staged, encode_value_bytes(reported, key="metrics"))
                 posix.replace(staged, os.path.join(found.path, METRICS_NAME))
@@ -113,23 +114,17 @@ class Steps:
                 with contextlib.suppress(StorageError):
                     posix.remove(staged)
                 raise
-            posix.sync_directory(found.path)
 
     def pin(self, step: int) -> None:
         """Protect ``step`` from being deleted, durably, until ``unpin``."""
         with self._locked(step) as found:
-            try:
+            if not found.pinned:
                 posix.write_new(os.path.join(found.path, PINNED_NAME), b"")
-            except StorageError as error:
-                if error.errno != errno.EEXIST:
-                    raise
-            posix.sync_directory(found.path)
 
     def unpin(self, step: int) -> None:
         """Let ``step`` be deleted again."""
         with self._locked(step) as found:
             posix.remove(os.path.join(found.path, PINNED_NAME))
-            posix.sync_directory(found.path)
 
     def delete(self, step: int, *, force: bool = False) -> DeleteReport:
         """Delete ``step``; ``force`` deletes it even if it is pinned, or the only one that is whole.
@@ -141,18 +136,18 @@ class Steps:
         self._existing(step)
         with locks.locked_directory(self.root):
             found = self._existing(step)
-            others = (self._step(number, identity) for number, identity in reversed(self.found()) if number != step)
+            others = (self.look(number, identity) for number, identity in reversed(self.found()) if number != step)
             if not force and is_whole(found) and not any(other is not None and is_whole(other) for other in others):
                 raise BusyError(f"step {step} of {self.root!r} is the only one that is whole; force=True deletes it")
+            if checked_step(step) in held_steps(self.root):
+                raise BusyError(f"a reader holds step {step} of {self.root!r}; wait until it follows on, or ends")
             return delete(found.path, force=force)
 
     def finish_deletions(self) -> None:
         """Remove what deletions and saves that were killed left; for when nobody begins to save here."""
         for number in self._numbers():
-            path = self.path(number)
-            if not posix.exists(os.path.join(path, MANIFEST_NAME)) and not formats_at(path):
-                with contextlib.suppress(BusyError, NotFoundError):
-                    finish_deletion(path)
+            with contextlib.suppress(BusyError, NotFoundError):
+                finish_deletion(self.path(number))
 
     def found(self) -> list[tuple[int, _Identity]]:
         """The numbers of all steps, ascending, and what tells whether they are still the same."""
@@ -174,7 +169,7 @@ class Steps:
             raise
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
 
-    def _step(self, number: int, identity: _Identity) -> Step | None:
+    def look(self, number: int, identity: _Identity) -> Step | None:
         """What is known of the step; None where it was deleted meanwhile."""
         known, step = self._remembered.get(number, (None, None))
         if step is None or known != identity:
@@ -187,17 +182,16 @@ class Steps:
         return replace(step, metrics=metrics, pinned=posix.exists(os.path.join(step.path, PINNED_NAME)))
 
     def _existing(self, step: int) -> Step:
-        status = posix.file_status(os.path.join(self.path(step), MANIFEST_NAME))
-        found = None if status is None else _read(operator.index(step), self.path(step))
+        number, identities = checked_step(step), dict(self.found())
+        found = self.look(number, identities[number]) if number in identities else None
         if found is None:
-            numbers = [number for number, _ in self.found()]
-            there = f"there are {few(numbers, len(numbers))}" if numbers else "there are none"
+            there = f"there are {few(identities, len(identities))}" if identities else "there are none"
             raise NotFoundError(f"there is no step {step} in {self.root!r}; {there}")
         return found
 
     @contextlib.contextmanager
     def _locked(self, step: int) -> Iterator[Step]:
-        """The step, which cannot be deleted or saved again while the block lasts."""
+        """The step, which cannot be deleted or saved again during the block; what it does to names becomes durable."""
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(locks.locked_directory(self.path(step)))
@@ -208,6 +202,24 @@ class Steps:
             if found.problem:
                 raise CheckpointError(f"step {step} cannot be changed: {found.problem}")
             yield found
+            posix.sync_directory(found.path)
+
+
+def held_steps(root: str) -> set[int]:
+    """The steps of the run in ``root`` that readers hold; where locks do not tell, those of dead readers too."""
+    try:
+        directory = locks.Directory.open(os.path.join(root, READERS_NAME))
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return set()
+    held: set[str] = set()
+    with directory:
+        for reader in sweep_directory(directory, [], delete=False):
+            folder = f"reader-{reader.attempt}"
+            if reader.verdict != "dead" and directory.status(folder) is not None:
+                held.update(posix.list_directories(directory.path_of(folder)))
+    return {int(match[1]) for match in map(_NAME.fullmatch, held) if match is not None}
 
 
 def checked_step(step: object) -> int:
@@ -228,10 +240,9 @@ def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
         if not isinstance(name, str) or not name:
             raise ValueError(f"the name of a metric is a text, not {name!r}")
         try:
-            if isinstance(value, (bool, str, bytes)):
+            item = value.item() if hasattr(value, "item") else value  # of tensors and arrays
+            if isinstance(item, (bool, str, bytes)):
                 raise TypeError
-            # Tensors and arrays of one element, wherever they are.
-            item = value.item() if hasattr(value, "item") else value
             numbers[name] = float(cast(SupportsFloat, item))
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ValueError(f"the metric {name!r} is one number, not {few([value], 1)}") from None
@@ -254,20 +265,21 @@ def ranked(steps: Iterable[Step], metric: str, mode: Mode = "min") -> list[Step]
 def is_whole(step: Step) -> bool:
     """Whether the manifest of ``step`` can be read, and all files that it names are there in their sizes."""
     try:
-        return not step.problem and has_its_files(step.path, _summary(step.path))
+        return not step.problem and has_its_files(step.path, read_summary(step.path)[0])
     except CheckpointError:
         return False
 
 
-def _summary(path: str) -> Summary:
+def read_summary(path: str) -> tuple[Summary, object]:
+    """What the manifest in ``path`` says of its save and files, and its metadata."""
     return decode_summary(read_manifest_bytes(path), path=os.path.join(path, MANIFEST_NAME))
 
 
 def _read(number: int, path: str) -> Step | None:
     """What the manifest in ``path`` says, or what is wrong with it; None where there is none."""
     try:
-        summary = _summary(path)
-        kept = decode_value(summary.metadata, key="user_metadata")
+        summary, metadata = read_summary(path)
+        kept = decode_value(metadata, key="user_metadata")
     except CheckpointError as error:
         is_gone = isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
         return None if is_gone else Step(step=number, path=path, problem=error.message)
@@ -286,7 +298,7 @@ def _numbers_in(kept: object) -> dict[str, float]:
     """The metrics in what was kept beside a state; what is none is somebody else's."""
     metrics = kept.get("metrics") if isinstance(kept, dict) else None
     pairs = metrics.items() if isinstance(metrics, dict) else ()
-    return {name: float(value) for name, value in pairs if isinstance(name, str) and type(value) in (int, float)}
+    return {name: value for name, value in pairs if isinstance(name, str) and type(value) is float}
 
 
 def _reported(step: Step) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""The command line: ``holdfast show``, ``verify``, ``convert``, ``sweep`` and ``run``.
+"""The command line: ``holdfast show``, ``verify``, ``convert``, ``sweep``, ``run``, and those for the steps of a run.
 
 Results go to stdout, everything else to stderr; with ``--json``, errors go to stdout too, as an object. ``_CODES`` has
 the exit codes. An error of the library, or of the output, is one line, never a traceback. Never changes a published
-checkpoint, unless ``convert`` is told to replace its target.
+checkpoint, unless ``convert`` is told to replace its target, or ``delete`` to delete it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from holdfast.cli.show import (
     shown_bytes,
     shown_name,
 )
+from holdfast.cli.steps import add_step_commands
 from holdfast.errors import CheckpointError, NotFoundError, StorageError
 
 if TYPE_CHECKING:  # it imports torch, which --help and --version do not need
@@ -50,8 +51,8 @@ Examples:
   holdfast show checkpoints/step-100
   holdfast verify checkpoints/step-100
   holdfast convert checkpoints/step-100 model.pt --to pt
-  holdfast sweep checkpoints"""
-
+  holdfast sweep checkpoints
+  holdfast steps checkpoints"""
 
 _CODES = """\b
 Exit codes:
@@ -137,7 +138,7 @@ def every_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Show checkpoints, verify them, convert them, and remove what killed saves left behind."""
+    """Show checkpoints, verify, convert and delete them, and remove what killed saves left behind."""
     # Output of any key is possible, whatever the encoding of the terminal or pipe.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -145,6 +146,7 @@ def every_command(
 
 
 app.command("show", epilog=f"{SHOW_EXAMPLES}\n\n{_CODES}")(show_command)
+add_step_commands(app, _CODES)
 
 
 class _Level(str, Enum):

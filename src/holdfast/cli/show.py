@@ -65,6 +65,7 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
 # How messages of the library name what is an option here.
 _OPTIONS = {
     "overwrite=True": "--overwrite",
+    "force=True": "--force",
     "allow_pickle=True": "--allow-pickle",
     "verify=False": "--no-verify",
     "max_bytes=": "--max-bytes ",

@@ -137,15 +137,15 @@ def test_an_index_that_does_not_fit_its_manifest(tmp_path: Path) -> None:
         read_catalog(path)
 
 
-def test_was_replaced_tells_of_another_attempt_only(tmp_path: Path) -> None:
+def test_was_replaced_tells_of_another_attempt_or_of_none(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint", {"a": 1}, "one")
     assert not was_replaced(str(path), "one")
     assert was_replaced(str(path), "two")
     (path / "manifest.json").write_text("damaged")
     assert not was_replaced(str(path), "two")
     os.unlink(path / "manifest.json")
-    assert not was_replaced(str(path), "two")
-    assert not was_replaced(str(tmp_path / "nothing"), "two")
+    assert was_replaced(str(path), "two")
+    assert was_replaced(str(tmp_path / "nothing"), "two")
 
 
 def test_data_files_are_opened_once_and_closed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
