@@ -17,6 +17,7 @@ from holdfast.errors import (
     CheckpointError,
     CheckpointException,
     CorruptError,
+    CrashLoopError,
     Difference,
     InternalError,
     InvalidStateError,
@@ -48,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from holdfast._native.sweep import SweepReport, sweep
     from holdfast._native.writer import NativeWriter
     from holdfast._saver import SaveOptions, save
+    from holdfast._state.per_rank import PerRank, Rng
     from holdfast._steps.following import HeldStep, follow
     from holdfast._steps.listing import Step, Steps
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -97,6 +99,7 @@ __all__ = [
     "ChunkStorageMetadata",
     "Conversion",
     "CorruptError",
+    "CrashLoopError",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "DefaultStager",
@@ -121,10 +124,12 @@ __all__ = [
     "NativeWriter",
     "NotACheckpointError",
     "NotFoundError",
+    "PerRank",
     "RankDisagreementError",
     "RankLostError",
     "ReadItem",
     "Record",
+    "Rng",
     "SaveOptions",
     "SavePlan",
     "SavePlanner",
@@ -180,6 +185,7 @@ _LATER = {
         "_native.sweep": "SweepReport sweep",
         "_native.writer": "NativeWriter",
         "_saver": "SaveOptions save",
+        "_state.per_rank": "PerRank Rng",
         "_steps.following": "HeldStep follow",
         "_steps.listing": "Step Steps",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",

@@ -16,12 +16,14 @@ import torch
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
+from holdfast._ranks.ranks import Ranks
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torch_classes.adapt import metadata_of_rank
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
 from holdfast._values.box import Box, whole
+from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
@@ -83,6 +85,36 @@ def metadata_for(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
     if not reader.is_always_whole:
         check_tiling(metadata)
     return metadata, False
+
+
+def metadata_on_all(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bool]:
+    """What the checkpoint says of itself; True beside it where ranks saved apart, and it is what this one said.
+
+    Where storage and ranks can share what they read, it is read once for all ranks of a host.
+    """
+    reader.own_rank = ranks.rank
+    reader.progress = progress = Progress(ranks.check)
+    ranks.follow(lambda: progress.done, lambda: reader.file_at_work)
+    if share != "off" and ranks.size > 1:
+        metadata = reader.read_metadata_once(ranks, between_hosts=share == "job")
+        if metadata is not None:
+            return metadata, False
+    opened: list[tuple[Metadata, bool]] = []
+
+    def read_metadata() -> tuple[bool, str | None]:
+        metadata, is_apart = metadata_for(reader, ranks.rank)
+        opened.append((metadata, is_apart))
+        meta = None if is_apart else metadata.storage_meta
+        return is_apart, None if meta is None else meta.save_id
+
+    ranks.all_reduce("reading the metadata", read_metadata, _one_save)
+    return opened[0]
+
+
+def _one_save(saves: list[tuple[bool, str | None]]) -> None:
+    """CorruptError unless all ranks have read the metadata of the same save: one of them was replaced meanwhile."""
+    if len(set(saves)) > 1:
+        raise CorruptError("the checkpoint was replaced by another one while it was opened")
 
 
 Index = int | slice | EllipsisType

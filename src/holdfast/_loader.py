@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from holdfast._checkpoint import Door, metadata_for, reader_for
+from holdfast._checkpoint import Door, metadata_on_all, reader_for
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
 from holdfast._state.nested import unflatten
+from holdfast._state.per_rank import PerRank, SavedRanks
 from holdfast._state.stateful_values import Owners, add_versions, expose, hand_back, tell_versions
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import few
 from holdfast.default_planner import DefaultLoadPlanner
-from holdfast.default_planner.key_maps import KeyMap, check_key_map
+from holdfast.default_planner.key_maps import KeyMap, check_key_map, names_for_target
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
 from holdfast.metadata import Metadata, restorable_paths
@@ -80,7 +81,7 @@ class LoadReport:
     """What a load did: keys loaded, keys that only the checkpoint has, differences, casts, bytes and seconds.
 
     ``made`` has the loaded keys for which the target had only an empty container. With a ``key_map``, all keys are
-    those of the checkpoint.
+    those of the checkpoint. ``per_rank`` has what became of each ``PerRank`` of the target, by its key there.
     """
 
     loaded: tuple[str, ...]
@@ -90,6 +91,7 @@ class LoadReport:
     bytes_read: int
     seconds: float
     made: tuple[str, ...] = ()
+    per_rank: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("loaded", "unexpected", "differences", "casts", "made")}
@@ -221,19 +223,23 @@ def load_with(
     """Load into ``state``, in place, with a storage and a planner, ours or torch's, among ranks that were entered."""
     started = time.monotonic()
     planner = as_load_planner(planner, allow_pickle=options.allow_pickle)
-    owners = Owners()
-    if isinstance(planner, DefaultLoadPlanner):
-        planner.owners = owners
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    per_rank: dict[str, PerRank[Any]] = {}
 
     def make_target(reader: StorageReader, metadata: Metadata) -> State:
         if not state:
             reader.check_files()  # room for all, and what is not there may be more than there is
-        return expose(state, owners)
+        if ours is None or not ours.flatten_state_dict:
+            return expose(state)  # which nobody fills where it is empty
+        names = names_for_target(metadata.state_dict_metadata, ours.key_map)
+        saved = SavedRanks(names=names, place=(ranks.rank, ranks.size), found=per_rank)
+        ours.owners = Owners(modules=saved.want_nothing, refused=saved.refused, room_for=saved.room_for)
+        return expose(state, ours.owners)
 
     loaded = _load(make_target, find_reader, planner, ranks, share=options.share)
     report = _report(loaded, planner, time.monotonic() - started)
     _on_all(ranks, "handing back the state", lambda: _hand_back(state, loaded, planner))
-    return report
+    return replace(report, per_rank={key: value.outcome for key, value in per_rank.items()}) if per_rank else report
 
 
 def read_with(
@@ -286,7 +292,7 @@ def _load(
         while True:
             try:
                 reader = _found(find_reader, ranks)
-                metadata, _ = opened = _open(reader, ranks, share)
+                metadata, _ = opened = metadata_on_all(reader, ranks, share)
                 target = ranks.locally("planning the load", partial(make_target, reader, metadata))
                 plan = _plan(reader, planner, ranks, target, opened)
                 is_touched = True
@@ -333,36 +339,6 @@ def _close(reader: StorageReader | None) -> None:
     if reader is not None:
         reader.progress = Progress()  # the storage may live on, and is not to keep the ranks
         reader.close()
-
-
-def _open(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Metadata, bool]:
-    """What the checkpoint says of itself; True beside it where ranks saved apart, and it is what this one said.
-
-    Where storage and ranks can share what they read, it is read once for all ranks of a host.
-    """
-    reader.own_rank = ranks.rank
-    reader.progress = progress = Progress(ranks.check)
-    ranks.follow(lambda: progress.done, lambda: reader.file_at_work)
-    if share != "off" and ranks.size > 1:
-        metadata = reader.read_metadata_once(ranks, between_hosts=share == "job")
-        if metadata is not None:
-            return metadata, False
-    opened: list[tuple[Metadata, bool]] = []
-
-    def read_metadata() -> tuple[bool, str | None]:
-        metadata, is_apart = metadata_for(reader, ranks.rank)
-        opened.append((metadata, is_apart))
-        meta = None if is_apart else metadata.storage_meta
-        return is_apart, None if meta is None else meta.save_id
-
-    ranks.all_reduce("reading the metadata", read_metadata, _one_save)
-    return opened[0]
-
-
-def _one_save(saves: list[tuple[bool, str | None]]) -> None:
-    """CorruptError unless all ranks have read the metadata of the same save: one of them was replaced meanwhile."""
-    if len(set(saves)) > 1:
-        raise CorruptError("the checkpoint was replaced by another one while it was opened")
 
 
 def _plan(

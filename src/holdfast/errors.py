@@ -13,6 +13,7 @@
     ├── StorageError                the file system said no           -> retry, free space, fix permissions
     ├── RankLostError               a rank died, hangs or is silent   -> look at that rank
     ├── RankDisagreementError       the ranks asked different things  -> look at the ranks it names
+    ├── CrashLoopError              a run ends at the same step again -> find out why, or step back
     └── InternalError               a bug in this library             -> report it
 
 The message is one line: what failed, then what to do. Every error survives pickling, because errors travel between
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointException",
     "CorruptError",
+    "CrashLoopError",
     "Difference",
     "InternalError",
     "InvalidStateError",
@@ -128,8 +130,8 @@ class Difference:
 
     ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``type``, ``fields`` and
     ``member`` (of an instance of a class), ``context`` (of a tensor subclass), ``place`` (there is an empty container,
-    into which what is stored cannot go: ``wanted`` says why) and ``tied`` (it has the memory of another key, and other
-    data).
+    into which what is stored cannot go: ``wanted`` says why), ``tied`` (it has the memory of another key, and other
+    data) and ``ranks`` (it was saved by other ranks than load it).
     """
 
     key: str
@@ -142,7 +144,7 @@ class Difference:
             return f"{self.key!r} is not in the checkpoint"
         if self.kind == "place":
             return f"{self.key!r} of the checkpoint cannot be put into the target: {self.wanted}"
-        kind = "" if self.kind == "tied" else f"{self.kind} "
+        kind = "" if self.kind in ("tied", "ranks") else f"{self.kind} "
         return f"{self.key!r} has {kind}{self.stored} in the checkpoint but {self.wanted} in the target"
 
 
@@ -234,6 +236,15 @@ class RankDisagreementError(CheckpointError):
     def __init__(self, message: str, *, said: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.said: dict[int, str] = dict(said or {})
+
+
+class CrashLoopError(CheckpointError):
+    """The run was resumed from ``step`` so many ``times``, and published nothing since: to go on as before is in vain."""
+
+    def __init__(self, message: str, *, step: int | None = None, times: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+        self.times = times
 
 
 class InternalError(CheckpointError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from holdfast._state.nested import (
 )
 from holdfast._values.dtypes import MAX_PATH_DEPTH
 from holdfast._values.records import KEPT, REGISTERED, emptied, fields_by_step, parts_of, refilled, with_parts
-from holdfast.errors import InvalidStateError
+from holdfast.errors import Difference, InvalidStateError
 from holdfast.metadata import STATE_DICT_TYPE, Path, Versions, path_key
 from holdfast.stateful import Stateful
 
@@ -53,12 +53,15 @@ class Owners:
     """What the objects of a state say of it.
 
     ``parameters`` has the parameter to whose state a path leads, where an optimizer has none of it yet; ``modules`` the
-    paths of those that hold nothing, and want nothing; ``buffers`` the keys of what modules have as buffers.
+    paths of those that hold nothing, and want nothing; ``buffers`` the keys of what modules have as buffers. A load has
+    ``room_for`` some objects other than their state, None for the rest, and ``refused`` says which cannot be loaded.
     """
 
     parameters: dict[Path, torch.Tensor] = field(default_factory=dict)
     modules: set[Path] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
+    refused: list[Difference] = field(default_factory=list)
+    room_for: Callable[[object, Path], AnyDict | None] | None = None
 
 
 def expose(state: object, owners: Owners | None = None, *, apart: bool = True) -> AnyDict:
@@ -103,6 +106,8 @@ def _exposed(value: object, trail: Path, owners: Owners, apart: bool) -> object:
     if type(value) is Namespace and not is_one_value(value, len(trail)):
         return refilled(Namespace(), cast(AnyDict, _exposed(vars(value), trail, owners, apart)))
     if is_stateful(value):
+        if owners.room_for is not None and (room := owners.room_for(value, trail)) is not None:
+            return room
         inner = cast(Stateful, value).state_dict()
         check_containers(inner, within=path_key(trail))
         exposed = _exposed(inner, trail, owners, apart)
@@ -138,12 +143,13 @@ def hand_back(state: AnyTarget, loaded: AnyMapping) -> None:
 def _hand_back_entry(container: AnyTarget, key: Any, loaded: object) -> None:
     """Set what was loaded; an object that took its state is there already, and the container may be anybody's."""
     original = container.get(key)
-    handed = _handed_back(original, loaded)
+    handed = handed_back(original, loaded)
     if handed is not original or not is_stateful(original):
         container[key] = handed
 
 
-def _handed_back(original: object, loaded: object) -> object:
+def handed_back(original: object, loaded: object) -> object:
+    """What takes the place of ``original``: itself, filled in place, wherever that is possible."""
     if loaded is original:
         return loaded
     if isinstance(original, Mapping) and isinstance(loaded, Mapping):
@@ -154,7 +160,7 @@ def _handed_back(original: object, loaded: object) -> object:
         pass_on_versions(loaded, original)
         return original
     if isinstance(original, Namespace) and isinstance(loaded, Namespace) and not is_one_value(original):
-        _handed_back(vars(original), vars(loaded))
+        handed_back(vars(original), vars(loaded))
         return original
     if isinstance(original, torch.Generator) and isinstance(loaded, torch.Generator):
         # The program holds this very object.
@@ -163,10 +169,10 @@ def _handed_back(original: object, loaded: object) -> object:
         return loaded
     if isinstance(original, (list, deque)) and type(loaded) is type(original) and len(original) == len(loaded):
         for place, (old, new) in enumerate(zip(list(original), loaded, strict=True)):
-            original[place] = _handed_back(old, new)
+            original[place] = handed_back(old, new)
         return original
     if isinstance(original, tuple) and isinstance(loaded, tuple) and len(original) == len(loaded):
-        entries = [_handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
+        entries = [handed_back(old, new) for old, new in zip(original, loaded, strict=True)]
         # What holds nothing to hand back is the value itself, such as a torch.Size.
         is_value = not hasattr(original, "_fields") and all(map(operator.is_, entries, loaded))
         return loaded if is_value else tuple_like(original, entries)
@@ -177,7 +183,7 @@ def _handed_back(original: object, loaded: object) -> object:
     mine, its = (record_apart(original), record_apart(loaded)) if is_alike else (None, None)
     if mine is None or its is None or mine.fields.keys() != its.fields.keys():
         return loaded
-    handed = {name: _handed_back(part, its.fields[name]) for name, part in mine.items}
+    handed = {name: handed_back(part, its.fields[name]) for name, part in mine.items}
     if mine is original:
         return with_parts(mine, handed)
     for name, part in mine.items:

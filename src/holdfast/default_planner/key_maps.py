@@ -48,11 +48,9 @@ def renamed(metadata: Metadata, paths: Mapping[str, Path], key_map: KeyMap) -> t
     a function, its own.
     """
     stored, there = metadata.state_dict_metadata, stored_paths(metadata)
-    back = {one: other for other, one in key_map.items()} if isinstance(key_map, Mapping) else {}
     names = {key: stored_key(key_map, key) for key in paths}
     asked, places = set(names.values()), dict(paths)
-    for key in stored:
-        name = stored_key(back, key)
+    for key, name in zip(stored, names_for_target(stored, key_map), strict=True):
         if key not in asked and name not in names:
             names[name] = key
             path = _moved(there.get(key, (key,)), key, name)
@@ -75,6 +73,12 @@ def renamed(metadata: Metadata, paths: Mapping[str, Path], key_map: KeyMap) -> t
     else:
         seen.planner_data = found
     return seen, names
+
+
+def names_for_target(stored: Collection[str], key_map: KeyMap | None) -> Collection[str]:
+    """The names in the target that ``key_map`` would lead from to the ``stored`` keys; by a function, their own."""
+    back = {one: other for other, one in key_map.items()} if isinstance(key_map, Mapping) else {}
+    return [stored_key(back, key) for key in stored] if back else stored
 
 
 def _moved(path: Path, key: str, name: str) -> Path | None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from holdfast._state.nested import flatten, set_element
+from holdfast._state.per_rank import ADVICE
 from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, ComposedTensor, check_fillable, empty_tensor, plain_address
@@ -183,7 +184,7 @@ class DefaultLoadPlanner(LoadPlanner):
             raise InvalidStateError(NO_METADATA)
         rows = ReadRows()
         self._is_plain = not is_overridden(self, DefaultLoadPlanner, *_HOOKS)
-        self.differences, self.casts, self._memory, self._wrappers = list(self._refused), [], {}, []
+        self.differences, self.casts, self._memory, self._wrappers = [*self.owners.refused, *self._refused], [], {}, []
         others: list[Place] = []
         entries = self.metadata.state_dict_metadata
         left_out = self._other_contexts(entries)
@@ -227,6 +228,7 @@ class DefaultLoadPlanner(LoadPlanner):
             may_help = not self.cast and any(each.kind == "dtype" and can_cast(each) for each in faults)
             missing = [each.key for each in faults if each.kind == "missing"]
             hint = suggestion(missing, self.state_dict, entries) if self.key_map is None else ""
+            hint += f" {ADVICE}" if self.owners.refused else ""
             raise MismatchError.of(self.told(faults), advice=_FIX + (CAST if may_help else ".") + hint)
         return LoadPlan(LazyList(self.as_stored(columns)))
 
