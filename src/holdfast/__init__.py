@@ -52,6 +52,7 @@ if _typing.TYPE_CHECKING:
     from holdfast._state.per_rank import PerRank, Rng
     from holdfast._steps.following import HeldStep, follow
     from holdfast._steps.listing import Step, Steps
+    from holdfast._steps.stopping import StopOn, ignore_stop_signals
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
     from holdfast.interop import Conversion, convert
@@ -138,6 +139,7 @@ __all__ = [
     "Stateful",
     "Step",
     "Steps",
+    "StopOn",
     "StorageError",
     "StorageMeta",
     "StorageReader",
@@ -159,6 +161,7 @@ __all__ = [
     "delete",
     "follow",
     "guard",
+    "ignore_stop_signals",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
@@ -188,6 +191,7 @@ _LATER = {
         "_state.per_rank": "PerRank Rng",
         "_steps.following": "HeldStep follow",
         "_steps.listing": "Step Steps",
+        "_steps.stopping": "StopOn ignore_stop_signals",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
         "interop": "Conversion convert",

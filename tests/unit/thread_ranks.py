@@ -1,4 +1,7 @@
-"""Ranks that are threads of the test's process and exchange encoded messages; planner, storage and codec are real."""
+"""Ranks that are threads of the test's process and exchange encoded messages; planner, storage and codec are real.
+
+Or the channels of such ranks, over loopback.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,27 @@ import torch
 
 import holdfast
 from holdfast import DefaultSavePlanner, Metadata, NativeWriter
+from holdfast._ranks import rendezvous
+from holdfast._ranks.channel import Channel
 from holdfast._saver import Saving, _save
 from holdfast._torch_codec.pickles import decode_message, encode_message
 
 ATTEMPT = "attempt"
+
+
+def channels(world: int, coordinator: int = 0) -> tuple[list[Channel], rendezvous.Address]:
+    """The ends of the channel between so many ranks, and where the coordinator listens."""
+    listener, address = rendezvous.serve(is_first=True)
+
+    def channel(rank: int) -> Channel:
+        if rank == coordinator:
+            return Channel(
+                rank=rank, job_ranks=range(world), coordinator=coordinator, listener=listener, token=address.token
+            )
+        dial = rendezvous.caller(lambda limit_s: address, rank=rank, coordinator=coordinator)
+        return Channel(rank=rank, job_ranks=range(world), coordinator=coordinator, dial=dial)
+
+    return [channel(rank) for rank in range(world)], address
 
 
 class Board:

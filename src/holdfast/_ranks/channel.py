@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from holdfast._ranks.connections import Bell, Connections, Kind, Message, cut
+from holdfast._ranks.connections import Bell, Connections, Kind, Message, Notices, cut
 from holdfast._ranks.ranks import OwnSigns
 from holdfast._values.deadline import Deadline
 
@@ -194,7 +194,7 @@ class Channel:
     coordinator has a ``listener`` and the ``token`` that others must know. They have ``dial``, which connects to it
     within so many seconds or raises RankLostError. ``when_met`` is called once all have connected. ``kept`` is what
     this rank keeps from one operation to the next, ``gone`` has the ranks whose connections ended, ``calls`` numbers
-    what this rank calls.
+    what this rank calls, ``notices`` are for what belongs to no call.
 
     Threads that save or load call it, and the thread of its connections does. ``lock`` guards it and its operations; it
     is never held while somebody waits, nor while code of others runs.
@@ -220,6 +220,7 @@ class Channel:
         self.lock = threading.RLock()
         self.gone: set[int] = set()
         self.kept: dict[object, Any] = {}
+        self.notices = Notices()
         self._dial = dial
         self._dialing = threading.Lock()
         self._when_met = when_met
@@ -291,6 +292,13 @@ class Channel:
             pieces = cut(message) if kind is Kind.BEAT else _counted(cut(message), operation.signs)
             self._connections.post(rank, pieces, is_urgent=is_urgent)
 
+    def notify(self, to: Collection[int], topic: str, payload: bytes) -> None:
+        """Have a notice sent; a rank that is gone misses it."""
+        for rank in to:
+            guest, serial = rank if self.is_coordinator else self.rank, next(self._serials)
+            message = Message(guest=guest, serial=serial, kind=Kind.NOTICE, phase=topic, payload=payload)
+            self._connections.post(rank, cut(message))
+
     def see_sent(self, ranks: Collection[int], limit_s: float) -> None:
         """Return when all that was posted to ``ranks`` so far is on its way, or the time is up."""
         bell = Bell()
@@ -305,9 +313,11 @@ class Channel:
         """Take a message, on the thread of the connections."""
         guest, call = message.guest, message.call
         with self.lock:
-            operation = self._sessions.get((guest, call))
-            if operation is not None:
-                operation.deliver(guest if self.is_coordinator else self.coordinator, message)
+            operation, rank = self._sessions.get((guest, call)), guest if self.is_coordinator else self.coordinator
+            if message.kind is Kind.NOTICE:
+                self.notices.deliver(message.phase, rank, message.payload)
+            elif operation is not None:
+                operation.deliver(rank, message)
             elif message.kind is Kind.JOIN:
                 self._take_join(Join(rank=guest, call=call, key=message.phase))
             elif self.is_coordinator:
@@ -326,6 +336,8 @@ class Channel:
             self._lobby.empty(rank)
             for operation in self._operations:
                 operation.tick()
+            for listener in self.notices.listeners:
+                listener.disconnected(rank)
 
     def tick(self) -> bool:
         """Let everyone look at the time; whether there is anyone."""
@@ -342,7 +354,7 @@ class Channel:
                     self._refuse(join, join.verdict)
         for operation in operations:
             operation.beat()  # without the lock: it asks others how far they are
-        return bool(operations or spared)
+        return bool(operations or spared or any(listener.is_waiting for listener in self.notices.listeners))
 
     def _take_join(self, join: Join) -> None:
         verdict = self._lobby.recall(join.rank, join.key)

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from thread_ranks import channels
 
-from holdfast._ranks import rendezvous
-from holdfast._ranks.channel import INTERRUPTED, Channel, Ended, Join, Lobby, losers
+from holdfast._ranks.channel import INTERRUPTED, Ended, Join, Lobby, losers
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import HELLO, MAGIC, Assembler, Kind, Message, cut
 from holdfast._ranks.ranks import Ranks
@@ -45,20 +45,7 @@ class Job:
 
     def __init__(self, world: int, coordinator: int = 0) -> None:
         self.coordinator = coordinator
-        listener, self.address = rendezvous.serve(is_first=True)
-        self.channels = [
-            Channel(
-                rank=rank, job_ranks=range(world), coordinator=coordinator, listener=listener, token=self.address.token
-            )
-            if rank == coordinator
-            else Channel(
-                rank=rank,
-                job_ranks=range(world),
-                coordinator=coordinator,
-                dial=rendezvous.caller(lambda limit_s: self.address, rank=rank, coordinator=coordinator),
-            )
-            for rank in range(world)
-        ]
+        self.channels, self.address = channels(world, coordinator)
 
     def ranks(self, rank: int, patience: Patience = LONG, key: str = "save 'a'") -> ChannelRanks:
         return ChannelRanks(self.channels[rank], key=key, patience=patience)

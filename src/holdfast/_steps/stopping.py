@@ -1,0 +1,240 @@
+"""What asks a run to stop: a signal, a file, the end of its allocation.
+
+A handler sets a flag, wakes the thread of the watch, and calls what handled the signal before. The thread tells all
+ranks, by an ``Agreement``; it also looks at the file and the clock. Nothing here saves or stops anything.
+
+torchrun sends a signal to the process group of each rank, in which loader workers are too. They would die of it, and
+the rank of their death. So they have to ignore it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Literal
+
+from holdfast._io import posix
+from holdfast._process import forget_in_child, start_thread
+from holdfast._ranks.agreement import Agreement
+from holdfast._values.deadline import Clock
+from holdfast.errors import StorageError
+
+logger = logging.getLogger("holdfast")
+
+SLURM_END = "SLURM_JOB_END_TIME"
+"""The variable that says when the allocation ends, in seconds since the epoch."""
+
+_LOOK_S = 1.0
+_SAME_S = 5.0  # agent and scheduler may both tell of one stop
+_SPARE_S = 10.0
+_UNMEASURED_S = 60.0
+_NEVER_CAUGHT = ("SIGKILL", "SIGSTOP")
+_Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOn:
+    """What a run stops for, at a step that all ranks agree on.
+
+    Attributes:
+        signals: their names. What handled them before is still called, but for the system's own action: that comes
+            with a second signal, from five seconds after the first on.
+        file: a file that is made, or touched. Rank 0 looks once a second. One that is there from the start does not
+            count until it is touched.
+        end: when the allocation ends: a datetime with a time zone, or seconds since the epoch. Without it, what
+            ``SLURM_JOB_END_TIME`` says, if it is set.
+        margin_s: how long before ``end`` to stop. "auto" is twice the time of the longest step and the longest save so
+            far, and ten seconds.
+    """
+
+    signals: Sequence[str] = ("SIGTERM", "SIGUSR1")
+    file: str | os.PathLike[str] | None = None
+    end: datetime | float | None = None
+    margin_s: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in [self.signals] if isinstance(self.signals, str) else self.signals:
+            if isinstance(self.signals, str) or name not in signal.Signals.__members__ or name in _NEVER_CAUGHT:
+                raise ValueError(f"signals are names of signals that can be caught, as ('SIGTERM',), not {name!r}")
+        if isinstance(self.end, datetime) and self.end.tzinfo is None:
+            raise ValueError(f"end needs a time zone, as datetime.now(timezone.utc) has one, and {self.end} has none")
+        if self.end is not None and not isinstance(self.end, datetime) and not _is_number(self.end):
+            raise ValueError(f"end is a datetime with a time zone, or seconds since the epoch, not {self.end!r}")
+        if self.margin_s != "auto" and not (_is_number(self.margin_s) and self.margin_s >= 0):
+            raise ValueError(f"margin_s is a number of seconds or 'auto', not {self.margin_s!r}")
+
+    @property
+    def end_s(self) -> float | None:
+        """When the allocation ends, in seconds since the epoch; None where nobody says."""
+        if self.end is not None:
+            return self.end.timestamp() if isinstance(self.end, datetime) else self.end
+        said = os.environ.get(SLURM_END)
+        with contextlib.suppress(ValueError):
+            return None if not said else float(said)
+        logger.warning("%s is %r, which is no time; the end of the allocation is not known", SLURM_END, said)
+        return None
+
+
+class StopWatch:
+    """Asks all ranks to stop when something in ``stop`` says so; until it is closed.
+
+    ``clock`` is that of the wall. ValueError outside of the main thread, where signals cannot be handled.
+    """
+
+    def __init__(self, stop: StopOn, agreement: Agreement, clock: Clock = time.time) -> None:
+        self._agreement = agreement
+        self._clock = clock
+        self._margin_s = stop.margin_s
+        self._step_s = self._durable_s = 0.0
+        self._reason = ""
+        self._is_over = False
+        self._process = os.getpid()
+        self._wishes: SimpleQueue[str] = SimpleQueue()
+        self._before: dict[int, _Handler] = {}
+        self._first_at: dict[int, float] = {}
+        self._end_s = stop.end_s if agreement.is_coordinator else None
+        self._file = os.path.abspath(stop.file) if agreement.is_coordinator and stop.file is not None else None
+        self._old_file = self._file_now()
+        if self._old_file is not None:
+            logger.warning("the file %r was there before this run, so it does not stop it; touch it to", self._file)
+        forget_in_child(self)
+        try:
+            self._handle_signals([signal.Signals[name] for name in stop.signals])
+            start_thread(threading.Thread(target=self._run, name="holdfast-stop", daemon=True))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop, or has heard that another one was."""
+        return bool(self._reason) or "stop" in self._agreement.reasons
+
+    @property
+    def reason(self) -> str:
+        return self._agreement.reasons.get("stop", self._reason)
+
+    @property
+    def margin_s(self) -> float:
+        """How long before its end a run stops."""
+        if self._margin_s != "auto":
+            return self._margin_s
+        return 2 * (self._step_s + (self._durable_s or _UNMEASURED_S)) + _SPARE_S
+
+    def measured(self, *, step_s: float = 0.0, durable_s: float = 0.0) -> None:
+        """Take into account how long a step took, or a save until it was durable."""
+        self._step_s = max(self._step_s, step_s)
+        self._durable_s = max(self._durable_s, durable_s)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Put the handlers back; ``error`` is what has ended the run, if something has."""
+        self._is_over = True
+        self._wishes.put("")
+        self._put_back()
+        if error is not None and self.requested and "DataLoader worker" in str(error):
+            logger.error(
+                "a DataLoader worker died while the run was asked to stop (%s), and ended it; signals reach workers "
+                "too: pass worker_init_fn=holdfast.ignore_stop_signals",
+                self.reason,
+            )
+
+    def forget_parent(self) -> None:
+        """Let signals have their old effect in the child: it takes no part in the run."""
+        self._is_over = True
+        self._put_back()
+
+    def _handle_signals(self, numbers: Sequence[signal.Signals]) -> None:
+        if numbers and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "signals are handled in the main thread: make the CheckpointManager there, or pass "
+                "stop=StopOn(signals=())"
+            )
+        for number in numbers:
+            before = signal.getsignal(number)
+            if before is None:
+                raise ValueError(f"{number.name} has a handler that is not Python's; leave it out of StopOn.signals")
+            self._before[number] = before
+            signal.signal(number, self._handle)
+
+    def _put_back(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # elsewhere they stay, and pass everything on
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal, on the main thread, between any two steps of it: so this takes no lock, and logs nothing."""
+        before, now = self._before[number], time.monotonic()
+        is_ours = not self._is_over and os.getpid() == self._process
+        is_ours = is_ours and now - self._first_at.setdefault(number, now) < _SAME_S
+        if is_ours:
+            self._reason = self._reason or f"{signal.Signals(number).name} to rank {self._agreement.job_rank}"
+            self._wishes.put(self._reason)
+        if callable(before):
+            if not is_ours or before is not signal.default_int_handler:
+                before(number, frame)
+        elif not is_ours and before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _run(self) -> None:
+        """Ask until it is decided: a rank whose connection broke is connected again at its next save."""
+        is_looking = self._end_s is not None or self._file is not None
+        while not self._is_over:
+            with contextlib.suppress(Empty):
+                self._wishes.get(timeout=_LOOK_S if is_looking or self._reason else None)
+            if not self._reason and is_looking:
+                self._reason = self._seen()
+            if self._reason and not self._is_over:
+                self._agreement.request("stop", self._reason)
+
+    def _seen(self) -> str:
+        """What there is to see that asks to stop."""
+        if self._end_s is not None and self._clock() >= self._end_s - self.margin_s:
+            return f"the allocation ends at {datetime.fromtimestamp(self._end_s).astimezone():%Y-%m-%d %H:%M:%S %z}"
+        if self._file is not None and self._file_now() not in (None, self._old_file):
+            return f"the file {self._file!r}"
+        return ""
+
+    def _file_now(self) -> tuple[int, int] | None:
+        """What tells one making of the file from the next; None where there is none to be seen."""
+        with contextlib.suppress(StorageError):
+            status = posix.file_status(self._file) if self._file is not None else None
+            return None if status is None else (status.st_ino, status.st_mtime_ns)
+        return None
+
+
+def ignore_stop_signals(worker: int = 0, *, signals: Sequence[str] = StopOn().signals) -> None:
+    """Have this process, a loader's worker, ignore ``signals``: its rank is told of them and ends it in time.
+
+    For ``DataLoader(worker_init_fn=holdfast.ignore_stop_signals)``. SIGTERM of the process that started it still ends
+    it. Processes that it starts itself are born with these signals blocked.
+    """
+    numbers = {signal.Signals[name] for name in signals}
+    for number in numbers:
+        signal.signal(number, lambda number, frame: None)  # for threads that are there already
+    # Blocked, one waits for them: only so does it learn whose they are.
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    start_thread(threading.Thread(target=_heed_parent, args=(numbers,), name="holdfast-signals", daemon=True))
+
+
+def _heed_parent(numbers: set[signal.Signals]) -> None:
+    parent = os.getppid()
+    while True:
+        said = signal.sigwaitinfo(numbers)
+        if said.si_signo == signal.SIGTERM and said.si_pid == parent:
+            os._exit(0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
