@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from forked_children import in_child, start_child
 from output_files import new_output
 
 import holdfast
@@ -43,28 +44,6 @@ def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     holdfast.release()
-
-
-def start_child(function: Callable[[], object]) -> int:
-    """The id of a forked child that ends with 0 when ``function`` returns, and after 20 seconds at the latest."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(300)
-            function()
-            status = 0
-        except BaseException as error:
-            os.write(2, f"in the child: {type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(status)
-    return child
-
-
-def in_child(function: Callable[[], object]) -> int:
-    """How a forked child ended that called ``function``: 0 when that returned."""
-    return os.waitstatus_to_exitcode(os.waitpid(start_child(function), 0)[1])
 
 
 def state_of(value: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _SAME_S = 5.0  # agent and scheduler may both tell of one stop
 _SPARE_S = 10.0
 _UNMEASURED_S = 60.0
 _NEVER_CAUGHT = ("SIGKILL", "SIGSTOP")
-_Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+_Handler = Callable[[int, FrameType | None], object] | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +160,7 @@ class StopWatch:
                 "stop=StopOn(signals=())"
             )
         for number in numbers:
-            before = signal.getsignal(number)
-            if before is None:
-                raise ValueError(f"{number.name} has a handler that is not Python's; leave it out of StopOn.signals")
-            self._before[number] = before
+            self._before[number] = signal.getsignal(number) or signal.SIG_DFL
             signal.signal(number, self._handle)
 
     def _put_back(self) -> None:
