@@ -52,6 +52,9 @@ if _typing.TYPE_CHECKING:
     from holdfast._state.per_rank import PerRank, Rng
     from holdfast._steps.following import HeldStep, follow
     from holdfast._steps.listing import Step, Steps
+    from holdfast._steps.manager import CheckpointManager
+    from holdfast._steps.policies import Best, Every, EverySteps, Latest
+    from holdfast._steps.resuming import Resumed
     from holdfast._steps.stopping import StopOn, ignore_stop_signals
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
@@ -90,6 +93,7 @@ __all__ = [
     "AsyncSave",
     "AsyncSaveResponse",
     "AsyncStager",
+    "Best",
     "BlockingAsyncStager",
     "BusyError",
     "BytesIOWriteData",
@@ -97,6 +101,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointException",
+    "CheckpointManager",
     "ChunkStorageMetadata",
     "Conversion",
     "CorruptError",
@@ -106,6 +111,8 @@ __all__ = [
     "DefaultStager",
     "DeleteReport",
     "Difference",
+    "Every",
+    "EverySteps",
     "FileSystem",
     "FileSystemBase",
     "FileSystemReader",
@@ -113,6 +120,7 @@ __all__ = [
     "HeldStep",
     "InternalError",
     "InvalidStateError",
+    "Latest",
     "LoadItemType",
     "LoadOptions",
     "LoadPlan",
@@ -130,6 +138,7 @@ __all__ = [
     "RankLostError",
     "ReadItem",
     "Record",
+    "Resumed",
     "Rng",
     "SaveOptions",
     "SavePlan",
@@ -191,6 +200,9 @@ _LATER = {
         "_state.per_rank": "PerRank Rng",
         "_steps.following": "HeldStep follow",
         "_steps.listing": "Step Steps",
+        "_steps.manager": "CheckpointManager",
+        "_steps.policies": "Best Every EverySteps Latest",
+        "_steps.resuming": "Resumed",
         "_steps.stopping": "StopOn ignore_stop_signals",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",

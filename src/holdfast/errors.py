@@ -239,7 +239,7 @@ class RankDisagreementError(CheckpointError):
 
 
 class CrashLoopError(CheckpointError):
-    """The run was resumed from ``step`` so many ``times``, and published nothing since: to go on as before is in vain."""
+    """The run was resumed from ``step`` so many ``times``, and published nothing since: going on so is in vain."""
 
     def __init__(self, message: str, *, step: int | None = None, times: int = 0) -> None:
         super().__init__(message)

@@ -1,0 +1,253 @@
+"""How a run begins: whose it is, what killed ones left, and the newest step that can be loaded, the same on every rank.
+
+Each try is noted in the root before anything is loaded, and the note is withdrawn when the run ends in order or the
+step turns out to be damaged. So a step that ends the run again and again is known without a clock. Never starts afresh
+where steps are, and never passes over a step because the program does not fit it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from holdfast._io import locks, posix
+from holdfast._loader import LoadReport
+from holdfast._native.sweep import sweep
+from holdfast._ranks.ranks import Ranks
+from holdfast._steps.listing import Step, Steps
+from holdfast.errors import BusyError, CheckpointError, CorruptError, CrashLoopError, NotFoundError, StorageError
+
+logger = logging.getLogger("holdfast")
+
+Target = MutableMapping[Any, Any]
+Initial = str | os.PathLike[str] | Callable[[Any], object]
+"""A checkpoint to begin with, or what fills the state that it is called with."""
+OnCrashLoop = Literal["raise", "step back"]
+
+MOST_RESUMES = 2
+"""So often a run resumes from a step; if nothing was published since, the next time is a crash loop."""
+
+_FOLDER = ".holdfast"
+_NOTE = os.path.join(_FOLDER, "resumes.json")
+_MOST_NOTE_BYTES = 1 << 20
+_OF_ATTEMPTS = ("data-", "index-", "manifest-")
+# A disk that cannot read a file any more, or a file that is gone, is damage; a refusal is for people to look into.
+_DAMAGE = frozenset({errno.EIO, errno.ENOENT, errno.ESTALE})
+
+
+class Skipped(NamedTuple):
+    """A step that was passed over, and why."""
+
+    step: int
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What ``resume`` did.
+
+    Attributes:
+        step: the step that was loaded; None for a run that begins.
+        path: the checkpoint that was loaded; None where nothing was, or a function did it.
+        report: what the load tells; None where nothing was loaded.
+        skipped: newer steps that could not be loaded, with the reasons.
+    """
+
+    step: int | None = None
+    path: str | None = None
+    report: LoadReport | None = None
+    skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def next_step(self) -> int:
+        """The step to go on with: 0 for a run that begins."""
+        return 0 if self.step is None else self.step + 1
+
+    @property
+    def per_rank(self) -> Mapping[str, str]:
+        """What became of each ``PerRank`` of the state: "restored", "fresh" or "re-split"."""
+        return {} if self.report is None else self.report.per_rank
+
+
+class _Note(msgspec.Struct, kw_only=True):
+    """How often each attempt was resumed from while ``published`` were the steps there were.
+
+    ``passed_over`` are attempts that ended the run too often, and are not tried again.
+    """
+
+    published: set[str] = msgspec.field(default_factory=set)
+    times: dict[str, int] = msgspec.field(default_factory=dict)
+    passed_over: set[str] = msgspec.field(default_factory=set)
+
+
+class _Choice(NamedTuple):
+    """What the coordinator found: the step to try, if there is any, and what it passed over on the way."""
+
+    step: Step | None
+    skipped: list[Skipped]
+
+
+def resume(
+    steps: Steps,
+    state: Target,
+    initial: Initial | None,
+    load_it: Callable[[str | os.PathLike[str]], LoadReport],
+    participants: Callable[[], Ranks],
+    on_crash_loop: OnCrashLoop,
+) -> tuple[Resumed, Step | None]:
+    """What ``load_it`` has loaded into ``state``, and the step that it was; all ``participants`` do the same."""
+    if on_crash_loop not in ("raise", "step back"):
+        raise ValueError(f"on_crash_loop is 'raise' or 'step back', not {on_crash_loop!r}")
+    skipped: list[Skipped] = []
+    while True:
+        with participants() as ranks:
+            choose = partial(_choose, steps, tuple(skipped), on_crash_loop)
+            found = ranks.all_reduce("choosing a step to resume from", int, choose)
+        skipped += _named(found.skipped)
+        step = found.step
+        if step is None:
+            return _begin(state, initial, load_it), None
+        try:
+            report = load_it(step.path)
+        except CheckpointError as error:
+            if not isinstance(error, (CorruptError, NotFoundError)) and getattr(error, "errno", None) not in _DAMAGE:
+                if ranks.is_coordinator:
+                    withdraw(steps.root, step.attempt)  # the program does not fit it, or was refused: that is no crash
+                raise
+            skipped += _named([Skipped(step.step, step.path, error.message)])
+        else:
+            return Resumed(step=step.step, path=step.path, report=report, skipped=tuple(skipped)), step
+
+
+def _named(skipped: list[Skipped]) -> list[Skipped]:
+    for each in skipped:
+        logger.warning("step %d is passed over: %s", each.step, each.why)
+    return skipped
+
+
+def _begin(state: Target, initial: Initial | None, load_it: Callable[[str | os.PathLike[str]], LoadReport]) -> Resumed:
+    if callable(initial):
+        report = initial(state)
+        return Resumed(report=report if isinstance(report, LoadReport) else None)
+    return Resumed() if initial is None else Resumed(path=os.fspath(initial), report=load_it(initial))
+
+
+def _choose(steps: Steps, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLoop, _: object) -> _Choice:
+    """The newest step that was not skipped; that it is tried now is noted. On the coordinator."""
+    listed = steps.steps()
+    if not listed:
+        return _Choice(None, [])
+    attempts = {step.attempt for step in listed}
+    note = _read_note(steps.root)
+    if attempts - note.published:
+        note.times.clear()
+    note.published = attempts
+    note.passed_over &= attempts
+    for each in skipped:
+        note.times.pop(next((step.attempt for step in listed if step.step == each.step), ""), None)
+    passed_over: list[Skipped] = []
+    for step in reversed(listed):
+        if any(each.step == step.step for each in skipped):
+            continue
+        times = note.times.get(step.attempt, 0)
+        if times >= MOST_RESUMES and on_crash_loop == "step back":
+            note.passed_over.add(step.attempt)
+        if step.attempt in note.passed_over:
+            passed_over.append(Skipped(step.step, step.path, "the run ended too often after resuming from it"))
+            continue
+        if times >= MOST_RESUMES:
+            raise CrashLoopError(
+                f"the run was resumed {times} times from step {step.step} and published nothing since; find out why it "
+                f"ends, then pass on_crash_loop='step back' to resume from the step before, or remove "
+                f"{os.path.join(steps.root, _NOTE)!r} to try this one again",
+                step=step.step,
+                times=times,
+            )
+        note.times[step.attempt] = times + 1
+        _write_note(steps.root, note)
+        return _Choice(step, passed_over)
+    reasons = "; ".join(f"step {each.step}: {each.why}" for each in (*skipped, *passed_over))
+    if passed_over:
+        raise CrashLoopError(f"no step of {steps.root!r} is left to resume from: {reasons}", step=passed_over[-1].step)
+    raise CorruptError(
+        f"no step of {steps.root!r} can be loaded: {reasons}; a run that is to begin again needs another root",
+        path=steps.root,
+    )
+
+
+def withdraw(root: str, attempt: str) -> None:
+    """Forget that the run was resumed from ``attempt``: it has ended in order. On the coordinator."""
+    try:
+        note = _read_note(root)
+        if note.times.pop(attempt, None) is not None:
+            _write_note(root, note)
+    except CheckpointError as error:
+        logger.warning("the note of a resume could not be withdrawn: %s", error)
+
+
+def _read_note(root: str) -> _Note:
+    path = os.path.join(root, _NOTE)
+    try:
+        return msgspec.json.decode(posix.read_whole(path, limit=_MOST_NOTE_BYTES), type=_Note)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+    except (msgspec.DecodeError, CorruptError) as error:
+        logger.warning("%r cannot be read, so resumes are counted anew: %s", path, error)
+    return _Note()
+
+
+def _write_note(root: str, note: _Note) -> None:
+    path = os.path.join(root, _NOTE)
+    posix.remove(f"{path}.tmp")
+    posix.write_new(f"{path}.tmp", msgspec.json.encode(note))
+    posix.replace(f"{path}.tmp", path)
+
+
+def lock_run(steps: Steps) -> locks.LockedFile:
+    """The lock of the run, held; BusyError where another manager has it. Where there are no locks, it says so."""
+    steps.found()  # which tells where the root is a file
+    folder, name = os.path.join(steps.root, _FOLDER), "manager.lock"
+    posix.make_directories(folder)
+    with locks.Directory.open(folder) as directory:
+        is_reliable, kind = locks.are_reliable(directory.descriptor)
+        if not is_reliable:
+            logger.warning("%r: locks of other hosts may be invisible on %s; have one manager only", folder, kind)
+        directory.create(name, [])
+        try:
+            file = directory.lock(name)
+        except StorageError as error:
+            if error.errno not in locks.UNSUPPORTED:
+                raise
+            return locks.LockedFile(os.path.join(folder, name))  # nobody's, and the warning is said
+        if file is None:
+            holder = directory.read(name, limit=_MOST_NOTE_BYTES).decode(errors="replace").strip()
+            raise BusyError(
+                f"another CheckpointManager has {steps.root!r}: {holder}; close it, or wait for that process to end. "
+                "holdfast.Steps lists, reports, pins and deletes without one"
+            )
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        posix.write_all(file.descriptor, f"{who:<120}\n".encode(), file.path)  # over what was there
+        return file
+
+
+def remove_leftovers(steps: Steps) -> None:
+    """Remove what killed deletions, saves and readers have left; for whoever has the lock of the run."""
+    try:
+        steps.finish_deletions()
+        sweep(os.path.join(steps.root, _FOLDER), delete=True)  # where readers were
+        for step in steps.steps():
+            names = posix.list_names(step.path)
+            if any(name.startswith(_OF_ATTEMPTS) and step.attempt not in name for name in names):
+                sweep(step.path, delete=True)
+    except CheckpointError as error:
+        logger.warning("what killed saves left in %r could not be removed: %s", steps.root, error)
