@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import math
 import multiprocessing
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -533,3 +536,80 @@ def test_log_of_a_quiet_run_is_empty(root: Path, caplog: pytest.LogCaptureFixtur
         for step in range(4):
             checkpoints.save(step, state(step))
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def run_until_stopped(root: Path, ask: Callable[[int], None], **options: Any) -> int:
+    """The step at which a run ends; ``ask`` is called at each."""
+    with manager(root, save=Every(steps=1000), **options) as checkpoints:
+        for step in itertools.count(1):
+            ask(step)
+            checkpoints.save(step, state(step))
+            if checkpoints.should_stop(step):
+                assert checkpoints.stop_requested()
+                assert checkpoints.should_stop(step)
+                break
+    return step
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_ends_the_run_at_a_step_that_is_durable(root: Path, name: str) -> None:
+    def ask(step: int) -> None:
+        if step == 5:
+            signal.raise_signal(signal.Signals[name])
+
+    before = signal.getsignal(signal.Signals[name])
+    step = run_until_stopped(root, ask, stop=holdfast.StopOn())
+    assert step >= 5
+    assert numbers(holdfast.Steps(root)) == [step]
+    assert holdfast.verify(root / f"step-{step}").ok
+    assert signal.getsignal(signal.Signals[name]) == before
+    with manager(root) as checkpoints:
+        assert checkpoints.resume(state()).next_step == step + 1
+
+
+def test_a_stop_that_is_asked_for_during_a_step_that_is_saved_ends_there(root: Path) -> None:
+    with manager(root, save=Every(steps=1), stop=holdfast.StopOn()) as checkpoints:
+        checkpoints.save(1, state(1))
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: "stop" in checkpoints._agreement.reasons)
+        assert checkpoints.should_stop(1)  # the save under way is finished instead of starting another
+    assert numbers(holdfast.Steps(root)) == [1]
+
+
+def test_a_stop_leaves_what_is_yet_to_be_deleted_to_the_next_run(root: Path) -> None:
+    with manager(root) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step))
+    with manager(root, stop=holdfast.StopOn(), keep=Latest(1)) as checkpoints:
+        checkpoints.resume(state())
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: "stop" in checkpoints._agreement.reasons)
+        with mock.patch.object(holdfast.Steps, "delete", side_effect=lambda step: delete(step)) as deleted:
+
+            def delete(step: int) -> None:
+                checkpoints._retention.is_brief = True
+
+            checkpoints.save(4, state(4))
+            assert checkpoints.should_stop(4)
+            checkpoints.wait()
+        assert deleted.call_count <= 1
+    with manager(root, keep=Latest(1)) as checkpoints:
+        checkpoints.resume(state())
+        checkpoints.save(5, state(5))
+    assert numbers(holdfast.Steps(root)) == [5]
+
+
+def test_a_stop_whose_save_fails_is_never_told_as_done(root: Path) -> None:
+    with manager(root, stop=holdfast.StopOn(), on_error="warn") as checkpoints:
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: "stop" in checkpoints._agreement.reasons)
+        with refusing_to_sync():
+            checkpoints.save(1, state(1))
+            with pytest.raises(holdfast.CheckpointError):
+                checkpoints.should_stop(1)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when a thread has come so far; a test that would wait for ever is ended by its limit."""
+    while not condition():
+        time.sleep(0.001)
