@@ -38,7 +38,6 @@ import elastic_training
 import holdfast.interop  # with all that ranks need, so that it is imported once
 from elastic_training import STEPS, STEPS_BETWEEN_SAVES
 from tiny_transformer import process_group
-from training import newest_whole_checkpoint
 
 OUTPUT = Path("demo-output")
 SAVES_BEFORE_THE_KILL = 2
@@ -141,7 +140,7 @@ def wait_for_a_save(process: BaseProcess, root: Path, first_step: int) -> Path:
     """The directory of a save in progress, of ``first_step`` or a later one: data files and no manifest."""
     until = time.monotonic() + LIMIT_S
     for step in range(first_step, STEPS + 1, STEPS_BETWEEN_SAVES):
-        directory = root / f"step-{step:06d}"
+        directory = root / f"step-{step}"
         while not any(directory.glob("data-*.safetensors")):
             assert process.is_alive(), f"the training ended with exit code {process.exitcode}, and was not killed"
             assert time.monotonic() < until, f"no save of step {step} within {LIMIT_S:.0f} s"
@@ -240,8 +239,11 @@ def four_runs() -> tuple[Run, Run, list[Run]]:
     killed, kill = killed_run("interrupted", 4)
     check_that_nothing_is_found(kill)
     shutil.copytree(OUTPUT / "interrupted", OUTPUT / "on-2-ranks")
-    newest = newest_whole_checkpoint(OUTPUT / "interrupted")
-    console.print(f"[bold]3[/bold]  started again on 4 ranks; the newest whole checkpoint is {newest}")
+    newest = holdfast.Steps(OUTPUT / "interrupted").latest()
+    assert newest is not None, "no whole checkpoint is left"
+    console.print(
+        f"[bold]3[/bold]  started again on 4 ranks; the newest whole checkpoint is that of step {newest.step}"
+    )
     on_4_ranks = run_to_the_end("interrupted", "resumed on 4", 4)
     difference = check(whole, killed, on_4_ranks, kill)
     assert difference == 0, f"losses on 4 ranks differ by {difference:.1e}"
@@ -261,8 +263,9 @@ def main() -> None:
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir()
     whole, killed, resumed = four_runs()
-    last = OUTPUT / "on-2-ranks" / f"step-{STEPS:06d}"
+    last = OUTPUT / "on-2-ranks" / f"step-{STEPS}"
     checkpoint_bytes = sum(file.stat().st_size for file in last.iterdir())
+    command("steps", str(last.parent))
     command("show", str(last))
     command("verify", str(last))
     console.print()

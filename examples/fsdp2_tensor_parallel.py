@@ -41,13 +41,11 @@ class Job:
 
     def state(self) -> dict[str, Any]:
         """What goes into a checkpoint, under names that do not depend on the ranks."""
-        return {"model": self.model, "optimizer": self.optimizer, "data_order": self.data_order.get_state()}
+        return {"model": self.model, "optimizer": self.optimizer, "data_order": self.data_order}
 
     def load(self, path: Path) -> None:
         """Go on from the checkpoint at ``path``, whatever ranks have saved it; the optimizer needs no state yet."""
-        state = self.state()
-        holdfast.load(state, path)
-        self.data_order.set_state(state["data_order"])
+        holdfast.load(self.state(), path)
 
     def train(self, steps: int) -> list[float]:
         """The losses of the next steps."""

@@ -189,34 +189,25 @@ def losses(log: Path) -> dict[int, str]:
     return {entry["step"]: entry["loss"].hex() for entry in entries if "loss" in entry}
 
 
-def test_the_training_job_resumes_from_the_newest_whole_checkpoint_with_the_same_losses(
+def test_the_training_job_resumes_from_the_newest_step_with_the_same_losses(
     training: ModuleType, tmp_path: Path
 ) -> None:
     training.main(tmp_path / "ck", tmp_path / "whole.log")
     whole = losses(tmp_path / "whole.log")
     assert sorted(whole) == list(range(1, 9))
-    (tmp_path / "ck" / "step-000008" / "manifest.json").unlink()
-    (tmp_path / "ck" / "step-000006" / "manifest.json").unlink()
+    steps = holdfast.Steps(tmp_path / "ck")
+    assert [step.step for step in steps.steps()] == [4, 6, 8]
+    (tmp_path / "ck" / "step-8" / "manifest.json").unlink()
+    for file in (tmp_path / "ck" / "step-6").glob("data-*"):
+        file.unlink()
 
-    assert training.newest_whole_checkpoint(tmp_path / "ck") == tmp_path / "ck" / "step-000004"
     torch.manual_seed(random.randrange(1 << 30))
     training.main(tmp_path / "ck", tmp_path / "resumed.log")
 
     resumed = losses(tmp_path / "resumed.log")
     assert sorted(resumed) == [5, 6, 7, 8]
     assert resumed == {step: whole[step] for step in resumed}
-    assert training.newest_whole_checkpoint(tmp_path / "ck") == tmp_path / "ck" / "step-000008"
-
-
-def test_the_newest_whole_checkpoint_has_all_its_files_and_is_a_step(training: ModuleType, tmp_path: Path) -> None:
-    for step in (2, 4, 6, 8):
-        holdfast.save({"weight": torch.ones(step)}, tmp_path / f"step-{step:06d}")
-    (tmp_path / "step-backup").mkdir()
-    (tmp_path / "step-000010").write_text("a file")
-    assert training.newest_whole_checkpoint(tmp_path) == tmp_path / "step-000008"
-    for lost, left in (("data-*", 6), ("index-*", 4)):
-        for file in (tmp_path / f"step-{left + 2:06d}").glob(lost):
-            file.unlink()
-        assert training.newest_whole_checkpoint(tmp_path) == tmp_path / f"step-{left:06d}"
-    (tmp_path / "step-000004" / "manifest.json").write_text("{}")
-    assert training.newest_whole_checkpoint(tmp_path) == tmp_path / "step-000002"
+    latest = steps.latest()
+    assert latest is not None
+    assert latest.step == 8
+    assert latest.metrics == {"loss": float.fromhex(resumed[8])}
