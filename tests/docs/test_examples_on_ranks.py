@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,21 +24,25 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def torchrun(ranks: int, script: str, *arguments: str) -> str:
-    """What ``script`` printed on ``ranks`` ranks; no process of it is left."""
+def torchrun(ranks: int, script: str, *arguments: str, cwd: Path | None = None, stop_at: Path | None = None) -> str:
+    """What ``script`` printed on ``ranks`` ranks; no process of it is left. SIGTERM comes once ``stop_at`` is there."""
     started = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
          str(EXAMPLES / script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(holdfast.__file__).parents[1])},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
     )  # fmt: skip
     try:
+        while stop_at is not None and not stop_at.exists() and started.poll() is None:
+            time.sleep(0.01)
+        if stop_at is not None:
+            started.terminate()
         output, errors = started.communicate(timeout=300)
     finally:
         if started.poll() is None:
             started.terminate()  # it ends its workers; SIGKILL would leave them
             started.communicate(timeout=300)
-    assert started.returncode == 0, errors
+    assert started.returncode == 0 or stop_at is not None, errors
     return output
 
 
@@ -97,3 +102,23 @@ def test_an_example_on_ranks_resumes_what_another_layout_saved(
     assert losses_after_loading(output) == pytest.approx(expected, rel=1e-5)
     with holdfast.open(tmp_path / "ck") as resaved, holdfast.open(saved) as original:
         assert sorted(resaved) == sorted(original)
+
+
+@pytest.mark.slow
+def test_the_recipe_of_the_guide_is_stopped_by_torchrun_and_goes_on_on_other_ranks(tmp_path: Path) -> None:
+    guide = (EXAMPLES.parent / "docs" / "guides" / "steps.md").read_text()
+    recipe = guide.partition("```python\n# train.py\n")[2].partition("```")[0]
+    assert 0 < len(recipe.splitlines()) <= 30
+    steps = holdfast.Steps(tmp_path / "runs" / "b")
+    (tmp_path / "long.py").write_text(recipe.replace("100)", "1_000_000)"))
+    torchrun(4, str(tmp_path / "long.py"), cwd=tmp_path, stop_at=tmp_path / "runs" / "b" / "step-20" / "manifest.json")
+    stopped = steps.latest()
+    assert stopped is not None
+    assert stopped.world_size == 4
+    assert holdfast.verify(stopped.path).ok
+    end = stopped.step + 50
+    (tmp_path / "short.py").write_text(recipe.replace("100)", f"{end})"))
+    torchrun(2, str(tmp_path / "short.py"), cwd=tmp_path)
+    latest = steps.latest()
+    assert latest is not None
+    assert (latest.step, latest.world_size) == ((end - 1) // 20 * 20, 2)
