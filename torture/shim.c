@@ -58,6 +58,14 @@ static const char *tracked(int fd) {
     return armed && fd >= 0 && fd < DESCRIPTORS ? path_of[fd] : NULL;
 }
 
+/* The path that a name in the directory ``at`` stands for, in ``room`` where it has to be made. */
+#define ROOM 8192
+static const char *from(int at, const char *path, char *room) {
+    const char *directory = path && path[0] != '/' ? tracked(at) : NULL;
+    if (!directory || snprintf(room, ROOM, "%s/%s", directory, path) >= ROOM) return path;
+    return room;
+}
+
 static void cut_power(void) {
     uint32_t without_log_flush = 2;
     if (root_fd < 0 || ioctl(root_fd, FS_IOC_SHUTDOWN, &without_log_flush) != 0) _exit(71);
@@ -187,9 +195,11 @@ OPENING(open64)
 #define OPENING_AT(name) \
 int name(int at, const char *path, int flags, ...) { \
     va_list list; va_start(list, flags); mode_t mode = va_arg(list, int); va_end(list); \
-    if (!under_root(path)) return REAL(name)(at, path, flags, mode); \
+    char room[ROOM]; \
+    const char *full = from(at, path, room); \
+    if (!under_root(full)) return REAL(name)(at, path, flags, mode); \
     enum call call = flags & O_CREAT ? CREATE : OPEN; \
-    return opened(CALL(call, path, NULL, 0, 0, flags, REAL(name)(at, path, flags, mode)), path, flags); \
+    return opened(CALL(call, full, NULL, 0, 0, flags, REAL(name)(at, path, flags, mode)), full, flags); \
 }
 OPENING_AT(openat)
 OPENING_AT(openat64)
@@ -377,9 +387,11 @@ int link(const char *from, const char *to) {
     return CALL(LINK, from, to, 0, 0, 0, REAL(link)(from, to));
 }
 
-int linkat(int at, const char *from, int to_at, const char *to, int flags) {
-    if (!under_root(to)) return REAL(linkat)(at, from, to_at, to, flags);
-    return CALL(LINK, from, to, 0, 0, 0, REAL(linkat)(at, from, to_at, to, flags));
+int linkat(int at, const char *name, int to_at, const char *to, int flags) {
+    char room[ROOM], to_room[ROOM];
+    const char *old = from(at, name, room), *new = from(to_at, to, to_room);
+    if (!under_root(new)) return REAL(linkat)(at, name, to_at, to, flags);
+    return CALL(LINK, old, new, 0, 0, 0, REAL(linkat)(at, name, to_at, to, flags));
 }
 
 int rename(const char *from, const char *to) {
@@ -387,9 +399,11 @@ int rename(const char *from, const char *to) {
     return CALL(RENAME, from, to, 0, 0, 0, REAL(rename)(from, to));
 }
 
-int renameat(int at, const char *from, int to_at, const char *to) {
-    if (!under_root(to)) return REAL(renameat)(at, from, to_at, to);
-    return CALL(RENAME, from, to, 0, 0, 0, REAL(renameat)(at, from, to_at, to));
+int renameat(int at, const char *name, int to_at, const char *to) {
+    char room[ROOM], to_room[ROOM];
+    const char *old = from(at, name, room), *new = from(to_at, to, to_room);
+    if (!under_root(new)) return REAL(renameat)(at, name, to_at, to);
+    return CALL(RENAME, old, new, 0, 0, 0, REAL(renameat)(at, name, to_at, to));
 }
 
 int renameat2(int at, const char *from, int to_at, const char *to, unsigned flags) {
@@ -403,8 +417,10 @@ int unlink(const char *path) {
 }
 
 int unlinkat(int at, const char *path, int flags) {
-    if (!under_root(path)) return REAL(unlinkat)(at, path, flags);
-    return CALL(flags & AT_REMOVEDIR ? RMDIR : UNLINK, path, NULL, 0, 0, 0, REAL(unlinkat)(at, path, flags));
+    char room[ROOM];
+    const char *full = from(at, path, room);
+    if (!under_root(full)) return REAL(unlinkat)(at, path, flags);
+    return CALL(flags & AT_REMOVEDIR ? RMDIR : UNLINK, full, NULL, 0, 0, 0, REAL(unlinkat)(at, path, flags));
 }
 
 int rmdir(const char *path) {
@@ -418,8 +434,10 @@ int mkdir(const char *path, mode_t mode) {
 }
 
 int mkdirat(int at, const char *path, mode_t mode) {
-    if (!under_root(path)) return REAL(mkdirat)(at, path, mode);
-    return CALL(MKDIR, path, NULL, 0, 0, 0, REAL(mkdirat)(at, path, mode));
+    char room[ROOM];
+    const char *full = from(at, path, room);
+    if (!under_root(full)) return REAL(mkdirat)(at, path, mode);
+    return CALL(MKDIR, full, NULL, 0, 0, 0, REAL(mkdirat)(at, path, mode));
 }
 
 /* ---- looking ---- */
@@ -445,8 +463,10 @@ STATTING_FD(fstat64, stat64)
 
 #define STATTING_AT(name, type) \
 int name(int at, const char *path, struct type *status, int flags) { \
-    if (!under_root(path)) return REAL(name)(at, path, status, flags); \
-    return CALL(STAT, path, NULL, 0, 0, 0, REAL(name)(at, path, status, flags)); \
+    char room[ROOM]; \
+    const char *full = from(at, path, room); \
+    if (!under_root(full)) return REAL(name)(at, path, status, flags); \
+    return CALL(STAT, full, NULL, 0, 0, 0, REAL(name)(at, path, status, flags)); \
 }
 STATTING_AT(fstatat, stat)
 STATTING_AT(fstatat64, stat64)

@@ -90,7 +90,7 @@ class Disk:
         elif record.call is Call.RENAME:
             file = self._live[path]
             self._change(NameChange(os.path.dirname(record.other), added=record.other, file=file, removed=path))
-        elif record.call is Call.UNLINK:
+        elif record.call in (Call.UNLINK, Call.RMDIR):
             self._change(NameChange(os.path.dirname(path), removed=path))
         elif record.call is Call.FSYNC:
             self._sync(path)

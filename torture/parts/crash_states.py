@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import holdfast
-from torture import saves
+from torture import libraries, saves, stepping
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import CHANGING, Fault, Record, armed, read_trace
@@ -31,6 +31,7 @@ def run(options: Options) -> PartResult:
         for mode in (*saves.MODES, *saves.ASYNC_MODES, *saves.ACROSS_MODES)
         for shape in shapes
     ]
+    plain += [{"folder": str(options.folder), "mode": mode, "shape": "small"} for mode in stepping.MODES]
     choices, most = (60, 60) if options.quick else (_CHOICES, _STATES)
     cases = [
         {**case, "point": point, "choices": choices, "most": most, "seed": options.seed}
@@ -46,7 +47,8 @@ def run(options: Options) -> PartResult:
         for problem in [*outcome.get("problems", []), *([outcome["failure"]] if "failure" in outcome else [])]:
             violations.append(f"{case['mode']}, {case['shape']}, after call {case['point']}: {problem}")
     return PartResult(
-        fault="crash states of a weak file-system model: lost, torn and zeroed writes, names lost independently",
+        fault="crash states of a weak file-system model: lost, torn and zeroed writes, names lost independently; of "
+        f"saves, and of what is done to the steps of a run ({'; '.join(stepping.MODES)})",
         must_hold="nothing torn visible, the previous checkpoint not lost, nothing acknowledged lost",
         injected=states,
         required=100_000,
@@ -60,7 +62,9 @@ def record_save(*, folder: str, mode: str, shape: str) -> Case:
     """Record the calls of a save, and what was there before it."""
     place = _place(folder, mode, shape)
     path = place / "root" / _CHECKPOINT
-    if saves.BEFORE[mode] is not None:
+    if mode in stepping.MODES:
+        stepping.prepare(path, mode)
+    elif saves.BEFORE[mode] is not None:
         saves.save(path, saves.first_mode(mode), shape, version=1)
     else:
         (place / "root").mkdir(parents=True)
@@ -68,7 +72,7 @@ def record_save(*, folder: str, mode: str, shape: str) -> Case:
 
     def child() -> None:
         with open(place / "log", "wb", buffering=0) as log, armed(place / "root", Fault(), trace=log.fileno()):
-            saves.save(path, mode, shape)
+            libraries.save(path, mode, shape, "holdfast")
 
     assert Child(child).end().status == 0
     return {"calls": len(_changes(place))}
@@ -106,6 +110,8 @@ def judge_point(*, folder: str, mode: str, shape: str, point: int, choices: int,
 
 
 def _problem(path: Path, mode: str, shape: str, *, acknowledged: bool) -> str | None:
+    if mode in stepping.MODES:
+        return stepping.problem_found(path, mode, acknowledged=acknowledged)
     try:
         version = saves.found_version(path, shape)
     except (saves.Torn, holdfast.CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""Every error that a file system can give, at each call of a save and of a load."""
+"""Every error that a file system can give, at each call of a save, of a load, and of what is done to a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from torture import saves, torch_dcp
+from torture import saves, stepping, torch_dcp
 from torture.crew import Case, Child, End
 from torture.part import Options, PartResult
 from torture.shim import EVERY, Action, Call, Fault, armed, counts, read_trace
 
 NAME = "errno"
 CODES = ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "EMFILE", "ENOMEM", "ESTALE", "EINTR", "EAGAIN")
-OPERATIONS = (*saves.MODES, "load", "load, not cached")
+OPERATIONS = (*saves.MODES, "load", "load, not cached", "delete", "report", "pin", "follow")
 _FOREVER = 0
 
 
@@ -56,7 +56,7 @@ def run(options: Options) -> PartResult:
             violations.append(f"{place}{forever}: {outcome.get('problem') or outcome['failure']}")
     notes = [f"{tolerated} of them were no reason to fail, and the outcome was whole"]
     return PartResult(
-        fault=f"{', '.join(CODES)} at each call of save and load, once or from then on",
+        fault=f"{', '.join(CODES)} at each call of {', '.join(OPERATIONS)}, once or from then on",
         must_hold="right error with errno, nothing published, no thread, descriptor or file left; EINTR invisible",
         injected=len(cases),
         required=1000,
@@ -163,10 +163,14 @@ def _judge(
         return f"{told['threads']} threads and {told['descriptors']} descriptors were left: {told}"
     if code == "EINTR" and not forever and told["error"] is not None:
         return f"EINTR was not invisible: {told}"
-    if told["error"] is not None:
+    # Who cannot have a lock, or tell whether a reader or a writer lives, takes it to live.
+    is_refused = operation in stepping.MODES and told["error"] == "BusyError"
+    if told["error"] is not None and not is_refused:
         problem = _wrong_error(told, path, code)
         if problem is not None:
             return problem
+    if operation in stepping.MODES:
+        return stepping.problem_after(path, operation, acknowledged=told["error"] is None)
     if operation.startswith("load"):
         return None if _names(path) == before else "a load changed the files"
     return _wrong_files(told, path, operation, before, forever=forever, call=call)
@@ -208,6 +212,9 @@ def _names(path: Path) -> list[str]:
 
 
 def _prepare(path: Path, operation: str) -> Path:
+    if operation in stepping.MODES:
+        stepping.prepare(path, operation)
+        return path
     saves.prepare(path, "replacing" if operation.startswith("load") else operation)
     if operation == "load, not cached":
         for name in path.iterdir():
@@ -219,7 +226,9 @@ def _prepare(path: Path, operation: str) -> Path:
 
 
 def _operate(path: Path, operation: str) -> None:
-    if not operation.startswith("load"):
+    if operation in stepping.MODES:
+        stepping.operate(path, operation)
+    elif not operation.startswith("load"):
         saves.save(path, operation)
     elif saves.found_version(path) != 1:
         raise AssertionError("the load gave another version")

@@ -1,4 +1,4 @@
-"""kill -9 at every call of a save that changes the file system, before and after it."""
+"""kill -9 at every call that changes the file system, before and after it: of a save, and of what is done to a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import holdfast
 from holdfast._async_saver import release
 from holdfast._staging.one_at_a_time import TURNS
-from torture import libraries, saves, torch_dcp
+from torture import libraries, saves, stepping, torch_dcp
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import CHANGING, Action, Fault, armed, children_armed, counts, read_trace
@@ -37,7 +37,9 @@ def run(options: Options) -> PartResult:
         for mode in saves.BEFORE
         for shape in shapes
     ]
-    plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in ("fresh", "replacing")]
+    plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "holdfast"} for mode in stepping.MODES]
+    baseline = ("fresh", "replacing", stepping.RETIRE)
+    plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in baseline]
     counted = [(case, outcome["calls"]) for case, outcome in options.crew.each(count_calls, plain)]
     cases = [
         {**case, "victim": victim, "number": number, "after": after}
@@ -63,7 +65,8 @@ def run(options: Options) -> PartResult:
             violations.append(f"{case['library']}, {place}: {problem}")
     return PartResult(
         fault="kill -9 at every file-changing call of a save or async_save, of its writer process, "
-        "of a save in torch's format, and of one format over the other, 1 rank",
+        "of a save in torch's format, of one format over the other, and of what is done to the steps of a run "
+        f"({'; '.join(stepping.MODES)}), 1 rank",
         must_hold="nothing torn visible, the previous checkpoint not lost, the next save succeeds",
         injected=points["holdfast"],
         required=400,
@@ -92,8 +95,8 @@ def count_calls(*, folder: str, mode: str, shape: str, library: str) -> Case:
     if mode in saves.PROCESS_MODES:
         trace = read_trace(path.parent / "trace")
         calls["writer"] = calls["saver, as the writer writes"] = sum(record.call in CHANGING for record in trace)
-    found = torch_dcp.found_version(path) if library == "torch" else saves.found_version(path, shape)
-    assert found == 2, found
+    problem = libraries.problem_after(path, mode, shape, library, acknowledged=True)
+    assert problem is None, problem
     shutil.rmtree(path.parent)
     return {"calls": calls}
 
@@ -135,6 +138,9 @@ def kill_at(*, folder: str, mode: str, shape: str, library: str, victim: str, nu
 
 
 def _prepare(path: Path, mode: str, shape: str, library: str) -> None:
+    if mode in stepping.MODES:
+        stepping.prepare(path, mode, library)
+        return
     if library != "torch":
         saves.prepare(path, mode, shape)
         return

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torture import libraries, saves, shim, torch_dcp
+from torture import libraries, saves, shim, stepping, torch_dcp
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import Action, Fault, armed, counts
@@ -38,13 +38,14 @@ def run(options: Options) -> PartResult:
     systems = [system for system in IMAGE_BYTES if shutil.which(f"mkfs.{system}")]
     notes = [f"{system}: skipped, there is no mkfs.{system}" for system in IMAGE_BYTES if system not in systems]
     shapes = _SHAPES[:1] if options.quick else _SHAPES
-    modes = ("fresh", "replacing", *saves.TORCH_FORMAT_MODES[:2], *saves.ACROSS_MODES)
+    modes = ("fresh", "replacing", *saves.TORCH_FORMAT_MODES[:2], *saves.ACROSS_MODES, *stepping.MODES)
     plain: list[Case] = [
         {"folder": str(options.folder), "system": system, "mode": mode, "shape": shape, "library": library}
         for system in systems
         for mode in modes
         for shape, library in [*((shape, "holdfast") for shape in shapes), ("small", "torch")]
-        if library == "holdfast" or mode in saves.MODES
+        if (library == "holdfast" or mode in (*saves.MODES, stepping.RETIRE))
+        and (shape == "small" or mode not in stepping.MODES)
     ]
     cases = [
         {**case, "number": number, "action": int(action)}
@@ -85,7 +86,7 @@ def _result(
 ) -> PartResult:
     return PartResult(
         fault="power cut at every file-changing call of a save, native, in torch's format, and of one over the other, "
-        "ext4 and xfs",
+        f"and of what is done to the steps of a run ({'; '.join(stepping.MODES)}), ext4 and xfs",
         must_hold="nothing torn visible, nothing acknowledged lost, the next save succeeds",
         injected=injected,
         required=200,
@@ -180,7 +181,9 @@ def _save_and_lose_power(mount: Path, path: Path, mode: str, shape: str, library
 def _prepare(mount: Path, mode: str, shape: str, library: str) -> Path:
     """Where to save; version 1 is there if it is to be replaced, and nothing but its own save has made it durable."""
     path = mount / "run" / "checkpoint"
-    if saves.BEFORE[mode] is not None:
+    if mode in stepping.MODES:
+        stepping.prepare(path, mode, library)
+    elif saves.BEFORE[mode] is not None:
         if library == "torch":
             torch_dcp.save(path, 1)
             os.sync()  # as if it had been there for long: otherwise it would be lost at any cut

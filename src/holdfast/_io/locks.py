@@ -237,14 +237,14 @@ class Directory:
 
     def close(self) -> None:
         descriptor, self.descriptor = self.descriptor, CLOSED
-        descriptor.close()
+        posix.discard_descriptor(descriptor)  # nothing was written to it
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
         with posix.reporting("list", self.path):
-            return sorted(os.listdir(self.descriptor))
+            return sorted(posix.uninterrupted(os.listdir, self.descriptor))
 
     def enter(self, name: str) -> Directory:
         """The directory ``name`` in it; a StorageError when it is a link, or no directory any more."""
@@ -268,7 +268,7 @@ class Directory:
             with posix.reporting("read", path), open(descriptor, "rb", closefd=False) as stream:
                 data = stream.read(min(limit, os.fstat(descriptor).st_size) + 1)
         finally:
-            descriptor.close()
+            posix.discard_descriptor(descriptor)
         if len(data) > limit:
             raise CorruptError(f"{path!r} is larger than {limit} bytes; use another checkpoint", path=path)
         return data
@@ -311,12 +311,17 @@ class Directory:
         return has_name(descriptor, name, directory=self.descriptor)
 
     def rename(self, name: str, new_name: str) -> None:
+        """Give ``name`` the name ``new_name``, which nothing has."""
         with posix.reporting("rename", self.path_of(name)):
-            os.rename(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            try:
+                os.rename(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            except InterruptedError:
+                if self.status(new_name) is None:  # or the first try has moved it all the same
+                    self.rename(name, new_name)
 
     def remove(self, name: str) -> None:
         with posix.reporting("remove", self.path_of(name)), contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.descriptor)
+            posix.uninterrupted(os.unlink, name, dir_fd=self.descriptor)
 
     def remove_directory(self, name: str) -> None:
         with posix.reporting("remove", self.path_of(name)):
@@ -336,8 +341,9 @@ class Directory:
             raise CorruptError(f"{path!r} is not a regular file", path=path)
         with posix.reporting("open", path):
             descriptor = opened(self._opening(name, flags))
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            descriptor.close()
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if not is_regular:
+            posix.discard_descriptor(descriptor)
             raise CorruptError(f"{path!r} is not a regular file", path=path)
         return descriptor
 

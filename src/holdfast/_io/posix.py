@@ -311,7 +311,7 @@ def remove_empty_directories(paths: Iterable[str]) -> None:
     """Remove each directory of ``paths``, the innermost first, up to one that is not empty or cannot be removed."""
     with contextlib.suppress(OSError):
         for path in paths:
-            os.rmdir(path)
+            uninterrupted(os.rmdir, path)
 
 
 def discard(descriptor: int) -> None:
@@ -356,7 +356,8 @@ def list_names(path: str | os.PathLike[str]) -> list[str]:
 
 def list_directories(path: str | os.PathLike[str], descriptor: int | None = None) -> list[str]:
     """The names of the directories in ``path``, or in what is open as ``descriptor``; links to some are none."""
-    with reporting("list", path), os.scandir(path if descriptor is None else descriptor) as entries:
+    place = path if descriptor is None else descriptor
+    with reporting("list", path), uninterrupted(os.scandir, place) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 

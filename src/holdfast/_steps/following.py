@@ -173,7 +173,9 @@ class _Reader(locks.LockedFile):
                 release_all(directory, os.path.basename(self.path))
 
     def close(self) -> None:
-        """Be no reader any more; also again."""
-        self.release()
-        self.remove()
-        super().close()
+        """Be no reader any more; also again. What cannot be removed goes with the next reader."""
+        with contextlib.suppress(StorageError):
+            self.release()
+            self.remove()
+        with contextlib.suppress(StorageError):
+            super().close()

@@ -32,7 +32,15 @@ from holdfast._native.values import decode_value, decode_value_bytes, encode_val
 from holdfast._native.verify import has_its_files
 from holdfast._torch_codec.metadata_file import NOTE_PREFIX
 from holdfast._values.lazy import few
-from holdfast.errors import BusyError, CheckpointError, NotACheckpointError, NotFoundError, StorageError
+from holdfast.errors import (
+    BusyError,
+    CheckpointError,
+    CorruptError,
+    NotACheckpointError,
+    NotFoundError,
+    StorageError,
+    UnsupportedVersionError,
+)
 
 __all__ = ["Step", "Steps"]
 
@@ -40,6 +48,7 @@ logger = logging.getLogger("holdfast")
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MOST_METRICS_BYTES = 1 << 20
+_GONE = (errno.ENOENT, errno.ENOTDIR)
 
 Mode = Literal["min", "max"]
 _Identity = tuple[int, int, int]
@@ -104,7 +113,9 @@ class Steps:
         """
         numbers = checked_metrics(metrics)
         with self._locked(step) as found:
-            reported = {"attempt": found.attempt, "metrics": {**found.metrics, **numbers}}
+            with contextlib.suppress(CorruptError):  # which the listing has told
+                numbers = {**_reported(found), **numbers}
+            reported = {"attempt": found.attempt, "metrics": numbers}
             # Named like a note, which a sweep removes when nobody is at work here.
             staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
             try:
@@ -169,21 +180,29 @@ class Steps:
             raise
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
 
-    def look(self, number: int, identity: _Identity) -> Step | None:
-        """What is known of the step; None where it was deleted meanwhile."""
+    def look(self, number: int, identity: _Identity, *, strict: bool = False) -> Step | None:
+        """What is known of the step; None where it was deleted meanwhile. ``strict`` raises what its problem is."""
         known, step = self._remembered.get(number, (None, None))
         if step is None or known != identity:
-            step = _read(number, self.path(number))
-            if step is not None and not step.problem:
-                self._remembered[number] = identity, step
-        if step is None:
-            return None
-        metrics = {**step.metrics, **_reported(step)}
+            try:
+                step = _read(number, self.path(number))
+            except CheckpointError as error:
+                if strict:
+                    raise
+                return Step(step=number, path=self.path(number), problem=error.message)
+            if step is None:
+                return None
+            self._remembered[number] = identity, step
+        metrics = step.metrics
+        try:
+            metrics = {**metrics, **_reported(step)}
+        except CheckpointError as error:
+            logger.warning("metrics that were reported for step %d do not count: %s", number, error)
         return replace(step, metrics=metrics, pinned=posix.exists(os.path.join(step.path, PINNED_NAME)))
 
-    def _existing(self, step: int) -> Step:
+    def _existing(self, step: int, *, strict: bool = False) -> Step:
         number, identities = checked_step(step), dict(self.found())
-        found = self.look(number, identities[number]) if number in identities else None
+        found = self.look(number, identities[number], strict=strict) if number in identities else None
         if found is None:
             there = f"there are {few(identities, len(identities))}" if identities else "there are none"
             raise NotFoundError(f"there is no step {step} in {self.root!r}; {there}")
@@ -196,11 +215,9 @@ class Steps:
             try:
                 held.enter_context(locks.locked_directory(self.path(step)))
             except StorageError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                if error.errno not in _GONE:
                     raise
-            found = self._existing(step)
-            if found.problem:
-                raise CheckpointError(f"step {step} cannot be changed: {found.problem}")
+            found = self._existing(step, strict=True)
             yield found
             posix.sync_directory(found.path)
 
@@ -265,8 +282,12 @@ def ranked(steps: Iterable[Step], metric: str, mode: Mode = "min") -> list[Step]
 def is_whole(step: Step) -> bool:
     """Whether the manifest of ``step`` can be read, and all files that it names are there in their sizes."""
     try:
-        return not step.problem and has_its_files(step.path, read_summary(step.path)[0])
-    except CheckpointError:
+        return has_its_files(step.path, read_summary(step.path)[0])
+    except (CorruptError, UnsupportedVersionError):
+        return False
+    except StorageError as error:
+        if error.errno not in _GONE:
+            raise  # it may be whole all the same
         return False
 
 
@@ -276,13 +297,13 @@ def read_summary(path: str) -> tuple[Summary, object]:
 
 
 def _read(number: int, path: str) -> Step | None:
-    """What the manifest in ``path`` says, or what is wrong with it; None where there is none."""
+    """What the manifest in ``path`` says; None where there is none."""
     try:
         summary, metadata = read_summary(path)
-        kept = decode_value(metadata, key="user_metadata")
-    except CheckpointError as error:
-        is_gone = isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        return None if is_gone else Step(step=number, path=path, problem=error.message)
+    except StorageError as error:
+        if error.errno not in _GONE:
+            raise
+        return None
     return Step(
         step=number,
         path=path,
@@ -290,7 +311,7 @@ def _read(number: int, path: str) -> Step | None:
         saved_at=summary.writer.saved_at,
         bytes=summary.index.bytes + sum(file.bytes for file in summary.files),
         world_size=summary.writer.world_size,
-        metrics=_numbers_in(kept),
+        metrics=_numbers_in(decode_value(metadata, key="user_metadata")),
     )
 
 
@@ -302,12 +323,12 @@ def _numbers_in(kept: object) -> dict[str, float]:
 
 
 def _reported(step: Step) -> dict[str, float]:
-    """The metrics that were reported after the save; a file that nobody here wrote counts as none, and is told."""
-    path = os.path.join(step.path, METRICS_NAME)
+    """The metrics that were reported after the save; CorruptError for a file that nobody here wrote."""
     try:
-        kept = decode_value_bytes(posix.read_whole(path, limit=_MOST_METRICS_BYTES), key="metrics")
-    except CheckpointError as error:
-        if not isinstance(error, StorageError) or error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            logger.warning("metrics that were reported for step %d do not count: %s", step.step, error)
+        data = posix.read_whole(os.path.join(step.path, METRICS_NAME), limit=_MOST_METRICS_BYTES)
+    except StorageError as error:
+        if error.errno not in _GONE:
+            raise
         return {}
+    kept = decode_value_bytes(data, key="metrics")
     return _numbers_in(kept) if isinstance(kept, dict) and kept.get("attempt") == step.attempt else {}

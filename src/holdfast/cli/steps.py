@@ -53,7 +53,7 @@ def steps(root: Root, as_json: AsJson = False) -> None:
     with as_options():
         run = holdfast.Steps(root)
         found, held = run.steps(), held_steps(run.root)
-    wholes = {step.step for step in found if is_whole(step)}
+    wholes = {step.step for step in found if not step.problem and is_whole(step)}
     if as_json:
         listed = [
             {
