@@ -8,6 +8,7 @@ import fcntl
 import functools
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -71,12 +72,16 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.native, self.torch, self.litter = folder / "native", folder / "torch", folder / "litter"
+        self.root = folder / "run"
         self.pt = folder / "some.pt"
         self.versions = {self.native: 1, self.torch: 1}
         folder.mkdir(parents=True)
         holdfast.save(state_of(1), self.native)
         holdfast.save(state_of(1), storage_writer=holdfast.FileSystemWriter(self.torch))
         holdfast.save({"step": 1}, self.litter)
+        for step in (1, 2):
+            holdfast.save({"step": step}, self.root / f"step-{step}")
+        holdfast.Steps(self.root).report(1, {"loss": 1.0})
         torch.save({"step": 1, "weight": torch.ones(100)}, self.pt)
 
     def files(self) -> dict[str, tuple[int, int]]:
@@ -93,12 +98,14 @@ class Place:
 class Operation:
     """Something that can be called; ``writes`` says which checkpoint of a place it replaces, if it does.
 
-    ``changes`` says that files come and go all the same, though as many as before.
+    ``changes`` says that files come and go all the same, though as many as before. ``mend`` removes what it may leave
+    in the middle, and tells what it may not.
     """
 
     run: Callable[[Place], None]
     writes: str | None = None
     changes: bool = False
+    mend: Callable[[Place], str | None] = lambda place: None
 
 
 def _save(place: Place, *, writes: str, in_background: bool = False, **arguments: Any) -> None:
@@ -148,6 +155,46 @@ def _sweep(place: Place) -> None:
         raise saves.Torn(f"swept: {report}")
 
 
+def _delete(place: Place) -> None:
+    shutil.copytree(place.root / "step-2", place.root / "copy", dirs_exist_ok=True)
+    if not (place.root / "step-3").exists():
+        (place.root / "copy").rename(place.root / "step-3")
+    holdfast.Steps(place.root).delete(3)
+
+
+def _mend_delete(place: Place) -> str | None:
+    """A step is there, whole, or it is not, and what is left of it can be deleted."""
+    found = [step.step for step in holdfast.Steps(place.root).steps()]
+    if 3 in found and not holdfast.verify(place.root / "step-3").ok:
+        return "a deletion left a damaged step"
+    holdfast.Steps(place.root).finish_deletions()
+    if 3 not in found and (place.root / "step-3").exists():
+        return f"a deletion left what cannot be deleted: {os.listdir(place.root / 'step-3')}"
+    for name in ("copy", "step-3"):
+        shutil.rmtree(place.root / name, ignore_errors=True)
+    return None
+
+
+def _report(place: Place) -> None:
+    holdfast.Steps(place.root).report(1, {"loss": 2.0})
+
+
+def _pin(place: Place) -> None:
+    holdfast.Steps(place.root).pin(1)
+    holdfast.Steps(place.root).unpin(1)
+
+
+def _mend_pin(place: Place) -> str | None:
+    (place.root / "step-1" / "pinned").unlink(missing_ok=True)
+    return None
+
+
+def _follow(place: Place) -> None:
+    for held in holdfast.follow(place.root, until=lambda: True):
+        if holdfast.read(held.path)["step"] != held.step:
+            raise saves.Torn("what is held is another step")
+
+
 def _verify(place: Place) -> None:
     if verify_checkpoint(place.native).damage:
         raise saves.Torn("found damage where there is none")
@@ -192,6 +239,10 @@ OPERATIONS = {
     "open, not closed": Operation(_drop),
     "verify": Operation(_verify),
     "sweep": Operation(_sweep, changes=True),
+    "delete": Operation(_delete, changes=True, mend=_mend_delete),
+    "report": Operation(_report, changes=True),
+    "pin": Operation(_pin, changes=True, mend=_mend_pin),
+    "follow": Operation(_follow),
     "convert to torch's format": _converting("native", "to-torch", "torch"),
     "convert to .pt": _converting("native", "to.pt", "pt"),
     "convert from .pt": _converting("pt", "from-pt", "native"),
@@ -252,6 +303,8 @@ class Standing:
     def _on_disk(self) -> str | None:
         place, operation = self._place, self._operation
         (place.litter / _LITTER).unlink(missing_ok=True)
+        if (problem := operation.mend(place)) is not None:
+            return problem
         files = place.files()
         for name in files:
             if (reason := _lock_of(place.folder / name)) is not None:

@@ -19,6 +19,9 @@ _FORKS = ("tests/faults/test_forked_children.py",)
 _FORMATS = ("tests/unit/test_two_formats.py",)
 _INTERRUPTS = ("tests/faults/test_interrupts.py",)
 _DAMAGE = ("tests/faults/test_damaged_files.py",)
+_DELETE = ("tests/unit/native/test_delete.py",)
+_LISTING = ("tests/unit/steps/test_listing.py",)
+_FOLLOWING = ("tests/unit/steps/test_following.py",)
 
 Change = Callable[[ast.AST], int]
 """Changes the code of a function in place; how many places it changed."""
@@ -159,6 +162,30 @@ def _owner(node: ast.AST, child: ast.AST) -> bool:
 
 
 BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
+    # Deleted checkpoints, and the steps of a run.
+    ("a deletion is not durable before files go", "_hide", without("directory.sync"), _DELETE),
+    ("a manifest with two names stays", "_hide_native", without("directory.remove"), _DELETE),
+    ("of two formats the one that counts goes first", "_hide", instead("kind == counts", "kind != counts"), _DELETE),
+    (
+        "who reads what is deleted finds damage",
+        "was_replaced",
+        instead("error.errno == errno.ENOENT", "False"),
+        _DELETE,
+    ),
+    (
+        "two may delete at once",
+        "Steps.delete",
+        instead("locks.locked_directory(self.root)", "contextlib.nullcontext()"),
+        _LISTING,
+    ),
+    ("what has no files is the latest", "is_whole", first("return not step.problem"), _LISTING),
+    ("all may be deleted during a look", "Steps._has_changed", first("return False"), _LISTING),
+    ("metrics of another save count", "_reported", instead("kept.get('attempt') == step.attempt", "True"), _LISTING),
+    ("NaN is a number", "ranked.goodness", instead("not math.isnan(value)", "True"), _LISTING),
+    ("what readers hold goes", "Steps.delete", never("held_steps"), _FOLLOWING),
+    ("dead readers hold for ever", "held_steps", instead("reader.verdict != 'dead'", "True"), _FOLLOWING),
+    ("what was replaced while it was taken is held", "_Reader.hold", always("read_summary"), _FOLLOWING),
+    ("a reader leaves its folder", "_Reader.close", without("self.release"), _FOLLOWING),
     # Durability: each fsync, each fsync of a directory, and their order.
     ("no fsync at all", "sync_file", without("os.fsync"), _CRASH),
     ("no fsync of the manifest", "write_new", without("sync_file"), _CRASH),
@@ -357,6 +384,9 @@ CHECKED = {
     "_io/posix.py": ("tests/unit/io", "tests/unit/test_arguments.py"),
     "_native/publish.py": (*_PUBLISH, *_FORMATS, "tests/faults/test_storage_failures.py"),
     "_save_plan/plans.py": ("tests/unit/save_plan/test_plans.py",),
+    "_native/delete.py": _DELETE,
+    "_steps/listing.py": (*_LISTING, *_FOLLOWING),
+    "_steps/following.py": _FOLLOWING,
 }
 """The files whose checks are turned off one after the other, and the tests that have to notice."""
 

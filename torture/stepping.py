@@ -68,7 +68,7 @@ def problem_found(root: Path, mode: str, library: str = "holdfast", *, acknowled
     """What a reader would find wrong; None when the promises hold."""
     before, after = BEFORE_AND_AFTER[mode]
     try:
-        found = _torch_steps(root) if library == "torch" else _steps(root)
+        found = _torch_steps(root) if library == "torch" else whole_steps(root)
     except _WRONG as error:
         return "torn visible" if library == "torch" else f"torn: {type(error).__name__}: {error}"
     if not before & after <= found.keys() <= before | after:
@@ -99,7 +99,7 @@ def problem_after(root: Path, mode: str, library: str = "holdfast", *, acknowled
     try:
         steps = holdfast.Steps(root)
         steps.finish_deletions()
-        if mode != "delete" or 1 in _steps(root):
+        if mode != "delete" or 1 in whole_steps(root):
             operate(root, mode)
         problem = problem_found(root, mode, acknowledged=True)
         holdfast.sweep(root, delete=True)
@@ -109,14 +109,14 @@ def problem_after(root: Path, mode: str, library: str = "holdfast", *, acknowled
         return f"after going on: {problem}"
     readers = root / ".holdfast" / "readers"
     there = {*os.listdir(root), *(os.listdir(readers) if readers.exists() else ())}
-    litter = sorted(there - {".holdfast", *(f"step-{step}" for step in _steps(root))})
-    for step in _steps(root).values():
+    litter = sorted(there - {".holdfast", *(f"step-{step}" for step in whole_steps(root))})
+    for step in whole_steps(root).values():
         names = {name.partition("-")[0] for name in os.listdir(step.path)}
         litter += sorted(names - {"data", "index", "manifest.json", "metrics.json", "pinned"})
     return f"going on leaves {litter}" if litter else None
 
 
-def _steps(root: Path) -> dict[int, holdfast.Step]:
+def whole_steps(root: Path) -> dict[int, holdfast.Step]:
     """The steps that are there, all of them whole; Torn otherwise."""
     found = {step.step: step for step in holdfast.Steps(root).steps()}
     for number, step in found.items():

@@ -429,3 +429,31 @@ def test_a_forked_child_does_not_keep_the_turn(tmp_path: Path, monkeypatch: pyte
     os.close(writing)
     os.waitpid(child, 0)
     os.close(reading)
+
+
+def test_what_a_child_does_with_a_held_step_is_nothing_to_its_parent(tmp_path: Path) -> None:
+    holdfast.save({"step": 1}, tmp_path / "step-1")
+    followed: Any = holdfast.follow(tmp_path)
+    held = next(followed)
+
+    def end() -> None:
+        assert holdfast.read(held.path) == {"step": 1}
+        held.release()
+        followed.close()
+        with pytest.raises(holdfast.BusyError):
+            holdfast.Steps(tmp_path).delete(1, force=True)
+
+    assert in_child(end) == 0
+    assert holdfast.read(held.path) == {"step": 1}
+    assert len(os.listdir(tmp_path / ".holdfast" / "readers")) == 2
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has looked
+        os._exit(0)
+    followed.close()
+    assert os.listdir(tmp_path / ".holdfast" / "readers") == []
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)

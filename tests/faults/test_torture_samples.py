@@ -15,7 +15,7 @@ import pytest
 
 from torture.crew import Crew
 from torture.part import Options, PartResult
-from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short
+from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short, steps
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux"),
@@ -68,6 +68,14 @@ def test_power_cuts(crew: Crew, tmp_path: Path) -> None:
 
 def test_crash_states(crew: Crew, tmp_path: Path) -> None:
     assert sample(crash_states, crew, tmp_path).injected >= 300
+
+
+def test_steps_of_one_run_in_eight_processes(crew: Crew, tmp_path: Path) -> None:
+    result = sample(steps, crew, tmp_path)
+    assert result.counts["saves"] == 10 * result.injected
+    assert result.counts["deletions"] > 0
+    assert result.counts["steps held"] > 0
+    assert result.counts["loads of the latest"] > 0
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="older interpreters look for signals elsewhere")

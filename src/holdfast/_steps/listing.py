@@ -88,16 +88,26 @@ class Steps:
 
     def steps(self) -> list[Step]:
         """All steps, ascending; those whose manifest cannot be read too, with ``problem``."""
-        found = (self.look(number, identity) for number, identity in self.found())
-        return [step for step in found if step is not None]
+        while True:
+            found = self.found()
+            steps = [step for each in found if (step := self.look(*each)) is not None]
+            if steps or not self._has_changed(found):
+                return steps
 
     def latest(self) -> Step | None:
         """The newest step that has all its files, in their sizes."""
-        for number, identity in reversed(self.found()):
-            step = self.look(number, identity)
-            if step is not None and is_whole(step):
-                return step
-        return None
+        while True:
+            found = self.found()
+            for each in reversed(found):
+                step = self.look(*each)
+                if step is not None and is_whole(step):
+                    return step
+            if not self._has_changed(found):
+                return None
+
+    def _has_changed(self, found: list[tuple[int, _Identity]]) -> bool:
+        """Whether others are there than ``found``: all of those may have been deleted during the look at them."""
+        return self.found() != found
 
     def best(self, metric: str, mode: Mode = "min") -> Step | None:
         """The step with the lowest or highest ``metric`` that has all its files; the later one of equal ones.

@@ -284,6 +284,20 @@ def test_a_source_name_that_stays_does_not_fail_what_is_published(
     assert (tmp_path / "final").read_bytes() == b"new"
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.ENOENT, errno.EIO])
+def test_a_second_name_is_given_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    (tmp_path / "one").touch()
+    assert posix.link(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "two").samefile(tmp_path / "one")
+    refuse(monkeypatch, "link", code)
+    if code in (errno.EPERM, errno.EXDEV):
+        assert not posix.link(tmp_path / "one", tmp_path / "three")
+        return
+    with pytest.raises(StorageError) as caught:
+        posix.link(tmp_path / "one", tmp_path / "three")
+    assert caught.value.errno == code
+
+
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS])
 def test_where_links_are_refused_a_rename_publishes(
     directory: Path, monkeypatch: pytest.MonkeyPatch, code: int

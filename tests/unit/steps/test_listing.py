@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -322,6 +323,47 @@ def test_manifests_are_read_once(tmp_path: Path) -> None:
         opened.clear()
         assert holdfast.Steps(tmp_path).latest() is not None
         assert set(opened) == {"step-4"}, "the latest of many is found without reading all"
+
+
+@pytest.mark.parametrize("way", ["latest", "steps"])
+def test_a_look_that_is_overtaken_by_all_looks_again(tmp_path: Path, way: str) -> None:
+    """Steps come and go all the time, but there is always one."""
+    save(tmp_path, 1, 2)
+    steps, real, moved = holdfast.Steps(tmp_path), os.open, []
+
+    def overtaken(name: Any, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(name) == "manifest.json" and not moved:
+            moved.append(name)
+            with mock.patch.object(os, "open", real):
+                save(tmp_path, 3, 4)
+                for step in (1, 2):
+                    holdfast.delete(tmp_path / f"step-{step}")
+        return real(name, *args, **kwargs)
+
+    with mock.patch.object(os, "open", overtaken):
+        found = getattr(steps, way)()
+    assert found is not None
+    assert (found.step if way == "latest" else [step.step for step in found]) == (4 if way == "latest" else [3, 4])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_what_cannot_be_looked_at_is_not_taken_for_damaged(tmp_path: Path, code: int) -> None:
+    save(tmp_path, 1, 2)
+    steps, real = holdfast.Steps(tmp_path), os.open
+
+    def refused(name: Any, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(name) in ("manifest.json", "metrics.json") and "step-2" in str(name):
+            raise OSError(code, os.strerror(code))
+        return real(name, *args, **kwargs)
+
+    (tmp_path / "step-2" / "metrics.json").touch()
+    with mock.patch.object(os, "open", refused):
+        assert [bool(step.problem) for step in steps.steps()] == [False, True]
+        for act in (steps.latest, lambda: steps.delete(1), lambda: steps.pin(2), lambda: steps.report(2, {"a": 1.0})):
+            with pytest.raises(holdfast.StorageError) as caught:
+                act()
+            assert caught.value.errno == code
+    assert [step.problem for step in steps.steps()] == ["", ""]
 
 
 def test_what_killed_deletions_left_is_removed(tmp_path: Path) -> None:
