@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,3 +46,14 @@ def page_cache(*, is_full: bool) -> Iterator[None]:
 
     with mock.patch.object(os, "preadv", asked):
         yield
+
+
+@contextlib.contextmanager
+def locked_directory(path: Path) -> Iterator[None]:
+    """Somebody else holds the lock of the directory ``path``."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

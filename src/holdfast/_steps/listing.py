@@ -19,16 +19,18 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, SupportsFloat, cast
+from typing import Literal, SupportsFloat, TypeVar, cast
+
+import msgspec
 
 from holdfast._io import locks, posix
 from holdfast._native.delete import METRICS_NAME, PINNED_NAME, DeleteReport, delete, finish_deletion
 from holdfast._native.manifest import Summary, decode_summary
 from holdfast._native.publish import MANIFEST_NAME, read_manifest_bytes
 from holdfast._native.sweep import READERS_NAME, sweep_directory
-from holdfast._native.values import decode_value, decode_value_bytes, encode_value_bytes
+from holdfast._native.values import decode_value
 from holdfast._native.verify import has_its_files
 from holdfast._torch_codec.metadata_file import NOTE_PREFIX
 from holdfast._values.lazy import few
@@ -50,6 +52,7 @@ _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MOST_METRICS_BYTES = 1 << 20
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 
+Found = TypeVar("Found")
 Mode = Literal["min", "max"]
 _Identity = tuple[int, int, int]
 """What tells one manifest from the next: inode, time of change, size."""
@@ -73,6 +76,16 @@ class Step:
     problem: str = ""
 
 
+class _Reported(msgspec.Struct, frozen=True):
+    """The metrics that were reported for what ``attempt`` saved; those that no JSON number can be are texts."""
+
+    attempt: str
+    metrics: Mapping[str, float | str]
+
+
+_decode_reported = msgspec.json.Decoder(_Reported).decode
+
+
 class Steps:
     """The steps below the directory ``root``, which need not exist yet; each call looks at what is there then."""
 
@@ -88,26 +101,11 @@ class Steps:
 
     def steps(self) -> list[Step]:
         """All steps, ascending; those whose manifest cannot be read too, with ``problem``."""
-        while True:
-            found = self.found()
-            steps = [step for each in found if (step := self.look(*each)) is not None]
-            if steps or not self._has_changed(found):
-                return steps
+        return self._until_settled(lambda: list(self._descending()))[::-1]
 
     def latest(self) -> Step | None:
         """The newest step that has all its files, in their sizes."""
-        while True:
-            found = self.found()
-            for each in reversed(found):
-                step = self.look(*each)
-                if step is not None and is_whole(step):
-                    return step
-            if not self._has_changed(found):
-                return None
-
-    def _has_changed(self, found: list[tuple[int, _Identity]]) -> bool:
-        """Whether others are there than ``found``: all of those may have been deleted during the look at them."""
-        return self.found() != found
+        return self._until_settled(lambda: next(filter(is_whole, self._descending()), None))
 
     def best(self, metric: str, mode: Mode = "min") -> Step | None:
         """The step with the lowest or highest ``metric`` that has all its files; the later one of equal ones.
@@ -125,11 +123,12 @@ class Steps:
         with self._locked(step) as found:
             with contextlib.suppress(CorruptError):  # which the listing has told
                 numbers = {**_reported(found), **numbers}
-            reported = {"attempt": found.attempt, "metrics": numbers}
+            kept = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+            data = msgspec.json.encode(_Reported(attempt=found.attempt, metrics=kept))
             # Named like a note, which a sweep removes when nobody is at work here.
             staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
             try:
-                posix.write_new(staged, encode_value_bytes(reported, key="metrics"))
+                posix.write_new(staged, data)
                 posix.replace(staged, os.path.join(found.path, METRICS_NAME))
             except BaseException:
                 with contextlib.suppress(StorageError):
@@ -172,12 +171,28 @@ class Steps:
 
     def found(self) -> list[tuple[int, _Identity]]:
         """The numbers of all steps, ascending, and what tells whether they are still the same."""
-        found: list[tuple[int, _Identity]] = []
-        for number in self._numbers():
-            status = posix.file_status(os.path.join(self.path(number), MANIFEST_NAME))
-            if status is not None:
-                found.append((number, (status.st_ino, status.st_mtime_ns, status.st_size)))
-        return found
+        found = ((number, self._identity(number)) for number in self._numbers())
+        return [(number, identity) for number, identity in found if identity is not None]
+
+    def _identity(self, number: int) -> _Identity | None:
+        status = posix.file_status(os.path.join(self.path(number), MANIFEST_NAME))
+        return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+
+    def _descending(self) -> Iterator[Step]:
+        for number in reversed(self._numbers()):
+            identity = self._identity(number)
+            step = None if identity is None else self.look(number, identity)
+            if step is not None:
+                yield step
+
+    def _until_settled(self, look: Callable[[], Found]) -> Found:
+        """What ``look`` finds; if nothing, it looks again: all may have gone during the look, and others come."""
+        before: list[tuple[int, _Identity]] | None = None
+        while True:
+            result = look()
+            if result or (now := self.found()) == before:
+                return result
+            before = now
 
     def _numbers(self) -> list[int]:
         try:
@@ -334,11 +349,16 @@ def _numbers_in(kept: object) -> dict[str, float]:
 
 def _reported(step: Step) -> dict[str, float]:
     """The metrics that were reported after the save; CorruptError for a file that nobody here wrote."""
+    path = os.path.join(step.path, METRICS_NAME)
+    if not posix.exists(path):
+        return {}
     try:
-        data = posix.read_whole(os.path.join(step.path, METRICS_NAME), limit=_MOST_METRICS_BYTES)
+        reported = _decode_reported(posix.read_whole(path, limit=_MOST_METRICS_BYTES))
+        numbers = {name: float(value) for name, value in reported.metrics.items()}
     except StorageError as error:
         if error.errno not in _GONE:
             raise
         return {}
-    kept = decode_value_bytes(data, key="metrics")
-    return _numbers_in(kept) if isinstance(kept, dict) and kept.get("attempt") == step.attempt else {}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptError(f"{path!r} is not what was written ({error}); remove it", path=path) from error
+    return numbers if reported.attempt == step.attempt else {}

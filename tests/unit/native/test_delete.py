@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import xxhash
+from outside_views import locked_directory
 
 import holdfast
 
@@ -163,16 +164,6 @@ def test_one_who_does_not_end_is_not_waited_for_without_end(tmp_path: Path) -> N
     ):
         holdfast.delete(tmp_path / "one")
     assert holdfast.verify(tmp_path / "one").ok
-
-
-@contextlib.contextmanager
-def locked_directory(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync", "unlink", "rmdir"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from outside_views import locked_directory
 
 import holdfast
 
@@ -168,6 +168,9 @@ def test_metrics_may_come_later_from_anywhere(tmp_path: Path) -> None:
     assert metrics == {"val_loss": math.inf, "accuracy": 0.75, "bleu": 0.25, "step": 3.0}
     assert all(type(value) is float for value in metrics.values())
     assert here.steps()[1].metrics == {"loss": 0.5}
+    kept = json.loads((tmp_path / "step-1" / "metrics.json").read_text())
+    assert kept["attempt"] == here.steps()[0].attempt
+    assert (kept["metrics"]["val_loss"], kept["metrics"]["loss"], kept["metrics"]["bleu"]) == ("inf", "nan", 0.25)
     assert sorted(name.partition("-")[0] for name in os.listdir(tmp_path / "step-1")) == [
         "data",
         "index",
@@ -200,12 +203,13 @@ def test_metrics_of_a_step_that_is_saved_again_no_longer_count(tmp_path: Path) -
 
 def test_metrics_that_nobody_here_wrote_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, loss=0.5)
-    for contents in (b"", b"{", b'{"dict":[["attempt","x"]]}', b"[" * 100_000, bytes(1 << 21)):
+    wrong = b'{"attempt":"x","metrics":{"loss":"low"}}'
+    for contents in (b"", b"{", b'{"attempt":"x","metrics":{"loss":1}}', wrong, b"[" * 100_000, bytes(1 << 21)):
         (tmp_path / "step-1" / "metrics.json").write_bytes(contents)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="holdfast"):
             assert holdfast.Steps(tmp_path).steps()[0].metrics == {"loss": 0.5}
-        assert bool(caplog.records) == (b"attempt" not in contents)
+        assert bool(caplog.records) == (b'loss":1' not in contents)
     (tmp_path / "step-1" / "metrics.json").unlink()
     save(tmp_path, 2)
     holdfast.save({}, storage_writer=holdfast.NativeWriter(tmp_path / "step-3", user_metadata={"metrics": "mine"}))
@@ -247,23 +251,13 @@ def test_two_who_delete_come_one_after_the_other(tmp_path: Path) -> None:
     """Each would find the other's step whole, and none would be left."""
     save(tmp_path, 1, 2)
     with (
-        locked(tmp_path),
+        locked_directory(tmp_path),
         mock.patch("time.monotonic", side_effect=itertools.count(0, 5)),
         mock.patch("time.sleep"),
         pytest.raises(holdfast.BusyError, match="another process is at work"),
     ):
         holdfast.Steps(tmp_path).delete(1)
     assert numbers(tmp_path) == [1, 2]
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize("call", ["report", "pin", "unpin", "delete"])
@@ -329,7 +323,8 @@ def test_manifests_are_read_once(tmp_path: Path) -> None:
 def test_a_look_that_is_overtaken_by_all_looks_again(tmp_path: Path, way: str) -> None:
     """Steps come and go all the time, but there is always one."""
     save(tmp_path, 1, 2)
-    steps, real, moved = holdfast.Steps(tmp_path), os.open, []
+    steps, real = holdfast.Steps(tmp_path), os.open
+    moved: list[object] = []
 
     def overtaken(name: Any, *args: Any, **kwargs: Any) -> int:
         if os.path.basename(name) == "manifest.json" and not moved:
