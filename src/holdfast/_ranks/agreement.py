@@ -5,22 +5,19 @@ of its connections, so one that computes answers too. From then on it begins no 
 heard the decision. That is the step after the furthest one; or the furthest itself, where that is saved anyway and
 nobody is past it. Steps may jump: what is decided for a step is done at the first one from there on.
 
-Invariant: all ranks that begin the same steps do the same at each of them. No collective is called. Whoever waits does
-so until the deadline, and no longer than the rank that it waits for lives.
+Invariant: ranks that begin the same steps do the same at each of them. No collective is called. Who waits does so until
+the deadline, and no longer than the coordinator and the ranks that it asked live.
 """
 
 from __future__ import annotations
 
-import _thread
-import threading
-from collections.abc import Collection
-from queue import SimpleQueue
 from typing import Literal
 
 import msgspec
 
 from holdfast._process import Event, Lock, forget_in_child
 from holdfast._ranks.channel_ranks import ChannelRanks
+from holdfast._ranks.connections import Message
 from holdfast._ranks.ranks import Ranks
 from holdfast._values.deadline import Deadline
 from holdfast.errors import RankLostError
@@ -28,31 +25,22 @@ from holdfast.errors import RankLostError
 What = Literal["save", "stop"]
 
 AGREEING = "agreeing on a step"
-"""The phase of a rank that waits for a decision."""
-
 _SLICE_S = 0.25
 _FAREWELL_S = 1.0
 
 
-class _Place(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The last step that a rank has begun, whether it is saved whatever is decided, and whether the rank is past it."""
-
-    step: int = -1
-    is_saved: bool = False
-    is_passed: bool = False
-
-
 class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What ranks and coordinator say to each other; ``what`` has reasons, ``lost`` is the number of a rank in the job.
+    """What is said: "want" and "answer" to the coordinator, "ask" and "decide" by it, "leave" by anyone.
 
-    "want" and "answer" are said to the coordinator, "ask" and "decide" by it, "leave" by anyone.
+    ``step`` is the last that a rank has begun, ``is_open`` if it is saved anyway and the rank is not past it; or the
+    first for which something is decided.
     """
 
     kind: Literal["want", "ask", "answer", "decide", "leave"]
     number: int = 0
     what: dict[What, str] = {}
-    place: _Place = _Place()
-    first_step: int = 0
+    step: int = -1
+    is_open: bool = False
     lost: int | None = None
 
 
@@ -60,215 +48,161 @@ _decoder = msgspec.msgpack.Decoder(_Word)
 
 
 class Agreement:
-    """What all ranks have agreed to do at which step, as one of them knows it.
+    """What all ranks do at which step, as one of them knows it.
 
     ``ranks`` are those of an operation, which may be over; ``topic`` is the same on all of them, and of no other
-    agreement of theirs. One thread begins and passes steps; any thread may ``request``.
+    agreement of theirs. One thread begins and passes steps, which raises RankLostError where a rank is gone or has not
+    answered until the deadline; any may ``request``. ``reasons`` has why something is wanted or decided, as far as this
+    rank has heard.
 
-    What that one thread and the thread of the connections share changes by single steps. The one writes its place and
-    then looks whether it was asked; the other notes that it was asked and then reads the place. So the answer has the
-    place, or the rank waits. All else is under the lock of the channel.
+    The one thread writes how far it is and then looks whether it was asked; the thread of the connections notes that it
+    was asked and then reads how far the other is. So it is in the answer, or waits for the decision. All else is under
+    the lock of the channel. An interrupt may leave a question that nobody hears of; to request it again asks it again.
     """
 
     def __init__(self, ranks: Ranks, topic: str) -> None:
         self._channel = ranks._channel if isinstance(ranks, ChannelRanks) else None
         self._lock = Lock() if self._channel is None else self._channel.lock
-        self._topic = topic
+        self._topic, self._deadline_s = topic, ranks.deadline_s
         self._rank, self._job_ranks = ranks.rank, ranks.job_ranks
-        self.is_coordinator, self.job_rank = ranks.is_coordinator, ranks.job_ranks[ranks.rank if ranks.size > 1 else 0]
-        self._deadline_s = ranks.deadline_s
-        self._place = _Place()
+        self.is_coordinator, self.job_rank = ranks.is_coordinator, ranks.job_ranks[ranks.rank if self._channel else 0]
+        self.reasons: dict[What, str] = {}
+        self._here = (-1, False)  # the last step that was begun, and whether it is open
         self._deciding: Event | None = None
         self._decided: set[tuple[What, int]] = set()
         self._lost: int | None = None
         self._is_over = False
-        self.reasons: dict[What, str] = {}
-        """Why something is wanted, or was decided, as far as this rank knows; for "save", why the last time."""
-        # The coordinator's: what is to be decided next, the number of the question, and the answers to it.
-        self._wanted: dict[What, str] = {}
-        self._number = 0
-        self._answers: dict[int, _Place] = {}
-        self._left: dict[int, _Place] = {}
+        # The coordinator's: what is to be decided, the number of the question, and the answers, by rank; its own is
+        # there while the question is open. Those who left have answered all that are to come.
+        self._wanted, self._number = dict[What, str](), 0
+        self._answers: dict[int, tuple[int, bool]] = {}
+        self._left: dict[int, tuple[int, bool]] = {}
         forget_in_child(self)
+        self._partners: list[int] = []
         if self._channel is not None:
-            with self._lock:
-                self._channel.notices.listen(topic, self)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether ranks were asked and nothing is decided yet."""
-        return self._deciding is not None
+            self._partners = self._channel.others if self.is_coordinator else [self._channel.coordinator]
+            self._channel.listen(topic, self)
 
     def request(self, what: What, reason: str) -> None:
-        """Have all ranks do ``what`` at a common step; again, while that is open or to come, changes nothing."""
-        done: SimpleQueue[None] = SimpleQueue()
-
-        def want() -> None:
-            try:
-                with self._lock:
-                    if not self._is_over and what not in self._to_come():
-                        self._say_to_coordinator(_Word(kind="want", what={what: reason}))
-            finally:
-                done.put(None)
-
-        if threading.current_thread() is threading.main_thread():
-            # Interrupts come here alone; one in the middle of a question would leave that open.
-            _thread.start_new_thread(want, ())
-            done.get()
-        else:
-            want()
+        """Have all ranks do ``what`` at a common step; again, while that is to come, changes nothing."""
+        with self._lock:
+            if not self._is_over and what not in self._to_come():
+                (self._want if self.is_coordinator else self._say)(_Word(kind="want", what={what: reason}))
 
     def begin_step(self, step: int, *, is_saved: bool = False) -> frozenset[What]:
         """What all ranks do at ``step``, which this one begins; it waits only where ranks were asked.
 
         ``is_saved`` says that all ranks save the step whatever is decided. "stop" is due again at all later steps.
-
-        Raises:
-            RankLostError: a rank is gone, or has not answered until the deadline.
         """
-        self._place = _Place(step, is_saved)
+        self._here = (step, is_saved)
         self._settle()
-        if not self._decided:
-            return frozenset()
         due = [each for each in tuple(self._decided) if each[1] <= step]
-        for each in due:
-            if each[0] == "save":
-                self._decided.discard(each)
+        self._decided.difference_update([each for each in due if each[0] == "save"])
         return frozenset(what for what, _ in due)
 
     def pass_step(self) -> bool:
-        """Whether all ranks stop at the step that this one has begun last; if not, it is past that.
-
-        Raises:
-            RankLostError: a rank is gone, or has not answered until the deadline.
-        """
-        place = self._place
-        self._place = _Place(place.step, place.is_saved, True)
+        """Whether all ranks stop at the step that this one has begun last; if not, it is past that."""
+        step, _ = self._here
+        self._here = (step, False)
         self._settle()
-        return any(what == "stop" and first <= place.step for what, first in tuple(self._decided))
+        return any(what == "stop" and first <= step for what, first in tuple(self._decided))
 
     def close(self) -> None:
-        """Take no further part: those who wait for this rank are told, and nothing is decided without a coordinator."""
+        """Take no further part; nobody waits for this rank any more, and without a coordinator nothing is decided."""
         if self._is_over:
             return
         with self._lock:
-            word = _Word(kind="leave", place=_Place(self._place.step, self._place.is_saved, True))
-            others = self._say(word)
-            self._end()
+            word = _Word(kind="leave", step=self._here[0])
+            self._say(word)
+            self._take(word)
         if self._channel is not None:
-            self._channel.see_sent(others, _FAREWELL_S)
+            self._channel.see_sent(self._partners, _FAREWELL_S)
 
     def forget_parent(self) -> None:
         self._is_over, self._deciding = True, None
 
-    # What the channel calls, with its lock held.
-
-    def hear(self, rank: int, payload: bytes) -> None:
-        """Take what ``rank`` has said."""
-        if not self._is_over:
-            self._take(rank, _decoder.decode(payload))
-
-    def disconnected(self, rank: int) -> None:
-        """Wait no longer for a rank that is gone."""
-        if self._deciding is None:
-            return
-        if not self.is_coordinator:
-            self._take(rank, _Word(kind="decide", lost=self._job_ranks[rank]))
-        elif rank not in self._answers:
-            self._decide(lost=self._job_ranks[rank])
-
-    def _take(self, rank: int, word: _Word) -> None:
-        if word.kind == "want":
-            to_come = self._to_come()
-            self._wanted = {what: why for what, why in word.what.items() if what not in to_come} | self._wanted
-            self._ask()
+    def hear(self, message: Message) -> None:
+        """Take what the coordinator or, there, another rank has said; with the lock held, as all that follows."""
+        word = _decoder.decode(message.payload)
+        if self._is_over:
+            pass
         elif word.kind == "ask":
             self.reasons = {**self.reasons, **word.what}
             self._deciding = Event()
-            self._say_to_coordinator(_Word(kind="answer", number=word.number, place=self._place))
-        elif word.kind == "answer":
-            self._take_answer(rank, word)
-        elif word.kind == "decide":
-            if word.lost is None:
-                self.reasons = {**self.reasons, **word.what}
-                self._decided.update((what, word.first_step) for what in word.what)
-            self._lost = word.lost
-            self._stop_waiting()
-        elif self.is_coordinator:
-            self._left[rank] = word.place
-            self._take_answer(rank, _Word(kind="answer", number=self._number, place=word.place))
+            step, is_open = self._here
+            self._say(_Word(kind="answer", number=word.number, step=step, is_open=is_open))
+        elif not self.is_coordinator:
+            self._take(word)
+        elif word.kind == "want":
+            self._want(word)
         else:
-            self._end()
+            if word.kind == "leave":
+                self._left[message.guest] = (word.step, False)
+            if word.kind == "leave" or word.number == self._number:
+                self._answers.setdefault(message.guest, (word.step, word.is_open))
+            self._decide()
 
-    def _ask(self) -> None:
-        if not self._wanted or self._deciding is not None:
+    def lose(self, rank: int) -> None:
+        """Wait no longer for ``rank``, which is gone."""
+        if self._deciding is not None and not self.is_coordinator:
+            self._take(_Word(kind="decide", lost=self._job_ranks[rank]))
+        elif self._rank in self._answers and rank not in self._answers:
+            self._decide(lost=self._job_ranks[rank])
+
+    def _want(self, word: _Word) -> None:
+        self._wanted = {what: why for what, why in word.what.items() if what not in self._to_come()} | self._wanted
+        if not self._wanted or self._rank in self._answers:
             return
-        self._number += 1
-        self._answers = dict(self._left)
-        word = _Word(kind="ask", number=self._number, what=self._wanted)
-        self._say(word)
-        self._take(self._rank, word)
+        self._number, self._answers = self._number + 1, dict(self._left)
+        self._say(_Word(kind="ask", number=self._number, what=self._wanted))
+        if len(self._answers) < len(self._job_ranks) - 1:
+            self._deciding = Event()
+        self._answers[self._rank] = self._here
+        self._decide()
         for rank in () if self._channel is None else self._channel.gone:
-            self.disconnected(rank)
-
-    def _take_answer(self, rank: int, word: _Word) -> None:
-        if self._deciding is not None and word.number == self._number:
-            self._answers.setdefault(rank, word.place)
-            if len(self._answers) == len(self._job_ranks):
-                self._decide()
+            self.lose(rank)
 
     def _decide(self, lost: int | None = None) -> None:
-        step = max((place.step for place in self._answers.values()), default=-1)
-        furthest = [place for place in self._answers.values() if place.step == step]
-        is_last = "stop" in self._wanted and all(place.is_saved and not place.is_passed for place in furthest)
-        word = _Word(kind="decide", what=self._wanted, first_step=step if is_last else step + 1, lost=lost)
-        self._wanted = {}
+        """Tell all ranks, once all have answered, or one is lost."""
+        if lost is None and len(self._answers) < len(self._job_ranks):
+            return
+        step = max(step for step, _ in self._answers.values())
+        if "stop" not in self._wanted or (step, False) in self._answers.values():
+            step += 1
+        word = _Word(kind="decide", what=self._wanted, step=step, lost=lost)
         self._say(word)
-        self._take(self._rank, word)
+        self._wanted, self._answers = {}, {}
+        self._take(word)
 
-    def _to_come(self) -> set[What]:
-        return {what for what, _ in tuple(self._decided)}
-
-    def _say_to_coordinator(self, word: _Word) -> None:
-        if self.is_coordinator:
-            self._take(self._rank, word)
-        else:
-            self._say(word)
-
-    def _say(self, word: _Word) -> Collection[int]:
-        """The ranks to whom ``word`` is on its way: the coordinator, or all others from there."""
-        channel = self._channel
-        if channel is None:
-            return ()
-        to = channel.others if self.is_coordinator else [channel.coordinator]
-        channel.notify(to, self._topic, msgspec.msgpack.encode(word))
-        return to
-
-    def _settle(self) -> None:
-        """Return when nothing is open; raise if it will stay open."""
-        if self._deciding is not None:
-            deadline = Deadline(self._deadline_s)
-            while (deciding := self._deciding) is not None:
-                if not deciding.wait(_SLICE_S) and deadline.passed:
-                    raise self._overdue()
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            said = f"rank {lost} is gone: its process or its host died, or the network broke, in {AGREEING!r}"
-            raise RankLostError(said, rank=lost, phase=AGREEING)
-
-    def _overdue(self) -> RankLostError:
-        silent = 0 if self._channel is None else self._channel.coordinator
-        if self.is_coordinator:
-            silent = next((rank for rank in range(len(self._job_ranks)) if rank not in self._answers), silent)
-        said = f"rank {self._job_ranks[silent]} has not answered for {self._deadline_s:g} s in {AGREEING!r}; find out "
-        said += "where it hangs, or raise deadline_s"
-        return RankLostError(said, rank=self._job_ranks[silent], phase=AGREEING)
-
-    def _stop_waiting(self) -> None:
+    def _take(self, word: _Word) -> None:
+        """Take a decision, or the end."""
+        if word.lost is None:
+            self.reasons = {**self.reasons, **word.what}
+            self._decided.update((what, word.step) for what in word.what)
+        self._lost, self._is_over = word.lost, word.kind == "leave"
         deciding, self._deciding = self._deciding, None
         if deciding is not None:
             deciding.set()
 
-    def _end(self) -> None:
-        self._is_over = True
-        self._stop_waiting()
+    def _to_come(self) -> set[What]:
+        return {what for what, _ in tuple(self._decided)}
+
+    def _say(self, word: _Word) -> None:
+        if self._channel is not None:
+            self._channel.notify(self._partners, self._topic, msgspec.msgpack.encode(word))
+
+    def _settle(self) -> None:
+        """Return when nothing is to be decided; raise if that cannot be."""
+        if self._deciding is not None:
+            deadline = Deadline(self._deadline_s)
+            while (deciding := self._deciding) is not None:
+                if not deciding.wait(_SLICE_S) and deadline.passed:
+                    silent = set(self._partners) - self._answers.keys()
+                    said = f"has not answered for {self._deadline_s:g} s; find out where it hangs, or raise deadline_s"
+                    raise self._error(self._job_ranks[min(silent, default=0)], said)
+        if self._lost is not None:
+            rank, self._lost = self._lost, None
+            raise self._error(rank, "is gone: its process or its host died, or the network broke")
+
+    def _error(self, rank: int, said: str) -> RankLostError:
+        return RankLostError(f"rank {rank} {said}, in {AGREEING!r}", rank=rank, phase=AGREEING)

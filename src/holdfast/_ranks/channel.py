@@ -23,11 +23,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from holdfast._ranks.connections import Bell, Connections, Kind, Message, Notices, cut
+from holdfast._ranks.connections import Bell, Connections, Kind, Message, cut
 from holdfast._ranks.ranks import OwnSigns
 from holdfast._values.deadline import Deadline
 
 if TYPE_CHECKING:
+    from holdfast._ranks.agreement import Agreement
     from holdfast._ranks.channel_ranks import ChannelRanks
 
 INTERRUPTED = "interrupted"
@@ -194,7 +195,7 @@ class Channel:
     coordinator has a ``listener`` and the ``token`` that others must know. They have ``dial``, which connects to it
     within so many seconds or raises RankLostError. ``when_met`` is called once all have connected. ``kept`` is what
     this rank keeps from one operation to the next, ``gone`` has the ranks whose connections ended, ``calls`` numbers
-    what this rank calls, ``notices`` are for what belongs to no call.
+    what this rank calls. Notices belong to no call: they go to who listens to their topic, later if nobody does yet.
 
     Threads that save or load call it, and the thread of its connections does. ``lock`` guards it and its operations; it
     is never held while somebody waits, nor while code of others runs.
@@ -220,7 +221,6 @@ class Channel:
         self.lock = threading.RLock()
         self.gone: set[int] = set()
         self.kept: dict[object, Any] = {}
-        self.notices = Notices()
         self._dial = dial
         self._dialing = threading.Lock()
         self._when_met = when_met
@@ -229,6 +229,8 @@ class Channel:
         self._sessions: dict[tuple[int, int], ChannelRanks] = {}
         self._waits: dict[int, _Wait] = {}
         self._lobby = Lobby()
+        self._listeners: weakref.WeakValueDictionary[str, Agreement] = weakref.WeakValueDictionary()
+        self._unheard: deque[Message] = deque(maxlen=_MOST_REMEMBERED)
         self.calls = itertools.count()
         self._serials = itertools.count()
         self._connections = Connections(self, listener=listener, token=token, size=self.size)
@@ -292,6 +294,12 @@ class Channel:
             pieces = cut(message) if kind is Kind.BEAT else _counted(cut(message), operation.signs)
             self._connections.post(rank, pieces, is_urgent=is_urgent)
 
+    def listen(self, topic: str, listener: Agreement) -> None:
+        with self.lock:
+            self._listeners[topic] = listener
+            for message in [each for each in self._unheard if each.phase == topic]:
+                listener.hear(message)
+
     def notify(self, to: Collection[int], topic: str, payload: bytes) -> None:
         """Have a notice sent; a rank that is gone misses it."""
         for rank in to:
@@ -313,11 +321,11 @@ class Channel:
         """Take a message, on the thread of the connections."""
         guest, call = message.guest, message.call
         with self.lock:
-            operation, rank = self._sessions.get((guest, call)), guest if self.is_coordinator else self.coordinator
+            operation, listener = self._sessions.get((guest, call)), self._listeners.get(message.phase)
             if message.kind is Kind.NOTICE:
-                self.notices.deliver(message.phase, rank, message.payload)
+                (self._unheard.append if listener is None else listener.hear)(message)
             elif operation is not None:
-                operation.deliver(rank, message)
+                operation.deliver(guest if self.is_coordinator else self.coordinator, message)
             elif message.kind is Kind.JOIN:
                 self._take_join(Join(rank=guest, call=call, key=message.phase))
             elif self.is_coordinator:
@@ -336,8 +344,8 @@ class Channel:
             self._lobby.empty(rank)
             for operation in self._operations:
                 operation.tick()
-            for listener in self.notices.listeners:
-                listener.disconnected(rank)
+            for listener in list(self._listeners.values()):
+                listener.lose(rank)
 
     def tick(self) -> bool:
         """Let everyone look at the time; whether there is anyone."""
@@ -354,7 +362,7 @@ class Channel:
                     self._refuse(join, join.verdict)
         for operation in operations:
             operation.beat()  # without the lock: it asks others how far they are
-        return bool(operations or spared or any(listener.is_waiting for listener in self.notices.listeners))
+        return bool(operations or spared)
 
     def _take_join(self, join: Join) -> None:
         verdict = self._lobby.recall(join.rank, join.key)

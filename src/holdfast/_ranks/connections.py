@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -74,9 +74,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     guest: int
+    call: int = -1
     serial: int
     kind: Kind
-    call: int = -1
     step: int = 0
     phase: str = ""
     payload: bytes = b""
@@ -129,42 +129,6 @@ class Assembler:
             yield message
 
 
-class Listener(Protocol):
-    """Who hears the notices of one topic, on the thread of the connections and with the lock of the channel held."""
-
-    @property
-    def is_waiting(self) -> bool: ...
-
-    def hear(self, rank: int, payload: bytes) -> None: ...
-
-    def disconnected(self, rank: int) -> None: ...
-
-
-class Notices:
-    """Messages that belong to no call: they go to whoever listens to their topic, and wait where nobody does yet."""
-
-    def __init__(self) -> None:
-        self._listeners: weakref.WeakValueDictionary[str, Listener] = weakref.WeakValueDictionary()
-        self._unheard: deque[tuple[str, int, bytes]] = deque(maxlen=_MOST_UNHEARD)
-
-    @property
-    def listeners(self) -> list[Listener]:
-        return [listener for each in self._listeners.valuerefs() if (listener := each()) is not None]
-
-    def listen(self, topic: str, listener: Listener) -> None:
-        """Have ``listener`` hear all of ``topic`` for as long as it lives, and what it has missed."""
-        self._listeners[topic] = listener
-        for _, rank, payload in [each for each in self._unheard if each[0] == topic]:
-            listener.hear(rank, payload)
-
-    def deliver(self, topic: str, rank: int, payload: bytes) -> None:
-        listener = self._listeners.get(topic)
-        if listener is None:
-            self._unheard.append((topic, rank, payload))
-        else:
-            listener.hear(rank, payload)
-
-
 Bell = queue.SimpleQueue[None]
 """Rung for a thread that waits. It is written in C: unlike a condition, an interrupt at any moment leaves it usable."""
 
@@ -173,7 +137,6 @@ _LOOK_S = 1.0
 _HELLO_S = 10.0
 _BURST = 8  # frames to one rank, then it is the turn of the others
 _CHUNK = 1 << 20
-_MOST_UNHEARD = 256
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _IN_VAIN = 6  # times that data was sent again without an answer, or probes: about 13 s
 

@@ -31,14 +31,12 @@ from holdfast.errors import StorageError
 
 logger = logging.getLogger("holdfast")
 
-SLURM_END = "SLURM_JOB_END_TIME"
-"""The variable that says when the allocation ends, in seconds since the epoch."""
-
+_SLURM_END = "SLURM_JOB_END_TIME"
 _LOOK_S = 1.0
 _SAME_S = 5.0  # agent and scheduler may both tell of one stop
-_SPARE_S = 10.0
-_UNMEASURED_S = 60.0
-_NEVER_CAUGHT = ("SIGKILL", "SIGSTOP")
+_SPARE_S, _UNMEASURED_S = 10.0, 60.0
+_SIGNALS = ("SIGTERM", "SIGUSR1")
+_CAUGHT = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
 _Handler = Callable[[int, FrameType | None], object] | int
 
 
@@ -57,18 +55,16 @@ class StopOn:
             far, and ten seconds.
     """
 
-    signals: Sequence[str] = ("SIGTERM", "SIGUSR1")
+    signals: Sequence[str] = _SIGNALS
     file: str | os.PathLike[str] | None = None
     end: datetime | float | None = None
     margin_s: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in [self.signals] if isinstance(self.signals, str) else self.signals:
-            if isinstance(self.signals, str) or name not in signal.Signals.__members__ or name in _NEVER_CAUGHT:
-                raise ValueError(f"signals are names of signals that can be caught, as ('SIGTERM',), not {name!r}")
-        if isinstance(self.end, datetime) and self.end.tzinfo is None:
-            raise ValueError(f"end needs a time zone, as datetime.now(timezone.utc) has one, and {self.end} has none")
-        if self.end is not None and not isinstance(self.end, datetime) and not _is_number(self.end):
+        if isinstance(self.signals, str) or not set(self.signals) <= _CAUGHT:
+            raise ValueError(f"signals are names of signals that can be caught, as ('SIGTERM',), not {self.signals!r}")
+        is_time = self.end.tzinfo is not None if isinstance(self.end, datetime) else _is_number(self.end)
+        if self.end is not None and not is_time:
             raise ValueError(f"end is a datetime with a time zone, or seconds since the epoch, not {self.end!r}")
         if self.margin_s != "auto" and not (_is_number(self.margin_s) and self.margin_s >= 0):
             raise ValueError(f"margin_s is a number of seconds or 'auto', not {self.margin_s!r}")
@@ -78,10 +74,10 @@ class StopOn:
         """When the allocation ends, in seconds since the epoch; None where nobody says."""
         if self.end is not None:
             return self.end.timestamp() if isinstance(self.end, datetime) else self.end
-        said = os.environ.get(SLURM_END)
+        said = os.environ.get(_SLURM_END)
         with contextlib.suppress(ValueError):
-            return None if not said else float(said)
-        logger.warning("%s is %r, which is no time; the end of the allocation is not known", SLURM_END, said)
+            return float(said) if said else None
+        logger.warning("%s is %r, which is no time; the end of the allocation is not known", _SLURM_END, said)
         return None
 
 
@@ -92,16 +88,11 @@ class StopWatch:
     """
 
     def __init__(self, stop: StopOn, agreement: Agreement, clock: Clock = time.time) -> None:
-        self._agreement = agreement
-        self._clock = clock
-        self._margin_s = stop.margin_s
+        self._agreement, self._clock, self._margin_s = agreement, clock, stop.margin_s
         self._step_s = self._durable_s = 0.0
-        self._reason = ""
-        self._is_over = False
-        self._process = os.getpid()
+        self._reason, self._is_over, self._process = "", False, os.getpid()
         self._wishes: SimpleQueue[str] = SimpleQueue()
-        self._before: dict[int, _Handler] = {}
-        self._first_at: dict[int, float] = {}
+        self._before, self._first_at = dict[int, _Handler](), dict[int, float]()
         self._end_s = stop.end_s if agreement.is_coordinator else None
         self._file = os.path.abspath(stop.file) if agreement.is_coordinator and stop.file is not None else None
         self._old_file = self._file_now()
@@ -117,24 +108,21 @@ class StopWatch:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank was asked to stop, or has heard that another one was."""
-        return bool(self._reason) or "stop" in self._agreement.reasons
+        return bool(self.reason)
 
     @property
     def reason(self) -> str:
+        """Why this rank was asked to stop, or has heard that another one was; empty where nobody was."""
         return self._agreement.reasons.get("stop", self._reason)
 
     @property
     def margin_s(self) -> float:
-        """How long before its end a run stops."""
-        if self._margin_s != "auto":
-            return self._margin_s
-        return 2 * (self._step_s + (self._durable_s or _UNMEASURED_S)) + _SPARE_S
+        measured_s = self._step_s + (self._durable_s or _UNMEASURED_S)
+        return 2 * measured_s + _SPARE_S if self._margin_s == "auto" else self._margin_s
 
     def measured(self, *, step_s: float = 0.0, durable_s: float = 0.0) -> None:
         """Take into account how long a step took, or a save until it was durable."""
-        self._step_s = max(self._step_s, step_s)
-        self._durable_s = max(self._durable_s, durable_s)
+        self._step_s, self._durable_s = max(self._step_s, step_s), max(self._durable_s, durable_s)
 
     def close(self, error: BaseException | None = None) -> None:
         """Put the handlers back; ``error`` is what has ended the run, if something has."""
@@ -142,22 +130,17 @@ class StopWatch:
         self._wishes.put("")
         self._put_back()
         if error is not None and self.requested and "DataLoader worker" in str(error):
-            logger.error(
-                "a DataLoader worker died while the run was asked to stop (%s), and ended it; signals reach workers "
-                "too: pass worker_init_fn=holdfast.ignore_stop_signals",
-                self.reason,
-            )
+            said = "a DataLoader worker died while the run was asked to stop (%s), and the run with it"
+            logger.error(f"{said}; pass worker_init_fn=holdfast.ignore_stop_signals", self.reason)
 
     def forget_parent(self) -> None:
-        """Let signals have their old effect in the child: it takes no part in the run."""
         self._is_over = True
         self._put_back()
 
     def _handle_signals(self, numbers: Sequence[signal.Signals]) -> None:
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "signals are handled in the main thread: make the CheckpointManager there, or pass "
-                "stop=StopOn(signals=())"
+                "signals need the main thread: make the CheckpointManager there, or with StopOn(signals=())"
             )
         for number in numbers:
             self._before[number] = signal.getsignal(number) or signal.SIG_DFL
@@ -173,13 +156,11 @@ class StopWatch:
         """Note the signal, on the main thread, between any two steps of it: so this takes no lock, and logs nothing."""
         before, now = self._before[number], time.monotonic()
         is_ours = not self._is_over and os.getpid() == self._process
-        is_ours = is_ours and now - self._first_at.setdefault(number, now) < _SAME_S
-        if is_ours:
+        if is_ours := is_ours and now - self._first_at.setdefault(number, now) < _SAME_S:
             self._reason = self._reason or f"{signal.Signals(number).name} to rank {self._agreement.job_rank}"
             self._wishes.put(self._reason)
-        if callable(before):
-            if not is_ours or before is not signal.default_int_handler:
-                before(number, frame)
+        if callable(before) and not (is_ours and before is signal.default_int_handler):
+            before(number, frame)
         elif not is_ours and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -190,13 +171,12 @@ class StopWatch:
         while not self._is_over:
             with contextlib.suppress(Empty):
                 self._wishes.get(timeout=_LOOK_S if is_looking or self._reason else None)
-            if not self._reason and is_looking:
-                self._reason = self._seen()
+            if is_looking and not self._reason and (seen := self._seen()):
+                self._reason = seen
             if self._reason and not self._is_over:
                 self._agreement.request("stop", self._reason)
 
     def _seen(self) -> str:
-        """What there is to see that asks to stop."""
         if self._end_s is not None and self._clock() >= self._end_s - self.margin_s:
             return f"the allocation ends at {datetime.fromtimestamp(self._end_s).astimezone():%Y-%m-%d %H:%M:%S %z}"
         if self._file is not None and self._file_now() not in (None, self._old_file):
@@ -205,32 +185,30 @@ class StopWatch:
 
     def _file_now(self) -> tuple[int, int] | None:
         """What tells one making of the file from the next; None where there is none to be seen."""
+        status = None
         with contextlib.suppress(StorageError):
             status = posix.file_status(self._file) if self._file is not None else None
-            return None if status is None else (status.st_ino, status.st_mtime_ns)
-        return None
+        return None if status is None else (status.st_ino, status.st_mtime_ns)
 
 
-def ignore_stop_signals(worker: int = 0, *, signals: Sequence[str] = StopOn().signals) -> None:
+def ignore_stop_signals(worker: int = 0, *, signals: Sequence[str] = _SIGNALS) -> None:
     """Have this process, a loader's worker, ignore ``signals``: its rank is told of them and ends it in time.
 
     For ``DataLoader(worker_init_fn=holdfast.ignore_stop_signals)``. SIGTERM of the process that started it still ends
     it. Processes that it starts itself are born with these signals blocked.
     """
-    numbers = {signal.Signals[name] for name in signals}
+    numbers, parent = {signal.Signals[name] for name in signals}, os.getppid()
+
+    def wait() -> None:
+        while True:
+            said = signal.sigwaitinfo(numbers)
+            if said.si_signo == signal.SIGTERM and said.si_pid == parent:
+                os._exit(0)
+
     for number in numbers:
         signal.signal(number, lambda number, frame: None)  # for threads that are there already
-    # Blocked, one waits for them: only so does it learn whose they are.
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    start_thread(threading.Thread(target=_heed_parent, args=(numbers,), name="holdfast-signals", daemon=True))
-
-
-def _heed_parent(numbers: set[signal.Signals]) -> None:
-    parent = os.getppid()
-    while True:
-        said = signal.sigwaitinfo(numbers)
-        if said.si_signo == signal.SIGTERM and said.si_pid == parent:
-            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # whoever waits for one learns who has sent it
+    start_thread(threading.Thread(target=wait, name="holdfast-signals", daemon=True))
 
 
 def _is_number(value: object) -> bool:

@@ -20,7 +20,7 @@ from thread_ranks import channels
 from holdfast._ranks.agreement import AGREEING, Agreement
 from holdfast._ranks.channel import Channel
 from holdfast._ranks.channel_ranks import ChannelRanks
-from holdfast._ranks.connections import Notices
+from holdfast._ranks.connections import Kind, Message
 from holdfast._ranks.ranks import Ranks
 from holdfast._values.deadline import Patience
 from holdfast.errors import RankLostError
@@ -100,7 +100,7 @@ class Blocked(Exception):
 
 class Stepwise(Agreement):
     def _settle(self) -> None:
-        if self.is_waiting:
+        if self._deciding is not None:
             raise Blocked
         super()._settle()
 
@@ -113,12 +113,14 @@ class Wires(Channel):
         self.others = [other for other in range(world) if other != rank]
         self.coordinator, self.is_coordinator = coordinator, rank == coordinator
         self.lock, self.gone, self.kept, self.calls = threading.RLock(), set(), {}, itertools.count()
-        self.notices = Notices()
         self.posted = posted
+
+    def listen(self, topic: str, listener: Agreement) -> None:
+        return None
 
     def notify(self, to: Collection[int], topic: str, payload: bytes) -> None:
         for rank in to:
-            self.posted[self.rank, rank].append((topic, payload))
+            self.posted[self.rank, rank].append(Message(guest=self.rank, serial=0, kind=Kind.NOTICE, payload=payload))
 
     def see_sent(self, ranks: Collection[int], limit_s: float) -> None:
         return None
@@ -156,7 +158,7 @@ class Rank:
 
     @property
     def furthest(self) -> int:
-        return self.agreement._place.step
+        return self.agreement._here[0]
 
 
 class World:
@@ -179,20 +181,21 @@ class World:
         """Everything that may happen next."""
         alive = [rank for number, rank in enumerate(self.ranks) if number not in self.dead]
         waiting = [pair for pair, messages in self.posted.items() if messages and self.dead.isdisjoint(pair)]
-        ready = [rank for rank in alive if not rank.is_over and not (rank.is_blocked and rank.agreement.is_waiting)]
+        ready = [
+            rank
+            for rank in alive
+            if not rank.is_over and not (rank.is_blocked and rank.agreement._deciding is not None)
+        ]
         return [*(rank.move for rank in ready), *(lambda pair=pair: self.deliver(*pair) for pair in waiting)]
 
     def deliver(self, sender: int, receiver: int) -> None:
-        topic, payload = self.posted[sender, receiver].popleft()
-        channel = self.ranks[receiver].channel
-        with channel.lock:
-            channel.notices.deliver(topic, sender, payload)
+        self.ranks[receiver].agreement.hear(self.posted[sender, receiver].popleft())
 
     def kill(self, number: int) -> None:
         self.dead.add(number)
         for rank in self.ranks if number == self.coordinator else [self.ranks[self.coordinator]]:
             rank.channel.gone.add(number)
-            rank.agreement.disconnected(number)
+            rank.agreement.lose(number)
 
     def run(self, events: Sequence[Callable[[], None]]) -> None:
         """Let everything happen, with ``events`` in between, until nothing is left to happen."""
@@ -277,7 +280,7 @@ class Job:
         return None
 
 
-def until(happened: Callable[[], bool]) -> None:
+def until(happened: Callable[[], object]) -> None:
     while not happened():
         time.sleep(0.001)
 
@@ -324,7 +327,7 @@ def test_a_rank_that_is_gone_is_named_on_all_that_wait() -> None:
         job.agreements[1].request("stop", "told so")
         waiting = [job.agreements[rank] for rank in (0, 1)]
         with ThreadPoolExecutor(2) as threads:
-            until(lambda: all(agreement.is_waiting for agreement in waiting))
+            until(lambda: all(agreement._deciding for agreement in waiting))
             errors = [threads.submit(agreement.begin_step, 5) for agreement in waiting]
             job.channels[0]._connections._peers[2].socket.shutdown(2)
             for error in errors:
@@ -343,7 +346,7 @@ def test_a_coordinator_that_is_gone_is_named() -> None:
     until(lambda: job.agreements[1].begin_step(next(steps)) == {"stop"})
     lost = Job(2)
     with deaf(lost.channels[0]):
-        lost.agreements[1].hear(0, b"\x81\xa4kind\xa3ask")
+        lost.agreements[1].hear(Message(guest=1, serial=0, kind=Kind.NOTICE, payload=b"\x81\xa4kind\xa3ask"))
         lost.channels[0]._connections._peers[1].socket.shutdown(2)
         with pytest.raises(RankLostError, match="rank 0 is gone"):
             lost.agreements[1].begin_step(7)
@@ -353,7 +356,7 @@ def test_who_does_not_answer_until_the_deadline_is_named() -> None:
     job = Job(3, SHORT)
     with deaf(job.channels[2]):
         job.agreements[1].request("stop", "told so")
-        until(lambda: job.agreements[1].is_waiting)
+        until(lambda: job.agreements[1]._deciding)
         for rank, named in [(0, 2), (1, 0)]:
             with pytest.raises(RankLostError, match=f"rank {named} has not answered for 0.3 s"):
                 job.agreements[rank].begin_step(5)
@@ -377,7 +380,7 @@ def test_a_coordinator_that_is_through_decides_nothing_more() -> None:
     job = Job(3)
     with deaf(job.channels[2]):
         job.agreements[1].request("stop", "told so")
-        until(lambda: job.agreements[1].is_waiting)
+        until(lambda: job.agreements[1]._deciding)
         job.agreements[0].close()
         assert job.agreements[1].begin_step(5) == frozenset()
     assert job.agreements[2].begin_step(5) == frozenset()
@@ -395,7 +398,7 @@ def test_what_is_said_before_a_rank_listens_waits_for_it() -> None:
         everyone = list(threads.map(meet, range(2)))
     first = Agreement(everyone[0], "topic")
     first.request("stop", "told so")
-    until(lambda: bool(ends[1].notices._unheard))
+    until(lambda: ends[1]._unheard)
     second = Agreement(everyone[1], "topic")
     assert first.begin_step(0) == second.begin_step(0) == {"stop"}
     assert second.reasons == {"stop": "told so"}

@@ -256,7 +256,8 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_a_coordinator_that_never_comes_is_named() -> None:
-    ranks = Job(2).ranks(1, patience=QUICK)
+    job = Job(2)
+    ranks = job.ranks(1, patience=QUICK)
     with pytest.raises(RankLostError, match="rank 0 did not come to 'planning' within 4 s"), ranks:
         ranks.all_reduce("planning", lambda: 1, sum)
 
@@ -283,7 +284,8 @@ def test_a_rank_that_leaves_early_is_named_at_once() -> None:
 
 
 def test_a_coordinator_that_left_after_its_answer_is_not_lost() -> None:
-    ranks = Job(2).ranks(1)
+    job = Job(2)
+    ranks = job.ranks(1)
     with ranks:
         told = {"guest": 1, "call": ranks.call, "serial": 0}
         for kind, step in ((Kind.WHOLE, 1), (Kind.LEFT, 0)):

@@ -198,9 +198,7 @@ def test_only_the_main_thread_can_handle_signals() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(300)
-    assert str(raised[0]) == (
-        "signals are handled in the main thread: make the CheckpointManager there, or pass stop=StopOn(signals=())"
-    )
+    assert "make the CheckpointManager there, or with StopOn(signals=())" in str(raised[0])
     assert [signal.getsignal(number) for number in (TERM, USR1)] == before
 
 
@@ -331,8 +329,8 @@ def test_a_loader_worker_that_died_of_the_stop_is_explained(
     [
         ({"signals": "SIGTERM"}, "as ('SIGTERM',), not 'SIGTERM'"),
         ({"signals": ("SIGKILL",)}, "can be caught"),
-        ({"signals": (15,)}, "not 15"),
-        ({"end": datetime(2030, 1, 1)}, "end needs a time zone"),
+        ({"signals": (15,)}, "not (15,)"),
+        ({"end": datetime(2030, 1, 1)}, "end is a datetime with a time zone, or seconds since the epoch, not"),
         ({"end": "tomorrow"}, "seconds since the epoch, not 'tomorrow'"),
         ({"end": float("nan")}, "not nan"),
         ({"margin_s": -1}, "margin_s is a number of seconds or 'auto', not -1"),
