@@ -240,6 +240,29 @@ def test_nobody_waits_for_a_rank_that_died(chance: random.Random) -> None:
     assert all(rank.is_over for number, rank in enumerate(world.ranks) if number not in world.dead)
 
 
+def test_an_answer_that_comes_too_late_is_none_to_the_next_question() -> None:
+    posted: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
+    ranks = [Rank(Wires(rank, 3, posted, 0), range(10), ()) for rank in range(3)]
+
+    def deliver(sender: int, receiver: int, times: int = 1) -> None:
+        for _ in range(times):
+            ranks[receiver].agreement.hear(posted[sender, receiver].popleft())
+
+    ranks[0].agreement.request("stop", "s")
+    deliver(0, 1)  # its answer is long on its way
+    ranks[0].agreement.lose(2)
+    deliver(0, 1)
+    with pytest.raises(RankLostError):
+        ranks[1].agreement.begin_step(4)
+    ranks[0].agreement.request("stop", "s")  # rank 2 is connected again
+    deliver(0, 1)
+    deliver(0, 2, times=3)
+    deliver(2, 0, times=2)
+    deliver(1, 0, times=2)
+    deliver(0, 1)
+    assert ranks[1].agreement._decided == {("stop", 5)}
+
+
 # --- real channels ----------------------------------------------------------------------------------------------------
 
 
