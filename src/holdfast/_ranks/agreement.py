@@ -127,8 +127,8 @@ class Agreement:
         if self._is_over:
             pass
         elif word.kind == "ask":
-            self.reasons = {**self.reasons, **word.what}
             self._deciding = Event()
+            self.reasons = {**self.reasons, **word.what}
             step, is_open = self._here
             self._say(_Word(kind="answer", number=word.number, step=step, is_open=is_open))
         elif not self.is_coordinator:
@@ -177,8 +177,8 @@ class Agreement:
     def _take(self, word: _Word) -> None:
         """Take a decision, or the end."""
         if word.lost is None:
-            self.reasons = {**self.reasons, **word.what}
             self._decided.update((what, word.step) for what in word.what)
+            self.reasons = {**self.reasons, **word.what}
         self._lost, self._is_over = word.lost, word.kind == "leave"
         deciding, self._deciding = self._deciding, None
         if deciding is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -102,16 +103,17 @@ class CheckpointManager(Steps):
             process_group, no_dist=False, call="CheckpointManager", place=root, deadline_s=options.deadline_s
         )
 
-        def begin(sayings: list[str]) -> None:
+        def begin(sayings: list[str]) -> str:
             agreed("arguments of CheckpointManager", dict(zip(ranks.job_ranks, sayings, strict=True)))
             self._ending.callback(lock_run(self).discard)
             remove_leftovers(self)
+            return secrets.token_hex(8)
 
         try:
             with ranks:
-                ranks.all_reduce("opening the run", lambda: said, begin)
+                topic = ranks.all_reduce("opening the run", lambda: said, begin)
             self._leads = ranks.is_coordinator
-            self._agreement = Agreement(ranks, f"steps of {self.root}")
+            self._agreement = Agreement(ranks, topic)
             self._ending.callback(self._agreement.close)
             self._watch = None if stop is None else StopWatch(stop, self._agreement)
         except BaseException:
@@ -194,9 +196,8 @@ class CheckpointManager(Steps):
         """
         number = step if type(step) is int and step >= 0 else checked_step(step)
         is_due = force or self._every.is_due(number)
-        if number != self._begun:
-            is_due = bool(self._begin_step(number, is_saved=is_due)) or is_due
-        if not is_due or (number == self._saved and not force):
+        asked = frozenset[str]() if number == self._begun else self._begin_step(number, is_saved=is_due)
+        if not (is_due or asked) or (number == self._saved and not force):
             return False
         self._check_open()
         told = {**(user_metadata or {}), "step": number, "metrics": checked_metrics(metrics or {})}
@@ -204,7 +205,7 @@ class CheckpointManager(Steps):
             raise ValueError("the names 'step' and 'metrics' in user_metadata are the manager's; use others")
         self._look_once()
         try:
-            self._finish_before()
+            self._finish_before(waits="stop" in asked)
             self._begin_save(number, state, told, planner)
         except CheckpointError as error:
             self._fail(number, error)
@@ -288,10 +289,10 @@ class CheckpointManager(Steps):
         if self._leads:
             self._retention.begin(step)
 
-    def _finish_before(self) -> None:
+    def _finish_before(self, *, waits: bool) -> None:
         """Look at what became of the save before; where one is to wait for it, once it is over."""
         last = self._under_way
-        if last is not None and (last.handle.done() or self._options.when_busy == "wait"):
+        if last is not None and (waits or last.handle.done() or self._options.when_busy == "wait"):
             try:
                 self._finish()
             except CheckpointError as error:

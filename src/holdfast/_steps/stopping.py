@@ -140,7 +140,7 @@ class StopWatch:
     def _handle_signals(self, numbers: Sequence[signal.Signals]) -> None:
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "signals need the main thread: make the CheckpointManager there, or with StopOn(signals=())"
+                "signals are handled in the main thread: make the CheckpointManager there, or with StopOn(signals=())"
             )
         for number in numbers:
             self._before[number] = signal.getsignal(number) or signal.SIG_DFL

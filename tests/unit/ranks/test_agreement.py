@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import random
@@ -384,6 +385,16 @@ def test_who_does_not_answer_until_the_deadline_is_named() -> None:
             with pytest.raises(RankLostError, match=f"rank {named} has not answered for 0.3 s"):
                 job.agreements[rank].begin_step(5)
     assert len(set(job.each(job.train))) == 1  # it answers in the end
+
+
+def test_an_interrupt_ends_the_wait_and_no_more() -> None:
+    job = Job(2)
+    with deaf(job.channels[1]):
+        job.agreements[0].request("stop", "told so")
+        with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(1) as threads:  # noqa: PT012
+            threads.submit(_thread.interrupt_main)
+            job.agreements[0].begin_step(3)
+    assert job.agreements[0].begin_step(3) == job.agreements[1].begin_step(3) == {"stop"}
 
 
 def test_ranks_that_are_through_do_not_keep_others_waiting() -> None:

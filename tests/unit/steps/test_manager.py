@@ -576,6 +576,33 @@ def test_a_stop_that_is_asked_for_during_a_step_that_is_saved_ends_there(root: P
     assert numbers(holdfast.Steps(root)) == [1]
 
 
+def test_the_last_save_of_a_stop_waits_for_the_one_before_it(root: Path) -> None:
+    real, may_go_on = os.fsync, threading.Event()
+
+    def slow(descriptor: int) -> None:
+        assert may_go_on.wait(60)
+        real(descriptor)
+
+    options = holdfast.SaveOptions(when_busy="raise")
+    with manager(root, stop=holdfast.StopOn(), options=options) as checkpoints, mock.patch("os.fsync", slow):
+        checkpoints.save(1, state(1))
+        assert not checkpoints.should_stop(1)
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: "stop" in checkpoints._agreement.reasons)
+        assert checkpoints._under_way is not None
+        handle = checkpoints._under_way.handle
+        awaited = handle.exception
+
+        def wait() -> BaseException | None:
+            may_go_on.set()
+            return awaited()
+
+        with mock.patch.object(handle, "exception", wait):
+            checkpoints.save(2, state(2))
+        assert checkpoints.should_stop(2)
+    assert numbers(holdfast.Steps(root)) == [1, 2]
+
+
 def test_a_stop_leaves_what_is_yet_to_be_deleted_to_the_next_run(root: Path) -> None:
     with manager(root) as checkpoints:
         for step in (1, 2, 3):
