@@ -15,7 +15,7 @@ import pytest
 
 from torture.crew import Crew
 from torture.part import Options, PartResult
-from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short, steps
+from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short, steps, stops
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux"),
@@ -76,6 +76,12 @@ def test_steps_of_one_run_in_eight_processes(crew: Crew, tmp_path: Path) -> None
     assert result.counts["deletions"] > 0
     assert result.counts["steps held"] > 0
     assert result.counts["loads of the latest"] > 0
+
+
+def test_stops_under_torchrun(crew: Crew, tmp_path: Path) -> None:
+    result = sample(stops, crew, tmp_path)
+    assert result.injected == 6
+    assert result.counts["started by the command line"] == 1
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="older interpreters look for signals elsewhere")
