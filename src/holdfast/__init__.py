@@ -32,7 +32,7 @@ from holdfast.errors import (
 )
 
 if _typing.TYPE_CHECKING:
-    from holdfast import api, cli, format_utils, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
+    from holdfast import api, cli, events, format_utils, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
     from holdfast._async_saver import (
         AsyncCheckpointerType,
         AsyncSave,
@@ -57,6 +57,7 @@ if _typing.TYPE_CHECKING:
     from holdfast._steps.resuming import Resumed
     from holdfast._steps.stopping import StopOn, ignore_stop_signals
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+    from holdfast.events import SaveReport
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
     from holdfast.interop import Conversion, convert
     from holdfast.metadata import (
@@ -143,6 +144,7 @@ __all__ = [
     "SaveOptions",
     "SavePlan",
     "SavePlanner",
+    "SaveReport",
     "SerializationFormat",
     "StagingOptions",
     "Stateful",
@@ -205,6 +207,7 @@ _LATER = {
         "_steps.resuming": "Resumed",
         "_steps.stopping": "StopOn ignore_stop_signals",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
+        "events": "SaveReport",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
         "interop": "Conversion convert",
         "metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
@@ -221,9 +224,9 @@ _LATER = {
     for name in names.split()
 }
 _MODULES = (
-    *("api", "cli", "default_planner", "errors", "filesystem", "format_utils", "interop", "logger", "metadata"),
-    *("optimizer", "planner", "planner_helpers", "resharding", "staging", "state_dict", "state_dict_loader"),
-    *("state_dict_saver", "stateful", "storage", "utils"),
+    *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "interop", "logger"),
+    *("metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging", "state_dict"),
+    *("state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
 )
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from holdfast import events
 from holdfast._background import BackgroundSave, BackgroundThread
 from holdfast._io import slabs
 from holdfast._native.writer import NativeWriter
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, participants
 from holdfast._saver import SaveOptions, Saving, planner_for, writer_for
 from holdfast._staging.copies import Staging, trained_keys
-from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse, TerminalProgress
+from holdfast._staging.one_at_a_time import TURNS, AsyncSave, AsyncSaveResponse
 from holdfast._torch_classes.adapt import id_and_storage
 from holdfast.default_planner import DefaultSavePlanner
+from holdfast.events.progress import Shown, followed
 from holdfast.planner import SavePlanner
 from holdfast.staging import AsyncStager
 from holdfast.storage import StorageWriter
@@ -80,28 +85,40 @@ def async_save(
         CheckpointError: the last save failed, and you did not ask its handle; or as for ``save``. ``result`` of the
             handle raises what fails later.
     """
-    handle = AsyncSave()
+    handle, begun = AsyncSave(), time.monotonic()
     ranks = participants(
         process_group, no_dist=no_dist, call="async_save", place=checkpoint_id, deadline_s=options.deadline_s
     )
     background = BackgroundThread(handle, ranks)
-    with background, background:
+    with background, background, contextlib.ExitStack() as stack:
         background.begin()
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
-        handle._on_progress = TerminalProgress(checkpoint_id) if options.progress == "terminal" else options.progress
+        handle._on_progress = options.progress if callable(options.progress) else None
+        if options.progress is True:
+            look = partial(_look, ranks, handle)
+            handle._on_progress = stack.enter_context(followed(True, checkpoint_id, look, ranks.is_coordinator))
         kept = copy.deepcopy(user_metadata)
         writer = writer_for(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=options.allow_pickle, user_metadata=kept
         )
         those = ranks if use_collectives else Ranks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         saving = Saving(writer, planner or planner_for(options.replica_check), those, use_collectives=use_collectives)
+        saving.begun, saving.handle = begun, handle
+        if events.subscriptions:
+            background.operation = stack.enter_context(saving.tell_as("async_save"))
         in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
         trained = _trained(options, saving.planner, state_dict)
         save = BackgroundSave(saving, handle, options, in_process=in_process, trained=trained)
         if async_stager is None and isinstance(writer, AsyncStager):
             async_stager = writer
         background.run(save, state_dict, async_stager)
+        saving.blocked_s = time.monotonic() - begun
+        stack.pop_all()  # bar and operation go on
     return handle
+
+
+def _look(ranks: Ranks, handle: AsyncSave) -> Shown:
+    return ranks.overview()._replace(phase=handle.phase)
 
 
 def _trained(options: SaveOptions, planner: SavePlanner, state: Mapping[Any, Any]) -> Callable[[], Collection[str]]:

@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +22,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from holdfast import events
 from holdfast._io.mapping import ImageFiles
 from holdfast._io.slabs import SLAB_BYTES
 from holdfast._native.file_layout import Copy, StagedFiles
@@ -29,17 +31,16 @@ from holdfast._native.writer import ImageOutput
 from holdfast._process import CollectorPause, start_thread
 from holdfast._ranks.ranks import Ranks
 from holdfast._saver import SaveOptions, Saving
-from holdfast._staging.copies import Changes, Fingerprints, Staging
+from holdfast._staging.copies import Changes, CopiedPlanner, Fingerprints, Staging
 from holdfast._staging.memory import CUDA, Region
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
 from holdfast._staging.process import ProcessOutput
 from holdfast._state.stateful_values import expose
 from holdfast._state.tensor_bytes import source_of
 from holdfast._values.deadline import Progress
-from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
-from holdfast.planner import SavePlan, SavePlanner, WriteItem, write_columns
+from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.staging import AsyncStager, aligned
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -87,6 +88,7 @@ class BackgroundSave:
         self.in_process = in_process and not interpreter_ends()
         self._handle = handle
         self._trained = trained
+        self._staging_since = 0.0
         self.written = saving.writer.progress = Progress(partial(_go_on, saving.check, handle, options))
 
     def begin(self, state: State, stager: AsyncStager | None) -> Begun:
@@ -98,6 +100,7 @@ class BackgroundSave:
         """Plan, give everything its place, and copy what the way of staging does not leave for later."""
         saving = self.saving
         plan = saving.plan(state, before=self._take_turn)
+        self._staging_since = time.monotonic()
         snapshot = saving.prepare("laying out the state", lambda: self._lay_out(saving.planner.finish_plan(plan)))
         return saving.prepare("staging the state", lambda: self._stage(snapshot))
 
@@ -109,12 +112,13 @@ class BackgroundSave:
 
         def begin() -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
             self._take_turn()
+            self._staging_since = time.monotonic()
             handle._enter("staging")
             staged = stager.stage(expose(state, saving.owners, apart=saving.writer.keeps_empty_dicts))
             if isinstance(staged, Future):
                 handle._guard_with(lambda: concurrent.futures.wait([staged]))
             else:
-                handle._enter("staged")
+                self._enter_staged()
             return staged
 
         def end() -> STATE_DICT_TYPE:
@@ -138,6 +142,16 @@ class BackgroundSave:
     def end_copying(self) -> None:
         """Say that the state may be changed; raises if the caller was interrupted and may have done so too early."""
         self.written.check()
+        self._enter_staged()
+
+    def _enter_staged(self) -> None:
+        """Say that the snapshot is complete; a second time is as good as none."""
+        saving = self.saving
+        if not saving.stage_s:
+            saving.staged_at = time.monotonic()
+            saving.stage_s = saving.staged_at - self._staging_since
+            if saving.operation is not None:
+                saving.operation.tell("staged", seconds=saving.stage_s, nbytes=self._handle.bytes_total)
         self._handle._enter("staged")
 
     def _take_turn(self) -> None:
@@ -170,7 +184,7 @@ class BackgroundSave:
         staging.begin()
         handle._guard_with(staging.fence)
         if staging.is_done:
-            handle._enter("staged")
+            self._enter_staged()
 
         def finish_and_write() -> Results:
             staging.finish()
@@ -295,7 +309,7 @@ class _Items:
 
     def writing_from(self, region: Region) -> Callable[[], Results]:
         """What writes the snapshot, once ``region`` holds it."""
-        planner = _CopiedPlanner(self._plan, [_kept(*each, region) for each in self._data])
+        planner = CopiedPlanner(self._plan, self._data, region)
         return lambda: self._save.saving.writer.write_data(self._plan, planner).wait()
 
     def stream(self, max_bytes: int) -> Results:
@@ -309,28 +323,6 @@ class _Items:
     def forget_sources(self) -> None:
         self._data.clear()
         self.copies.clear()
-
-
-def _kept(data: torch.Tensor | io.BytesIO, at: int, region: Region) -> torch.Tensor | io.BytesIO:
-    """What the storage gets: a tensor in ``region``, or the bytes as they are now."""
-    if not isinstance(data, torch.Tensor):
-        return io.BytesIO(data.getvalue())
-    return data.detach().cpu().clone() if data.is_quantized else region.tensor_at(at, data.dtype, data.shape)
-
-
-class _CopiedPlanner(DefaultSavePlanner):
-    """Gives a storage what the planner of the save gave when ``async_save`` was called."""
-
-    def __init__(self, plan: SavePlan, data: list[torch.Tensor | io.BytesIO]) -> None:
-        super().__init__()
-        columns = write_columns(plan.items)
-        self._data = {columns.item(row).index: each for row, each in enumerate(data)}
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = self._data[write_item.index]
-        if isinstance(data, io.BytesIO):
-            data.seek(0)
-        return data
 
 
 class BackgroundThread:
@@ -347,6 +339,7 @@ class BackgroundThread:
         self._to_do: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._given: list[None] = []
         self.writer: StorageWriter | None = None
+        self.operation: events.Operation | None = None
 
     def __enter__(self) -> None:
         return None
@@ -367,8 +360,9 @@ class BackgroundThread:
     def run(self, save: BackgroundSave, state: State, stager: AsyncStager | None) -> None:
         """Begin ``save`` here and have the thread do the rest; returns when the caller may go on."""
         self.writer = writer = save.saving.writer
-        prepared = save.saving.prepared
-        self._ranks.follow(lambda: TURNS.bytes_done + prepared.done, lambda: writer.file_at_work)
+        prepared, handle = save.saving.prepared, self._handle
+        count = lambda: TURNS.bytes_done + prepared.done  # noqa: E731 - one of three
+        self._ranks.follow(count, lambda: writer.file_at_work, lambda: handle.bytes_total)
         begun = save.begin(state, stager)
         is_apart = save.saving.ranks is not self._ranks
         self.start(partial(_run_apart, self._ranks, begun.run) if is_apart else begun.run)
@@ -409,6 +403,8 @@ class BackgroundThread:
         handle = self._handle
         try:
             with contextlib.ExitStack() as stack, handle._working():
+                if self.operation is not None:
+                    stack.enter_context(self.operation)
                 stack.callback(self._forget_progress)
                 stack.push(self._ranks)  # which the caller has entered
                 stack.push(lambda kind, error, trace: None if error is None else self._abandon())

@@ -6,27 +6,31 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from types import EllipsisType
 from typing import Any, get_args
 
 import numpy as np
 import torch
 
+from holdfast import events
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
 from holdfast._ranks.ranks import Ranks
+from holdfast._state.tensor_bytes import Buffer, DistantSource, Source, source_of
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torch_classes.adapt import metadata_of_rank
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
-from holdfast._values.box import Box, whole
+from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
+from holdfast.events.progress import OnBytes, following_bytes
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorStorageMetadata
 from holdfast.planner import LoadPlan
 from holdfast.planner_helpers import ReadRows, check_tiling
@@ -94,7 +98,7 @@ def metadata_on_all(reader: StorageReader, ranks: Ranks, share: str) -> tuple[Me
     """
     reader.own_rank = ranks.rank
     reader.progress = progress = Progress(ranks.check)
-    ranks.follow(lambda: progress.done, lambda: reader.file_at_work)
+    ranks.follow(lambda: progress.done, lambda: reader.file_at_work, lambda: progress.total)
     if share != "off" and ranks.size > 1:
         metadata = reader.read_metadata_once(ranks, between_hosts=share == "job")
         if metadata is not None:
@@ -152,6 +156,47 @@ class StoredTensor:
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.key!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+class StoredSource(DistantSource):
+    """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
+
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: Progress) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._lock = lock
+        self._progress = progress
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        dtype = self._stored.dtype
+        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
+            nbytes = box.volume * dtype.itemsize
+            # One at a time, because each has buffers of its own; it is read by several threads anyway.
+            with self._lock:
+                if at % dtype.itemsize:
+                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
+                else:
+                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
+            at += nbytes
+        self._progress.moved(stop - start)
+
+
+class QuantizedSource:
+    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
+
+    def __init__(self, stored: StoredTensor, progress: Progress) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._progress = progress
+        self._whole: Source | None = None
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        if self._whole is None:
+            self._whole = source_of(self._stored[...])
+        self._whole.copy_out(start, stop, buffer, at)
+        if stop == self.nbytes:
+            self._whole = None
+        self._progress.moved(stop - start)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -271,7 +316,7 @@ def verify(
     *,
     level: Level = "digests",
     sample: float = 1.0,
-    on_progress: Callable[[int, int], None] | None = None,
+    progress: bool | OnBytes = False,
 ) -> VerifyReport:
     """Check every byte of the checkpoint at ``path``, and report all damage; nothing is changed or decoded.
 
@@ -282,7 +327,8 @@ def verify(
         level: "sizes" checks that each file exists and has its size; "coverage" also reads the index, and checks that
             the chunks cover every tensor and every file; "digests" reads everything.
         sample: the part of the data that "digests" reads, chosen at random each time.
-        on_progress: called with the bytes done and the bytes in all, from any thread.
+        progress: True for a bar on the terminal; a function is called with the bytes done and the bytes in all, from
+            any thread.
 
     Raises:
         NotFoundError: there is no checkpoint.
@@ -293,12 +339,18 @@ def verify(
         raise ValueError("verify reads only local files; copy the checkpoint from its URL to a directory first")
     if sample < 1 and level != "digests":
         raise ValueError("only level 'digests' reads a sample; leave out the level")
-    if not is_torch_format(path):
-        with Door():
-            return verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
-    if level not in get_args(Level) or sample != 1:
+    is_torchs = is_torch_format(path)
+    if is_torchs and (level not in get_args(Level) or sample != 1):
         raise ValueError(f"level must be one of {get_args(Level)}, and torch's own format has no sample to choose")
-    return verify_torch_checkpoint(path, reads_data=level == "digests", on_progress=on_progress)
+    name = f"verifying {os.path.basename(os.fspath(path))}"
+    with Door(), events.Operation("verify", path) as operation, following_bytes(progress, name) as on_progress:
+        if is_torchs:
+            report = verify_torch_checkpoint(path, reads_data=level == "digests", on_progress=on_progress)
+        else:
+            report = verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)
+        damage = f"{len(report.damaged_keys)} keys and {len(report.damaged_files)} files are damaged"
+        operation.tell("verified", nbytes=report.bytes, problem="" if report.ok else damage)
+        return report
 
 
 def _selection(index: tuple[Index, ...], shape: torch.Size, key: str) -> tuple[Box, tuple[int | slice, ...]]:

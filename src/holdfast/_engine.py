@@ -111,6 +111,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         address: np.ndarray | None = None,
     ) -> None:
         self.progress = progress
+        progress.total += int(segments.nbytes.sum())
         self._address = np.zeros(boxes, dtype=np.int64) if address is None else address
         self._open_targets = open_targets
         self._close_target = close_target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
+from holdfast import events
 from holdfast._checkpoint import Door, metadata_on_all, reader_for
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
@@ -25,6 +27,7 @@ from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.key_maps import KeyMap, check_key_map, names_for_target
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
+from holdfast.events.progress import followed
 from holdfast.metadata import Metadata, restorable_paths
 from holdfast.planner import LoadPlan, LoadPlanner, is_overridden, read_columns
 from holdfast.storage import StorageReader
@@ -56,6 +59,8 @@ class LoadOptions:
             prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"} where only
             the stored ones do. Prefixes end at a dot; the longest counts.
         types: dataclasses, named tuples and enums to make instances of, instead of a ``holdfast.Record``.
+        progress: True shows a bar on the terminal of the coordinator: phase, bytes, speed, the slowest rank. A function
+            is called now and then, on every rank, with a value that has ``phase``, ``bytes_done`` and ``bytes_total``.
     """
 
     cast: bool = False
@@ -65,6 +70,7 @@ class LoadOptions:
     share: Literal["host", "job", "off"] = "host"
     key_map: KeyMap | None = None
     types: Iterable[type] = ()
+    progress: bool | Callable[..., object] = False
 
     def __post_init__(self) -> None:
         check_key_map(self.key_map)
@@ -167,7 +173,8 @@ def load(
     ranks = participants(
         process_group, no_dist=no_dist, call="load", place=checkpoint_id, deadline_s=options.deadline_s
     )
-    with Door(), ranks:
+    shown = followed(options.progress, checkpoint_id, ranks.overview, ranks.is_coordinator)
+    with Door(), ranks, shown:
         checkpoint_id, storage_reader = id_and_storage(checkpoint_id, storage_reader, function="load")
         if not isinstance(state_dict, MutableMapping):
             raise InvalidStateError(f"a target is a dict of names to values, not a {type(state_dict).__name__}")
@@ -195,9 +202,10 @@ def read(
     """
     if options.key_map is not None:
         raise ValueError("key_map is for load(state, path), which has a target; read gives what is stored")
-    with Door():
+    ranks = Ranks()
+    with Door(), followed(options.progress, path, ranks.overview, ranks.is_coordinator):
         find_reader = reader_finder(path, None, options)
-        return read_with(find_reader, keys, Ranks(), replace(options, types=(*options.types, *types)))
+        return read_with(find_reader, keys, ranks, replace(options, types=(*options.types, *types)))
 
 
 def reader_finder(
@@ -236,10 +244,13 @@ def load_with(
         ours.owners = Owners(modules=saved.want_nothing, refused=saved.refused, room_for=saved.room_for)
         return expose(state, ours.owners)
 
-    loaded = _load(make_target, find_reader, planner, ranks, share=options.share)
-    report = _report(loaded, planner, time.monotonic() - started)
-    _on_all(ranks, "handing back the state", lambda: _hand_back(state, loaded, planner))
-    return replace(report, per_rank={key: value.outcome for key, value in per_rank.items()}) if per_rank else report
+    def finish(loaded: _Loaded) -> LoadReport:
+        report = _report(loaded, planner, time.monotonic() - started)
+        _on_all(ranks, "handing back the state", lambda: _hand_back(state, loaded, planner))
+        outcomes = {key: value.outcome for key, value in per_rank.items()}
+        return replace(report, per_rank=outcomes) if per_rank else report
+
+    return _load(make_target, find_reader, planner, ranks, finish, share=options.share)
 
 
 def read_with(
@@ -253,11 +264,13 @@ def read_with(
         reader.check_files()  # room for what is not there may be more than there is
         return empty_state(metadata, chosen_keys(metadata, chosen))
 
-    loaded = _load(make_target, find_reader, planner, ranks, is_callers=False)
-    leaves, metadata = loaded.target, loaded.metadata
-    require_gradients(metadata, leaves)
-    containers = metadata.containers if planner.metadata is None else planner.metadata.containers
-    return add_versions(unflatten(leaves, restorable_paths(metadata), containers), metadata.versions)
+    def finish(loaded: _Loaded) -> State:
+        leaves, metadata = loaded.target, loaded.metadata
+        require_gradients(metadata, leaves)
+        containers = metadata.containers if planner.metadata is None else planner.metadata.containers
+        return add_versions(unflatten(leaves, restorable_paths(metadata), containers), metadata.versions)
+
+    return _load(make_target, find_reader, planner, ranks, finish, is_callers=False)
 
 
 _MakeTarget = Callable[[StorageReader, Metadata], State]
@@ -278,26 +291,34 @@ def _load(
     find_reader: FindReader,
     planner: LoadPlanner,
     ranks: Ranks,
+    finish: Callable[[_Loaded], Part],
     *,
     share: str = "host",
     is_callers: bool = True,
-) -> _Loaded:
-    """Read all of the target, which may be the caller's own.
+) -> Part:
+    """Read all of the target, which may be the caller's own; what ``finish`` makes of it.
 
     When the checkpoint is replaced by another one, or deleted, while it is read, all ranks start again together.
     """
     reader: StorageReader | None = None
+    operation: events.Operation | None = None
     is_touched = False
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: _close(reader))
         while True:
             try:
                 reader = _found(find_reader, ranks)
+                told = "load" if is_callers else "read", getattr(reader, "path", "")
+                operation = operation or stack.enter_context(events.Operation(*told))
                 metadata, _ = opened = metadata_on_all(reader, ranks, share)
                 target = ranks.locally("planning the load", partial(make_target, reader, metadata))
                 plan = _plan(reader, planner, ranks, target, opened)
+                meta, operation.step = metadata.storage_meta, metadata.user_metadata.get("step")
+                operation.attempt = (meta and meta.save_id) or ""
                 is_touched = True
                 plan = _on_all(ranks, "reading the checkpoint", partial(_read, reader, planner, plan))
-                return _Loaded(target=target, metadata=metadata, plan=plan, bytes_read=reader.bytes_read)
+                loaded = _Loaded(target=target, metadata=metadata, plan=plan, bytes_read=reader.bytes_read)
+                break
             except (CorruptError, NotFoundError) as error:
                 ranks.again()
                 was_replaced = partial(_was_replaced, reader, find_reader)
@@ -307,8 +328,10 @@ def _load(
                 if is_touched and is_callers:
                     error.args = (f"{error.message}. The contents of the target are undefined now.",)
                 raise
-    finally:
         _close(reader)
+        reader, result = None, finish(loaded)
+        operation.tell("loaded", nbytes=loaded.bytes_read)
+        return result
 
 
 def _on_all(ranks: Ranks, phase: str, local: Callable[[], Part]) -> Part:

@@ -118,7 +118,7 @@ def start_thread(thread: threading.Thread) -> None:
         raise error
 
 
-class Event:
+class Once:
     """Something that happens once."""
 
     def __init__(self) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from holdfast import events
 from holdfast._native.writer import NativeWriter
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, check_deadline, participants
 from holdfast._ranks.rendezvous import mesh_rank
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
-from holdfast._staging.one_at_a_time import TURNS, OnProgress
+from holdfast._staging.one_at_a_time import TURNS, AsyncSave
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._torch_format.writer import FsspecWriter
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
+from holdfast.events.progress import followed
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
@@ -55,6 +59,9 @@ class SaveOptions:
             list of keys or patterns names what may differ; a sample of the rest is compared. Buffers of modules may
             always differ: those of the lowest rank are saved, and ``differing`` of the metadata has their keys.
         deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
+        progress: True shows a bar on the terminal of the coordinator: phase, bytes, speed, the slowest rank. A function
+            is called as the save goes on, on every rank: with the handle of ``async_save``, and for ``save`` with a
+            value that has the same ``phase``, ``bytes_done`` and ``bytes_total``.
 
     Only for ``async_save``:
 
@@ -70,12 +77,12 @@ class SaveOptions:
         prove: compute a fingerprint of every tensor now, on its device, and compare it with what was written.
         warn_unchanged: log a warning if trained tensors did not change since the last save. True checks those for which
             an optimizer has state, a list of keys checks these, False checks none.
-        progress: "terminal" for a progress bar, or a function that is called with the handle after each change.
     """
 
     allow_pickle: bool = False
     replica_check: ReplicaCheck = "sample"
     deadline_s: float = DEADLINE_S
+    progress: bool | Callable[..., object] = False
     stage: Mode = "copy"
     copy_now: Sequence[str] = ()
     max_host_bytes: int | None = None
@@ -83,7 +90,6 @@ class SaveOptions:
     at_exit: Literal["finish", "abandon"] = "finish"
     prove: bool = False
     warn_unchanged: bool | Sequence[str] = True
-    progress: Literal["terminal"] | OnProgress | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -146,7 +152,7 @@ def save(
     ranks = participants(
         process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=options.deadline_s
     )
-    with ranks:
+    with ranks, contextlib.ExitStack() as stack:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
         writer = writer_for(
             checkpoint_id,
@@ -157,6 +163,8 @@ def save(
         )
         if planner is None:
             planner = planner_for(options.replica_check)
+        if options.progress:
+            stack.enter_context(followed(options.progress, checkpoint_id, ranks.overview, ranks.is_coordinator))
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 
@@ -197,7 +205,7 @@ def save_with(
     """Save ``state`` with a storage and a planner, ours or torch's, among ``ranks`` that have been entered."""
     ours = as_writer(writer)
     ours.progress = written = Progress(ranks.check)
-    ranks.follow(lambda: TURNS.bytes_done + written.done, lambda: ours.file_at_work)
+    ranks.follow(lambda: TURNS.bytes_done + written.done, lambda: ours.file_at_work, lambda: written.total)
     if use_collectives:
         return _save(state, Saving(ours, planner, ranks))
     metadata: list[Metadata] = []
@@ -212,13 +220,17 @@ def save_with(
 
 def _save(state: State, saving: Saving) -> Metadata:
     writer, planner = saving.writer, saving.planner
+    if events.subscriptions:
+        saving.tell_as("save")
     try:
         plan = saving.plan(state, before=TURNS.finish)
         metadata = saving.write(lambda: writer.write_data(planner.finish_plan(plan), planner).wait())
         writer.conclude()
         return metadata
-    except BaseException:
+    except BaseException as error:
         writer.abandon()
+        if saving.operation is not None:
+            saving.operation.__exit__(type(error), error, None)
         raise
     finally:
         writer.progress = Progress()  # the storage may live on, and is not to keep the ranks
@@ -231,10 +243,14 @@ def _check(ranks: Ranks, process: int) -> None:
     ranks.check()
 
 
+_Part = tuple[MutableSequence[WriteResult], events.RankTimes]
+
+
 class Saving:
     """One save in the two steps that all ranks take together; what goes wrong in one is raised on every rank.
 
-    Planner and storage may be torch's.
+    Planner and storage may be torch's. ``operation`` is there when somebody listens. A save in the background has a
+    ``handle``, which gets the report; it sets ``blocked_s``, ``stage_s``, and when that was, ``staged_at``.
     """
 
     def __init__(
@@ -246,6 +262,11 @@ class Saving:
         self._use_collectives = use_collectives
         self._planned: PlannedSave | None = None
         self.owners = Owners()
+        self.begun = self._planning_since = time.monotonic()
+        self.plan_s = self.stage_s = self.staged_at = self.blocked_s = 0.0
+        self.operation: events.Operation | None = None
+        self.handle: AsyncSave | None = None
+        self.report: events.SaveReport | None = None
         # Raises what another rank has failed with; any thread. No method: this is not to be kept by its own progress,
         # and the state with it.
         self.check = partial(_check, ranks, os.getpid())
@@ -259,6 +280,10 @@ class Saving:
         job_rank = mesh_rank() if self.ranks.size > 1 else 0
         set_up = partial(self._set_up, state, before)
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=job_rank)
+        self.plan_s = time.monotonic() - self._planning_since - self.ranks.waited_s
+        if self.operation is not None:
+            self.operation.attempt = getattr(self._planned.plan.storage_data, "attempt", "")
+            self.operation.tell("planned", seconds=self.plan_s)
         return self._planned.plan
 
     def prepare(self, phase: str, prepare: Callable[[], Part]) -> Part:
@@ -272,24 +297,56 @@ class Saving:
     def write(self, write: Callable[[], MutableSequence[WriteResult]]) -> Metadata:
         """The metadata of the checkpoint, which is published once ``write`` has returned on every rank."""
         self.check()
+        self.prepared.done = 0  # from here on what is written counts
         planned = self._planned
         assert planned is not None
 
-        def publish(results: list[MutableSequence[WriteResult]]) -> Metadata | Sketch:
+        def publish(parts: list[_Part]) -> Metadata | Sketch:
             assert planned.metadata is not None
+            begun, (results, times) = time.monotonic(), map(list, zip(*parts, strict=True))
             self.writer.finish(planned.metadata, results if planned.outcome is None else planned.with_plans(results))
+            if self.operation is not None or self.handle is not None:
+                now, ranks = time.monotonic(), dict(zip(self.ranks.job_ranks, times, strict=True))
+                self.report = events.save_report(ranks, total_s=now - self.begun, commit_s=now - begun)
             return planned.metadata if planned.known is None else planned.told()
 
-        told = self.ranks.all_reduce("writing the checkpoint", write, publish)
-        describe = partial(planned.metadata_of, told, self.planner) if isinstance(told, Sketch) else lambda: told
-        metadata = self.ranks.locally("describing the checkpoint", describe)
+        told = self.ranks.all_reduce("writing the checkpoint", partial(self._timed, write), publish)
+        if isinstance(told, Sketch):
+            metadata = self.ranks.locally("describing the checkpoint", partial(planned.metadata_of, told, self.planner))
+        else:
+            metadata = told
+        if self.operation is not None:
+            self.operation.tell("published", nbytes=self.writer.progress.done, report=self.report)
+        if self.handle is not None:
+            self.handle.report = self.report
         if metadata.differing and self.ranks.is_coordinator:
             names = ", ".join(list(metadata.differing)[:3])
             logger.info("%d keys differ between ranks; the lowest rank's are saved: %s", len(metadata.differing), names)
         return metadata
 
+    def _timed(self, write: Callable[[], MutableSequence[WriteResult]]) -> _Part:
+        """What this rank has written, and how long its part of the save took."""
+        begun, progress = time.monotonic(), self.writer.progress
+        results = write()
+        now, begun = time.monotonic(), max(begun, self.staged_at)
+        sync_s = min(progress.sync_s, now - begun)
+        if self.operation is not None:
+            self.operation.tell("written", seconds=now - begun, nbytes=progress.done, sync_s=sync_s)
+        phases_s = {"plan": self.plan_s, "stage": self.stage_s, "write": now - begun - sync_s, "sync": sync_s}
+        if self.handle is not None:
+            phases_s["blocked"] = self.blocked_s or now - self.begun
+        return results, (events.HOST, progress.done, phases_s)
+
+    def tell_as(self, name: str) -> events.Operation:
+        """Have listeners told of this save, which is a ``name``."""
+        meta, step = self.writer.storage_meta(), self.writer.user_metadata.get("step")
+        operation = events.Operation(name, meta.checkpoint_id if meta else "", step=step, begun=self.begun)
+        self.operation = operation
+        return operation
+
     def _set_up(self, state: State, before: Callable[[], None]) -> None:
         before()
+        self._planning_since, self.ranks.waited_s = time.monotonic(), 0.0
         writer, planner, ranks = self.writer, self.planner, self.ranks
         if isinstance(planner, DefaultSavePlanner):
             planner.ranks, planner.is_apart = ranks.size, not self._use_collectives

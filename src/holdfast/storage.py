@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Callable, Collection, Mapping, MutableSequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from torch.futures import Future
@@ -61,6 +62,9 @@ class StorageWriter(abc.ABC):
 
     file_at_work: str = ""
     """The file that is being written, where the storage knows: what others are told of a rank that hangs."""
+
+    user_metadata: Mapping[str, object] = MappingProxyType({})
+    """What is kept beside the state, where the storage has a place for that."""
 
     keeps_empty_dicts: bool = False
     """Whether dicts that have nothing in them are kept, as leaves of their own."""

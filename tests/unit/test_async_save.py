@@ -218,9 +218,7 @@ def test_a_broken_progress_callback_does_not_break_the_save(tmp_path: Path, capl
 
 
 def test_progress_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async_save(
-        {"a": torch.ones(3)}, tmp_path / "checkpoint", options=holdfast.SaveOptions(progress="terminal")
-    ).result()
+    async_save({"a": torch.ones(3)}, tmp_path / "checkpoint", options=holdfast.SaveOptions(progress=True)).result()
     assert "checkpoint: published" in capsys.readouterr().err
 
 

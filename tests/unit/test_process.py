@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import _process as forks
-from holdfast._process import CLOSED, Descriptor, Event, opened
+from holdfast._process import CLOSED, Descriptor, Once, opened
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def test_an_object_that_is_gone_is_not_asked():
 
 
 def test_it_happens_once_and_for_all() -> None:
-    event = Event()
+    event = Once()
     assert not event.is_set()
     assert not event.wait(0.0)
     event.set()
@@ -106,7 +106,7 @@ def test_it_happens_once_and_for_all() -> None:
 
 
 def test_all_who_wait_are_woken() -> None:
-    event, woken = Event(), []
+    event, woken = Once(), []
     threads = [threading.Thread(target=lambda: woken.append(event.wait(300))) for _ in range(5)]
     for thread in threads:
         thread.start()

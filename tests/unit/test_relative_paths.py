@@ -81,11 +81,11 @@ def test_a_storage_reads_where_it_was_made(here: Path) -> None:
 def test_whatever_looks_at_a_tree_or_converts_it_stays_there(here: Path) -> None:
     holdfast.save(STATE, "native")
     leave = lambda done, total: os.chdir("../elsewhere")  # noqa: E731
-    convert("native", "torch", to="torch", on_progress=leave)
+    convert("native", "torch", to="torch", progress=leave)
     os.chdir(here)
-    assert not holdfast.verify("torch", on_progress=leave).damage
+    assert not holdfast.verify("torch", progress=leave).damage
     os.chdir(here)
-    assert not holdfast.verify("native", on_progress=leave).damage
+    assert not holdfast.verify("native", progress=leave).damage
     os.chdir(here)
     assert holdfast.sweep("native").root == str(here / "native")
 

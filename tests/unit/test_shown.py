@@ -51,5 +51,14 @@ def test_a_handle_shows_what_is_its_owners(path: str) -> None:
     assert repr(handle).startswith("<AsyncSave published, ")
     assert {name for name in dir(handle) if not name.startswith("_")} == {
         *("add_done_callback", "bytes_done", "bytes_total", "cancel", "cancelled", "done", "exception", "fence"),
-        *("phase", "result", "running", "staging_completion", "unchanged", "upload_completion", "wait_staged"),
+        *(
+            "phase",
+            "report",
+            "result",
+            "running",
+            "staging_completion",
+            "unchanged",
+            "upload_completion",
+            "wait_staged",
+        ),
     }

@@ -25,7 +25,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_a_whole_checkpoint_of_either_format_is_verified(checkpoint: Path) -> None:
     told: list[tuple[int, int]] = []
-    report = holdfast.verify(checkpoint, on_progress=lambda done, total: told.append((done, total)))
+    report = holdfast.verify(checkpoint, progress=lambda done, total: told.append((done, total)))
     assert isinstance(report, holdfast.VerifyReport)
     assert report.ok
     assert report.keys == 2

@@ -173,6 +173,7 @@ class ImageFiles:
         for file, output, blocks in zip(files, self._outputs, digests, strict=True):
             self._progress.check()
             output.finish(file.size)
+            self._progress.sync_s += output.sync_s
             header = memory[file.begin : file.begin + file.header]
             covered = digest(bytes(header) + np.array(blocks, dtype="<u8").tobytes())
             written.append(WrittenImage(digests=blocks, digest=covered))

@@ -26,7 +26,7 @@ import torch
 
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.mapping import map_private
-from holdfast._process import Event, forget_in_child
+from holdfast._process import Once, forget_in_child
 from holdfast._values.deadline import Progress
 from holdfast.errors import InternalError, StorageError, first_line
 
@@ -227,7 +227,7 @@ class PageJob:
     before: PageJob | None = None
     is_last: bool = False
     tail: bytes = b""
-    is_filled: Event = field(default_factory=Event)
+    is_filled: Once = field(default_factory=Once)
 
 
 def following(job: Job) -> Job:

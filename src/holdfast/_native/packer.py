@@ -162,6 +162,7 @@ class Packer:
         for file, after in zip_longest(self.files, self.files[1:]):
             stop = len(self.digests) if after is None else after.first_digest
             written.append(file.complete(self.digests[file.first_digest : stop]))
+            self._progress.sync_s += file.output.sync_s
         return written
 
     def close(self) -> None:

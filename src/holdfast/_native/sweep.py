@@ -33,6 +33,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast import events
 from holdfast._io import locks, posix
 from holdfast._io.locks import Directory, walk
 from holdfast._native.manifest import decode_manifest
@@ -123,6 +124,9 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
         if directories == 0 and error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFoundError(f"there is no directory {root!r} to sweep") from error
         raise
+    for each in leftovers:
+        if each.removed:
+            events.Operation("sweep", each.directory, attempt=each.attempt).tell("removed", nbytes=each.bytes)
     return SweepReport(root=root, directories=directories, leftovers=tuple(leftovers), problems=tuple(problems))
 
 

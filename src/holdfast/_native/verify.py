@@ -36,9 +36,9 @@ from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast._values.dtypes import DTYPES
 from holdfast.errors import CorruptError, StorageError
+from holdfast.events.progress import OnBytes
 
 _Int64s = npt.NDArray[np.int64]
-OnProgress = Callable[[int, int], None]
 """Called with the bytes that are done and all that there are."""
 
 Level = Literal["sizes", "coverage", "digests"]
@@ -93,7 +93,7 @@ def verify_checkpoint(
     *,
     level: Level = "digests",
     sample: float = 1.0,
-    on_progress: OnProgress | None = None,
+    on_progress: OnBytes | None = None,
 ) -> VerifyReport:
     """What a look at every byte of the checkpoint at ``path`` found; ``holdfast.verify`` tells what the options mean.
 
@@ -165,7 +165,7 @@ class _DataFile:
 class FileChecks(abc.ABC):
     """One pass over ``files``, in threads: the damage that is found, and how much of ``total_bytes`` is done."""
 
-    def __init__(self, files: LocalFiles, total_bytes: int, on_progress: OnProgress | None) -> None:
+    def __init__(self, files: LocalFiles, total_bytes: int, on_progress: OnBytes | None) -> None:
         self._files = files
         self._damage: list[tuple[int, int, Damage]] = []
         self._on_progress = on_progress
@@ -197,7 +197,7 @@ class FileChecks(abc.ABC):
 
 
 class _DataChecks(FileChecks):
-    def __init__(self, catalog: Catalog, *, already_read: int, sample: float, on_progress: OnProgress | None) -> None:
+    def __init__(self, catalog: Catalog, *, already_read: int, sample: float, on_progress: OnBytes | None) -> None:
         # Of a sample an estimate, until each file's share of it is known.
         total_bytes = already_read + sum(_expected(entry, sample) for entry in catalog.manifest.files)
         super().__init__(catalog.data_files(), total_bytes, on_progress)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -143,6 +144,7 @@ class NativeWriter(StorageWriter):
         """Write the tensors of ``plan`` to data files of this writer, durably; values are encoded before that."""
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
+        self.progress.total = work.planned_bytes
         packer = Packer(pinned=uses_cuda(), slabs=slabs_for(work.planned_bytes), progress=self.progress)
         write = partial(packer.write, work.chunks(), work.next_file)
         done.set_result(self._written(work, packer, packer, write))
@@ -203,8 +205,11 @@ class NativeWriter(StorageWriter):
         except BaseException:
             self.abandon()
             raise
+        begun = time.monotonic()
         if written:
             posix.sync_directory(self.path)
+        self.progress.sync_s += time.monotonic() - begun
+        self.progress.done = sum(map(attrgetter("bytes"), written))  # by the byte, headers too
         return LazyList(work.report(written, places.placed, places.digests))
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:

@@ -25,10 +25,11 @@ import msgspec
 
 from holdfast._ranks.channel import INTERRUPTED, Channel, Ended
 from holdfast._ranks.connections import Bell, Kind, Message
-from holdfast._ranks.ranks import Failure, OwnSigns, Ranks, Watch, combine, describe, disagreement, pack, unpack
+from holdfast._ranks.ranks import Failure, Ranks, Watch, combine, describe, disagreement, pack, unpack
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Deadline, Patience, Sign
 from holdfast.errors import CheckpointError, InternalError, RankLostError
+from holdfast.events.progress import Shown
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -75,7 +76,6 @@ class ChannelRanks(Ranks):
         self.key = key
         self.call = next(channel.calls)
         self.partners = {} if channel.is_coordinator else {channel.coordinator: self.call}
-        self.signs = OwnSigns()
         self._channel = channel
         self._patience = patience
         self._bell = Bell()
@@ -145,8 +145,15 @@ class ChannelRanks(Ranks):
         if self._round.verdict is not None:
             raise self._error()
 
-    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
-        self.signs.count, self.signs.file = count, file
+    def overview(self) -> Shown:
+        signs = {**self._watch.signs(), self.job_ranks[self.rank]: self._sign()}
+        part = {rank: sign.progress / (sign.total or 1) for rank, sign in signs.items() if sign.working}
+        slowest = min(part, key=part.__getitem__, default=None)
+        said = "" if slowest is None else f"slowest: rank {slowest} ({part[slowest]:.0%})"
+        done, total = (
+            sum(counts) for counts in zip(*((each.progress, each.total) for each in signs.values()), strict=True)
+        )
+        return Shown(self.signs.phase, done, total, said)
 
     # What the channel asks, with its lock held but for ``beat``.
 
@@ -306,7 +313,7 @@ class ChannelRanks(Ranks):
         The coordinator looks at failures first, because everyone is told of them; the others take an answer that has
         arrived even if the coordinator is gone by now.
         """
-        self._awaited_since = time.monotonic()
+        begun = self._awaited_since = time.monotonic()
         try:
             while True:
                 with self._channel.lock:
@@ -319,6 +326,7 @@ class ChannelRanks(Ranks):
                     return
                 self._wait(_SLICE_S)
         finally:
+            self.waited_s += time.monotonic() - begun
             self._awaited_since = None
 
     def _wait(self, limit_s: float) -> None:
@@ -372,18 +380,22 @@ class ChannelRanks(Ranks):
     def _error(self) -> CheckpointError:
         return combine(self._round.verdict or {}, self._round.own)
 
-    def _send_sign(self, to: Collection[int], *, is_urgent: bool = False) -> None:
+    def _sign(self) -> Sign:
         signs = self.signs
-        signs.beats += 1
-        sign = Sign(
+        return Sign(
             beat=signs.beats,
             phase=signs.phase,
             progress=signs.count(),
+            total=signs.total(),
             moved=signs.moved,
             file=signs.file(),
             working=self._awaited_since is None,
         )
-        self._channel.post(self, to, Kind.BEAT, payload=msgspec.msgpack.encode(sign), is_urgent=is_urgent)
+
+    def _send_sign(self, to: Collection[int], *, is_urgent: bool = False) -> None:
+        self.signs.beats += 1
+        payload = msgspec.msgpack.encode(self._sign())
+        self._channel.post(self, to, Kind.BEAT, payload=payload, is_urgent=is_urgent)
 
     def _lose(self, lost: dict[int, RankLostError]) -> None:
         """Take ranks as lost; whoever has lost the coordinator fails with that, and tells it, should it still hear."""

@@ -32,6 +32,7 @@ from holdfast import errors
 from holdfast._torch_codec.pickles import decode_message, encode_message
 from holdfast._values.deadline import Clock, Patience, Pulse, Sign
 from holdfast.errors import WRAPPED_EXCEPTION, CheckpointError, RankDisagreementError, RankLostError, first_line
+from holdfast.events.progress import Shown
 
 DEADLINE_S = 120.0
 """Seconds without progress after which a rank that others wait for is given up."""
@@ -51,6 +52,8 @@ class Ranks:
         job_ranks: the number of each in the whole job, as errors name them.
         deadline_s: seconds without progress after which a rank that others wait for is given up.
         kept: what this rank keeps for later operations of the same ranks under the same coordinator.
+        signs: what this rank tells the others of itself.
+        waited_s: seconds in which this rank waited for others.
     """
 
     def __init__(self, *, rank: int = 0, is_coordinator: bool = True) -> None:
@@ -60,6 +63,8 @@ class Ranks:
         self.job_ranks: tuple[int, ...] = (rank,)
         self.deadline_s = math.inf
         self.kept: dict[object, Any] = {}
+        self.signs = OwnSigns()
+        self.waited_s = 0.0
 
     def __enter__(self) -> Ranks:
         return self
@@ -67,7 +72,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        self.signs = OwnSigns()  # the storage, of which it asks, is not to keep this, nor this the storage
 
     def reduce_scatter(
         self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], list[Whole]]
@@ -77,6 +82,7 @@ class Ranks:
 
     def all_reduce(self, phase: str, local: Callable[[], Part], merge: Callable[[list[Part]], Whole]) -> Whole:
         """What ``merge`` makes of all parts, the same on every rank."""
+        self.signs.phase = phase
         try:
             return merge([local()])
         except CheckpointError:
@@ -95,8 +101,16 @@ class Ranks:
     def check(self) -> None:
         """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
 
-    def follow(self, count: Callable[[], int], file: Callable[[], str]) -> None:
-        """Ask now and then, in another thread, how far the work is, and at which file, and show that to the others."""
+    def follow(self, count: Callable[[], int], file: Callable[[], str], total: Callable[[], int] = int) -> None:
+        """Ask now and then, in another thread, how many bytes are done, at which file, and how many there are in all.
+
+        That is shown to the others, and to people.
+        """
+        self.signs.count, self.signs.file, self.signs.total = count, file, total
+
+    def overview(self) -> Shown:
+        """How far all ranks are, as far as this one hears of them: the coordinator hears of all."""
+        return Shown(self.signs.phase, self.signs.count(), self.signs.total())
 
 
 def participants(
@@ -308,13 +322,15 @@ def _printed(text: Callable[[], str], otherwise: str) -> str:
 class OwnSigns:
     """What this rank tells the others of itself with each beat; any thread may change it, a reader takes what is there.
 
-    ``moved`` counts pieces of messages that were sent; ``count`` and ``file`` ask how far the work is, and where.
+    ``moved`` counts pieces of messages that were sent; ``count``, ``total`` and ``file`` ask how far the work is, and
+    where.
     """
 
     phase: str = MEETING
     moved: int = 0
     count: Callable[[], int] = int
     file: Callable[[], str] = str
+    total: Callable[[], int] = int
     beats: int = 0
 
 
@@ -359,6 +375,10 @@ class Watch:
             self._pulses[rank].see(sign)
         else:
             self._pulses[rank] = Pulse(sign, self._clock)
+
+    def signs(self) -> dict[int, Sign]:
+        """The last sign of each rank that has come, by its number in the job."""
+        return {self._job_ranks[rank]: pulse.sign for rank, pulse in tuple(self._pulses.items())}
 
     def present(self, rank: int) -> bool:
         """Whether ``rank`` has come and not left."""

@@ -11,6 +11,7 @@ attackers. And a memory of the last save, to tell which tensors have not changed
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -29,7 +30,9 @@ from holdfast._state.pieces import pieces_of
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, combine, digest
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import InvalidStateError
+from holdfast.planner import SavePlan, WriteItem, write_columns
 
 logger = logging.getLogger("holdfast")
 
@@ -322,3 +325,28 @@ def _address(tensor: torch.Tensor) -> int:
         return next((piece.tensor.data_ptr() for piece in pieces_of("", tensor).pieces if piece.tensor.numel()), 0)
     except InvalidStateError:
         return 0  # an optimizer may have tensors that could not be saved, and nobody does
+
+
+class CopiedPlanner(DefaultSavePlanner):
+    """Gives a storage, as copied to ``region``, what the planner of the save gave: ``data``, each with its place there.
+
+    Bytes are copied now.
+    """
+
+    def __init__(self, plan: SavePlan, data: Iterable[tuple[torch.Tensor | io.BytesIO, int]], region: Region) -> None:
+        super().__init__()
+        columns = write_columns(plan.items)
+        self._data = {columns.item(row).index: _kept(*each, region) for row, each in enumerate(data)}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = self._data[write_item.index]
+        if isinstance(data, io.BytesIO):
+            data.seek(0)
+        return data
+
+
+def _kept(data: torch.Tensor | io.BytesIO, at: int, region: Region) -> torch.Tensor | io.BytesIO:
+    """What the storage gets: a tensor in ``region``, or the bytes as they are now."""
+    if not isinstance(data, torch.Tensor):
+        return io.BytesIO(data.getvalue())
+    return data.detach().cpu().clone() if data.is_quantized else region.tensor_at(at, data.dtype, data.shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,17 +17,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from holdfast._process import Ending, Event, forget_in_child
+from holdfast._process import Ending, Once, forget_in_child
 from holdfast._staging.memory import HostMemory
 from holdfast._staging.process import WriterProcess
 from holdfast._values.deadline import Progress
 from holdfast.errors import BusyError, CheckpointError
+from holdfast.events import SaveReport
 from holdfast.metadata import Metadata
 
 logger = logging.getLogger("holdfast")
 
 Phase = Literal["planned", "staging", "staged", "writing", "published", "failed"]
-OnProgress = Callable[["AsyncSave"], None]
+OnProgress = Callable[["AsyncSave"], object]
 
 _PARENTS = "this save belongs to the parent of this process; ask for its result there"
 
@@ -47,7 +47,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
     ``phase`` is the last one reached: "planned" (all ranks know what they write), "staging", "staged" (the snapshot is
     complete, everything may be changed), "writing", and "published" or "failed". ``bytes_done`` counts what is on disk
     of this rank's ``bytes_total``. ``unchanged`` lists chosen tensors that are just as they were at the save before,
-    known once the checkpoint is written.
+    known once the checkpoint is written. ``report`` tells, on the coordinator once it is published, how long that took.
 
     An error that nobody asks for with ``result`` or ``exception`` is raised by the next save.
     """
@@ -59,6 +59,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self.phase: Phase = "planned"
         self.bytes_total = 0
         self.unchanged: tuple[str, ...] = ()
+        self.report: SaveReport | None = None
         self._written = Progress()
         self._fence: Callable[[], object] = lambda: None
         self._on_progress: OnProgress | None = None
@@ -70,7 +71,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self._error: BaseException | None = None
         self._staging_error: BaseException | None = None
         # A future waits with a condition, which does not bear interrupts.
-        self._is_staged, self._is_past, self._is_over = Event(), Event(), Event()
+        self._is_staged, self._is_past, self._is_over = Once(), Once(), Once()
         # A future that runs cannot be cancelled: what others have begun to write with us is not ours to take back.
         self.set_running_or_notify_cancel()
         self.staging_completion.set_running_or_notify_cancel()
@@ -83,7 +84,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         error = CheckpointError(_PARENTS)
         self._error = self._error if self._is_over.is_set() else error
         self._staging_error = self._staging_error if self._is_staged.is_set() else error
-        self._is_staged, self._is_past, self._is_over = events = Event(), Event(), Event()
+        self._is_staged, self._is_past, self._is_over = events = Once(), Once(), Once()
         for event in events:
             event.set()
         futures: tuple[Future[Metadata] | Future[None], ...] = (self, self.staging_completion)
@@ -214,34 +215,6 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
             return None
         self._is_observed = True
         return self._error
-
-
-class TerminalProgress:
-    """Shows phase, bytes and speed on standard error; it is called with the handle whenever something has changed."""
-
-    def __init__(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        # Only now: it is for people, and takes a while to import.
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        self._name = "checkpoint" if checkpoint_id is None else os.path.basename(os.fspath(checkpoint_id))
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        # Without a thread of its own: the save's threads call often enough.
-        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-        self._task = self._progress.add_task(self._name, total=None)
-
-    def __call__(self, handle: AsyncSave) -> None:
-        if not self._progress.live.is_started and not handle.done():
-            self._progress.start()
-        self._progress.update(
-            self._task,
-            description=f"{self._name}: {handle.phase}",
-            completed=handle.bytes_done,
-            total=handle.bytes_total or None,
-        )
-        self._progress.refresh()
-        if handle.phase in ("published", "failed"):
-            self._progress.stop()
 
 
 def interpreter_ends() -> bool:

@@ -69,12 +69,13 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The files are written and durable; or, without any, closed or gone."""
+    """The files are written and durable, which took ``sync_s``; or, without any, closed or gone."""
 
     files: list[WrittenImage]
+    sync_s: float = 0.0
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class NotWritten(msgspec.Struct, frozen=True, tag=True):
     """Writing failed; ``number`` is the system's for the reason, where it has one."""
 
     message: str
@@ -83,7 +84,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Write | Close | Abandon
-Answer = Moved | Done | Failed
+Answer = Moved | Done | NotWritten
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
@@ -277,8 +278,9 @@ class ProcessOutput:
                 written = answer.nbytes
             elif isinstance(answer, Done):
                 self._progress.moved(ends[-1] - written)
+                self._progress.sync_s += answer.sync_s
                 return answer.files
-            elif isinstance(answer, Failed):
+            elif isinstance(answer, NotWritten):
                 if answer.number is None:
                     raise CheckpointError(answer.message)
                 path = None if answer.path is None else os.fsdecode(answer.path)
@@ -347,13 +349,13 @@ class _Server:
             return  # the order that stopped it is read next
         except StorageError as error:
             path = None if error.path is None else os.fsencode(error.path)
-            send(self._connection, Failed(_sendable(error.message), error.errno, path))
+            send(self._connection, NotWritten(_sendable(error.message), error.errno, path))
         except Exception as error:
             said = f"the process that writes failed: {type(error).__name__}: {error}"
-            send(self._connection, Failed(_sendable(said)))
+            send(self._connection, NotWritten(_sendable(said)))
         else:
             self._is_reported = True
-            send(self._connection, Done(written))
+            send(self._connection, Done(written, self._progress.sync_s))
 
     def _check(self) -> None:
         """Tell the parent how far it is, now and then; raise if the parent has something else to say, or is gone."""

@@ -157,6 +157,8 @@ class FilePacker:
             run_bounded((self._runner(job, ring) for job in self._jobs(files)), workers=workers, ahead=_AHEAD)
         finally:
             ring.close()
+        # The longest, because several threads sync at once.
+        self._progress.sync_s += max((file.output.sync_s for file in self._files), default=0.0)
         return self._results
 
     def abandon(self) -> None:

@@ -25,7 +25,7 @@ from torch.futures import Future
 from holdfast._io import posix
 from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
-from holdfast._native.verify import Damage, FileChecks, OnProgress, VerifyReport, problem_of
+from holdfast._native.verify import Damage, FileChecks, VerifyReport, problem_of
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
 from holdfast._torch_classes.translate import metadata_for_both, places_from_torch
 from holdfast._torch_codec.archive import find_tensor, records
@@ -52,6 +52,7 @@ from holdfast._values.digest import digest
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
+from holdfast.events.progress import OnBytes
 from holdfast.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from holdfast.planner import LoadPlan, LoadPlanner, read_columns
 from holdfast.planner_helpers import ReadRows, check_dtypes, check_tiling, tiling_faults
@@ -271,7 +272,7 @@ _TRANSFORMED = "went through stream transforms, so that only their places were c
 
 
 def verify_torch_checkpoint(
-    path: str | os.PathLike[str], *, reads_data: bool = True, on_progress: OnProgress | None = None
+    path: str | os.PathLike[str], *, reads_data: bool = True, on_progress: OnBytes | None = None
 ) -> VerifyReport:
     """What a look at every item of the checkpoint at ``path`` found; ``unchecked`` says what nobody could tell.
 
@@ -285,7 +286,7 @@ def verify_torch_checkpoint(
 
 
 def _verified(
-    path: str | os.PathLike[str], begin: float, on_progress: OnProgress | None, reads_data: bool
+    path: str | os.PathLike[str], begin: float, on_progress: OnBytes | None, reads_data: bool
 ) -> tuple[VerifyReport, bool]:
     """The report, and whether a saver replaced the checkpoint meanwhile, so that damage means nothing."""
     reader = FileSystemReader(path)
@@ -315,7 +316,7 @@ class _ItemChecks(FileChecks):
         path: str | os.PathLike[str],
         metadata: Metadata,
         parts: Mapping[str, Metadata],
-        on_progress: OnProgress | None,
+        on_progress: OnBytes | None,
     ) -> None:
         self._metadata = metadata
         self._unchecked: list[str] = []

@@ -23,7 +23,7 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How many bytes of some work are ``done``.
+    """How many bytes of some work are ``done``, of ``total`` if that is known; it took ``sync_s`` to have them durable.
 
     Whoever does the work, in any thread, calls ``moved`` after each piece, and ``check`` where nothing moves. Both call
     ``told``, one call at a time, which raises to have the work given up. A copy or pickle is a new one.
@@ -31,6 +31,8 @@ class Progress:
 
     told: Callable[[], None] = lambda: None
     done: int = field(default=0, init=False)
+    total: int = field(default=0, init=False)
+    sync_s: float = field(default=0.0, init=False)
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def moved(self, nbytes: int) -> None:
@@ -96,8 +98,9 @@ class Deadline:
 class Sign:
     """What a rank tells of itself with each beat.
 
-    ``progress`` counts the bytes of the phase's own work, ``moved`` the pieces of messages sent; ``file`` is the name
-    of the one it writes or reads, if any; ``working`` is False while the rank waits for others.
+    ``progress`` counts the bytes of the phase's own work, of which there are ``total`` if that is known, ``moved`` the
+    pieces of messages sent; ``file`` is the name of the one it writes or reads, if any; ``working`` is False while the
+    rank waits for others.
     """
 
     beat: int
@@ -106,6 +109,7 @@ class Sign:
     moved: int = 0
     file: str = ""
     working: bool = True
+    total: int = 0
 
 
 class Pulse:

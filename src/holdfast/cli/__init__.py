@@ -198,8 +198,8 @@ def verify_command(
         if len(paths) > 1 and not as_json:
             output_console().print(Text(shown_name(path), "bold"), soft_wrap=True)
         try:
-            with as_options(), progress_bar("verifying") as on_progress:
-                report = holdfast.verify(path, level=level.value, sample=_part(sample), on_progress=on_progress)
+            with as_options(), progress_bar("verifying") as progress:
+                report = holdfast.verify(path, level=level.value, sample=_part(sample), progress=progress)
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
@@ -311,7 +311,7 @@ def convert_command(
     Finds out the format of SRC by itself. Copies tensors in pieces, so it needs little memory. Values keep their types.
     DST appears whole or not at all.
     """
-    with as_options(), progress_bar("converting") as on_progress:
+    with as_options(), progress_bar("converting") as progress:
         done = holdfast.convert(
             source,
             target,
@@ -320,7 +320,7 @@ def convert_command(
             overwrite=overwrite,
             verify=verify,
             max_bytes=max_bytes,
-            on_progress=on_progress,
+            progress=progress,
         )
     if as_json:
         typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **dataclasses.asdict(done)}))

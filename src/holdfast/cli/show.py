@@ -13,19 +13,19 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
 from holdfast.errors import CheckpointError, NotFoundError
+from holdfast.events.progress import OnBytes, following_bytes
 
 if TYPE_CHECKING:  # they import torch, which --help does not need
     from holdfast.cli.leaves import Contents, Leaf, ListedCheckpoint, StoredChunk, Totals
@@ -50,16 +50,9 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-@contextlib.contextmanager
-def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
-    """What to call with the bytes that are done and all there are; None where nobody would see it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=error_console(), transient=True) as progress:
-        task = progress.add_task(doing, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def progress_bar(doing: str) -> contextlib.AbstractContextManager[OnBytes]:
+    """What to call with the bytes that are done and all there are; it shows a bar where somebody would see it."""
+    return following_bytes(sys.stderr.isatty(), doing, is_transient=True)
 
 
 # How messages of the library name what is an option here.

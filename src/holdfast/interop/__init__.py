@@ -20,27 +20,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from holdfast._checkpoint import Checkpoint, StoredTensor, is_torch_format
+from holdfast import events
+from holdfast._checkpoint import Checkpoint, QuantizedSource, StoredSource, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import posix
 from holdfast._native.catalog import kind_of_file
 from holdfast._native.publish import formats_at
-from holdfast._native.verify import OnProgress
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
 from holdfast._state.nested import empty_dicts, unflatten
 from holdfast._state.stateful_values import add_versions
-from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
+from holdfast._state.tensor_bytes import Buffer, LazyTensor, Source, source_of
 from holdfast._torch_codec.archive_writing import write_pt
 from holdfast._torch_codec.pickles import deserialize_object, read_pt, serialize_object
 from holdfast._torch_format.file_systems import is_remote
 from holdfast._torch_format.reader import verify_torch_checkpoint
 from holdfast._torch_format.writer import _FileSystemWriter
-from holdfast._values.box import flat_range_boxes
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
+from holdfast.events.progress import OnBytes, following_bytes
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -95,7 +95,7 @@ def convert(
     overwrite: bool = False,
     verify: bool = True,
     max_bytes: int | None = None,
-    on_progress: OnProgress | None = None,
+    progress: bool | OnBytes = False,
 ) -> Conversion:
     """Write ``source`` (a checkpoint, a ``.pt`` or a ``.safetensors`` file) to ``target``, in the format ``to``.
 
@@ -109,9 +109,9 @@ def convert(
         verify: check the source's digests or checksums, where it has any.
         max_bytes: the most bytes of tensors to write. A file of a few kilobytes can hold an expanded tensor of any
             size; by default, what is 16 times as large as the source, and more than 64 MiB, is refused.
-        on_progress: called with the bytes that are done and all that there are, from any thread.
+        progress: True for a bar on the terminal; a function is called with the bytes that are done and all that there
+            are, from any thread.
     """
-    started = time.monotonic()
     if to not in ("native", "torch", "pt"):
         raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
     for place in (source, target):
@@ -122,7 +122,18 @@ def convert(
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"source and target are both {os.fspath(source)!r}; give the result another name")
     source, target = posix.absolute(source), posix.absolute(target)
-    progress = _ByteCount(on_progress, source, max_bytes)
+    name = f"converting {os.path.basename(source)}"
+    with events.Operation("convert", target) as operation, following_bytes(progress, name) as on_progress:
+        count = _ByteCount(on_progress, source, max_bytes)
+        done = _convert(source, target, to, count, allow_pickle=allow_pickle, overwrite=overwrite, verify=verify)
+        operation.tell("published", nbytes=done.bytes)
+        return done
+
+
+def _convert(
+    source: str, target: str, to: Format, progress: _ByteCount, *, allow_pickle: bool, overwrite: bool, verify: bool
+) -> Conversion:
+    started = time.monotonic()
     _check_target(target, to, overwrite=overwrite)
     if os.path.isfile(source):
         if to == "pt":
@@ -155,7 +166,7 @@ def convert(
 class _ByteCount(Progress):
     """How many bytes are converted; in all no more than ``max_bytes``, or what is in proportion to the source."""
 
-    def __init__(self, on_progress: OnProgress | None, source: str, max_bytes: int | None) -> None:
+    def __init__(self, on_progress: OnBytes | None, source: str, max_bytes: int | None) -> None:
         super().__init__(self._tell)
         self._on_progress = on_progress
         self._source = source
@@ -218,47 +229,6 @@ def _check_torch(source: _Path) -> None:
         raise CorruptError.of_part(os.path.join(source, damage.file), damage.key, damage.span, damage.problem)
 
 
-class _StoredSource(DistantSource):
-    """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
-
-    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: _ByteCount) -> None:
-        self.nbytes = stored.nbytes
-        self._stored = stored
-        self._lock = lock
-        self._progress = progress
-
-    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        dtype = self._stored.dtype
-        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
-            nbytes = box.volume * dtype.itemsize
-            # One at a time, because each has buffers of its own; it is read by several threads anyway.
-            with self._lock:
-                if at % dtype.itemsize:
-                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
-                else:
-                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
-            at += nbytes
-        self._progress.moved(stop - start)
-
-
-class _QuantizedSource:
-    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
-
-    def __init__(self, stored: StoredTensor, progress: _ByteCount) -> None:
-        self.nbytes = stored.nbytes
-        self._stored = stored
-        self._progress = progress
-        self._whole: Source | None = None
-
-    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        if self._whole is None:
-            self._whole = source_of(self._stored[...])
-        self._whole.copy_out(start, stop, buffer, at)
-        if stop == self.nbytes:
-            self._whole = None
-        self._progress.moved(stop - start)
-
-
 class _Leaves:
     """The leaves of a checkpoint: tensors that are read when they are written, values as they are.
 
@@ -298,9 +268,9 @@ class _Leaves:
                 return tied
             source = tied.source
         elif entry.quantizer is None:
-            source = _StoredSource(self.checkpoint[key], self._lock, self._progress)
+            source = StoredSource(self.checkpoint[key], self._lock, self._progress)
         else:
-            source = _QuantizedSource(self.checkpoint[key], self._progress)
+            source = QuantizedSource(self.checkpoint[key], self._progress)
         return LazyTensor(source, entry.size, entry.properties.dtype, requires_grad, quantizer=entry.quantizer)
 
     def value(self, key: str) -> object:

@@ -262,10 +262,10 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     total = 4 * 10_000_005
     torch.save(state, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "native", to="native", on_progress=lambda *counts: seen.append(counts))
+    convert(tmp_path / "a.pt", tmp_path / "native", to="native", progress=lambda *counts: seen.append(counts))
     assert len(seen) >= 3
     assert seen[-1] == (total, total)
-    convert(tmp_path / "native", tmp_path / "b.pt", to="pt", on_progress=lambda *counts: seen.append(counts))
+    convert(tmp_path / "native", tmp_path / "b.pt", to="pt", progress=lambda *counts: seen.append(counts))
     assert seen[-1] == (total, total)
 
 
@@ -291,7 +291,7 @@ convert(sys.argv[1] + "/first-native", sys.argv[1] + "/first-torch", to="torch")
 found = {}
 for source, target, to in json.loads(sys.argv[2]):
     seen = [memory()]
-    convert(source, target, to=to, on_progress=lambda done, total: seen.append(memory()))
+    convert(source, target, to=to, progress=lambda done, total: seen.append(memory()))
     found[f"{source.rpartition('/')[2]} -> {to}"] = max(seen) - seen[0]
 print(json.dumps(found))
 """

@@ -36,7 +36,7 @@ def test_short_reports_make_the_same_bytes_as_long_ones(
 ) -> None:
     job = Job(ranks, tmp_path)
     job.save(rich(ranks))
-    merged = job.board.rounds[-1]
+    merged = [result for result, _ in job.board.rounds[-1]]
     assert all(report_of(result).planning for result in merged)
     monkeypatch.setattr(merge, "_plan_of_all", lambda metadata, reports: None)
     job.save(rich(ranks))
@@ -50,7 +50,7 @@ def test_short_reports_make_the_same_bytes_as_long_ones(
 def test_a_report_that_was_sent_without_its_plan_says_the_same_with_it(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     job.save(rich(2))
-    for rank, result in enumerate(job.board.rounds[-1]):
+    for rank, (result, _) in enumerate(job.board.rounds[-1]):
         sent = report_of(result)
         received = report_of(decode_message(encode_message(result)))
         with pytest.raises(holdfast.InternalError, match="unknown plan"):
@@ -62,7 +62,7 @@ def test_a_report_that_was_sent_without_its_plan_says_the_same_with_it(tmp_path:
 def test_results_that_somebody_looked_at_say_the_same(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     job.save(rich(2))
-    for result in job.board.rounds[-1]:
+    for result, _ in job.board.rounds[-1]:
         report = report_of(result)
         again = report_of([report.item(row) for row in range(len(report))])
         assert list(map(repr, map(again.item, range(len(again))))) == [

@@ -102,7 +102,7 @@ def count_open_data_files() -> int:
 
 def test_many_files_are_whole_and_only_a_few_are_open_at_a_time(many_files: Path) -> None:
     counts: list[int] = []
-    assert holdfast.verify(many_files, on_progress=lambda done, total: counts.append(count_open_data_files())).ok
+    assert holdfast.verify(many_files, progress=lambda done, total: counts.append(count_open_data_files())).ok
     # At most ten jobs are taken, and 32 files stay open for the next, each with at most two descriptors.
     assert 0 < max(counts) <= 2 * (10 + 32)
     assert count_open_data_files() == 0
@@ -110,7 +110,7 @@ def test_many_files_are_whole_and_only_a_few_are_open_at_a_time(many_files: Path
 
 def test_progress_grows_to_the_size_on_disk(path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    report = holdfast.verify(path, on_progress=lambda done, total: calls.append((done, total)))
+    report = holdfast.verify(path, progress=lambda done, total: calls.append((done, total)))
     done = [call[0] for call in calls]
     assert done == sorted(done)
     assert done[-1] == report.bytes
@@ -120,7 +120,7 @@ def test_progress_grows_to_the_size_on_disk(path: Path) -> None:
 def test_progress_is_complete_where_a_file_is_missing(many_files: Path) -> None:
     data_files(many_files)[0].unlink()
     done: list[int] = []
-    report = holdfast.verify(many_files, on_progress=lambda count, total: done.append(count))
+    report = holdfast.verify(many_files, progress=lambda count, total: done.append(count))
     assert done[-1] == report.bytes
 
 
@@ -133,7 +133,7 @@ def test_an_error_of_the_progress_callback_is_raised_and_no_file_stays_open(many
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        holdfast.verify(many_files, on_progress=refuse)
+        holdfast.verify(many_files, progress=refuse)
     assert count_open_data_files() == 0
 
 
@@ -355,7 +355,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_anew(path: Path) ->
             saves.append(path)
             holdfast.save({"other": torch.ones(5)}, path)
 
-    report = holdfast.verify(path, on_progress=replace_once)
+    report = holdfast.verify(path, progress=replace_once)
     assert report.ok
     assert report.keys == 1
     assert saves
@@ -511,7 +511,7 @@ def test_only_digests_find_a_flipped_bit_of_data(two_files: Path) -> None:
 def test_a_sample_reads_about_that_part_and_all_headers(two_files: Path) -> None:
     whole = holdfast.verify(two_files).bytes
     told: list[tuple[int, int]] = []
-    report = holdfast.verify(two_files, sample=0.25, on_progress=lambda done, total: told.append((done, total)))
+    report = holdfast.verify(two_files, sample=0.25, progress=lambda done, total: told.append((done, total)))
     assert report.ok
     assert "25 %" in report.unchecked[0]
     assert 0.02 * whole < report.bytes < 0.7 * whole

@@ -56,7 +56,7 @@ def test_reports_are_short(tmp_path: Path) -> None:
     job = Job(2, tmp_path)
     many = {f"w{number}": torch.ones(4) * number for number in range(400)}
     job.save([many, many])
-    reports = [result.columns for result in job.board.rounds[-1] if isinstance(result, LazyList)]
+    reports = [result.columns for result, _ in job.board.rounds[-1] if isinstance(result, LazyList)]
     assert sum(len(report.row) for report in reports if isinstance(report, WriteReport)) == 400
     assert sum(job.board.bytes[-1]) <= 400 * (24 + 8) + 2 * 700
     for key, leaf in job.loaded().items():
