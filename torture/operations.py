@@ -4,6 +4,7 @@ it did what it should, and whether it left something behind.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import gc
@@ -23,6 +24,7 @@ import torch
 
 import holdfast
 from holdfast import _process as collector
+from holdfast import events
 from holdfast._io import posix
 from holdfast._native.sweep import sweep
 from holdfast._native.verify import verify_checkpoint
@@ -222,6 +224,30 @@ def _converting(source: str, target: str, to: str) -> Operation:
     return Operation(partial(_convert, source=source, target=target, to=to), changes=True)
 
 
+_heard: list[events.Event] = []
+
+
+def _save_and_tell(place: Place, *, writes: str, **arguments: Any) -> None:
+    """A save of which listeners are told that are there to stay; the disk of one of them is full."""
+    if not events.subscriptions:
+        full = events.jsonl("/dev/full")
+
+        def try_to_write(event: events.Event) -> None:
+            with contextlib.suppress(holdfast.StorageError):  # or it would be told of nothing more
+                full(event)
+
+        events.subscribe(try_to_write)
+        events.subscribe(_heard.append)
+    _save(place, writes=writes, **arguments)
+    if not events.flush(PATIENCE_S) or _heard[-1].name != "published":
+        raise saves.Torn(f"the listener heard {[event.name for event in _heard]}")
+    _heard.clear()
+
+
+def _telling(writes: str, **arguments: Any) -> Operation:
+    return Operation(partial(_save_and_tell, writes=writes, **arguments), writes=writes)
+
+
 OPERATIONS = {
     "save": _saving("native"),
     "async_save": _saving("native", in_background=True),
@@ -230,6 +256,8 @@ OPERATIONS = {
     "async_save, streaming": _saving(
         "native", in_background=True, options=holdfast.SaveOptions(max_host_bytes=1 << 21)
     ),
+    "save, told to listeners": _telling("native"),
+    "async_save, told to listeners": _telling("native", in_background=True),
     "prewarm": Operation(_prewarm),
     "prewarm, process": Operation(partial(_prewarm, async_checkpointer_type=_PROCESS)),
     "release": Operation(_release),

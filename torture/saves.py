@@ -5,14 +5,18 @@ Every tensor and value of a state tells its version, so that whatever is loaded 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import holdfast
+from holdfast import events
 from holdfast._async_saver import AsyncCheckpointerType, async_save
 from holdfast._io.slabs import SLAB_BYTES
 
@@ -22,12 +26,15 @@ PROCESS_MODES = ("process, fresh", "process, replacing")
 """In the background too, by a process of its own."""
 
 TORCH_FORMAT_MODES = tuple(f"torch's format, {kind}" for kind in ("fresh", "replacing", "async, replacing"))
+TOLD_MODES = ("told, replacing", "told, async, replacing")
+"""Listeners to events are told of it: one whose disk is full, and another one."""
+
 ACROSS_MODES = ("torch's format over native, replacing", "native over torch's format, replacing")
 """One format in the place of the other."""
 
 BEFORE = {
     mode: 1 if mode.endswith("replacing") else None
-    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES, *ACROSS_MODES)
+    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES, *TOLD_MODES, *ACROSS_MODES)
 }
 """Which version is published before the save of version 2."""
 
@@ -103,6 +110,10 @@ def first_mode(mode: str) -> str:
 
 def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attempt: str | None = None) -> None:
     """The save that is disturbed; when this returns it is acknowledged."""
+    if mode in TOLD_MODES:
+        with told_on_a_full_disk():
+            save(path, mode.removeprefix("told, "), shape, version=version, attempt=attempt)
+        return
     writer = _writer(path, mode, overwrite=mode not in (MODES[0], TORCH_FORMAT_MODES[0]), attempt=attempt)
     if mode in PROCESS_MODES:
         in_process = AsyncCheckpointerType.PROCESS
@@ -111,6 +122,22 @@ def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attem
         async_save(state_of(version, shape), storage_writer=writer).result()
     else:
         holdfast.save(state_of(version, shape), storage_writer=writer)
+
+
+@contextlib.contextmanager
+def told_on_a_full_disk() -> Iterator[None]:
+    """Have listeners told of what the block does; whoever's disk is full is dropped, and nobody else may notice."""
+    heard: list[events.Event] = []
+    logger = logging.getLogger("holdfast")
+    handler = logging.NullHandler()  # or each case would print that a listener was dropped
+    logger.addHandler(handler)
+    try:
+        with events.subscribe(events.jsonl("/dev/full")), events.subscribe(heard.append):
+            yield
+    finally:
+        logger.removeHandler(handler)
+    if [event.name for event in heard][-1:] != ["published"]:
+        raise Torn(f"the listener heard {[event.name for event in heard]}")
 
 
 def _writer(path: Path, mode: str, *, overwrite: bool, attempt: str | None = None) -> holdfast.StorageWriter:

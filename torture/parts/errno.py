@@ -19,7 +19,7 @@ from torture.shim import EVERY, Action, Call, Fault, armed, counts, read_trace
 
 NAME = "errno"
 CODES = ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "EMFILE", "ENOMEM", "ESTALE", "EINTR", "EAGAIN")
-OPERATIONS = (*saves.MODES, "load", "load, not cached", "delete", "report", "pin", "follow")
+OPERATIONS = (*saves.MODES, *saves.TOLD_MODES[:1], "load", "load, not cached", "delete", "report", "pin", "follow")
 _FOREVER = 0
 
 

@@ -33,7 +33,10 @@ REQUIRED = 400
 _INSTANTS = {"small": 3, "slabs": 2}
 _PATIENCE_S = 30.0
 _LOAD, _OPEN, _OVERLAP = "load", "open", "async, overlap"
-OPERATIONS = (*saves.MODES[1:], *saves.ASYNC_MODES, _OVERLAP, *saves.PROCESS_MODES, *saves.TORCH_FORMAT_MODES)
+OPERATIONS = (
+    *(*saves.MODES[1:], *saves.ASYNC_MODES, _OVERLAP, *saves.PROCESS_MODES, *saves.TORCH_FORMAT_MODES),
+    *saves.TOLD_MODES,
+)
 READS = (_LOAD, _OPEN)
 
 AT_CALLS = (
@@ -292,7 +295,8 @@ def _parent(path: Path, operation: str, shape: str, kind: str, number: int) -> C
             state["model"] = _Part(forking, state["model"])
         if number != 0:
             forking.install()
-        found = _operate(path, operation, shape, state, forking)
+        with saves.told_on_a_full_disk() if operation in saves.TOLD_MODES else contextlib.nullcontext():
+            found = _operate(path, operation, shape, state, forking)
     finally:
         if os.getpid() != me:
             os._exit(0)  # a child that came back from where it was forked

@@ -39,7 +39,7 @@ _RANK_POINTS = 30
 _TOGETHER = 60
 # Where things are held. The rest of the package only computes: a sample will do.
 _HOLDING = (
-    *("_io/", "_engine.py", "_staging/", "_steps/", "_torch_format/", "interop/", contextlib.__file__),
+    *("_io/", "_engine.py", "_staging/", "_steps/", "_torch_format/", "events/", "interop/", contextlib.__file__),
     *("_async_saver.py", "_background.py", "_saver.py", "_loader.py", "_checkpoint.py", "_process.py"),
     *(f"_native/{name}.py" for name in ("delete", "packer", "publish", "reader", "sweep", "verify", "writer")),
 )
