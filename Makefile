@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 INTEGRATIONS := .venv-integrations
+EVENTS := .venv-events
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -17,7 +18,7 @@ PYTEST_WORKERS ?= 4
 PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations clean
+.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -57,6 +58,7 @@ ifeq (,$(findstring --quick,$(BENCH_OPTIONS)))
 	@$(BIN)/python benchmarks/torch_format_read.py --output benchmarks/results/torch_format_read.json
 	@$(BIN)/python benchmarks/torch_format_write.py --dir .bench/write --output benchmarks/results/torch_format_write.json
 	@$(BIN)/python benchmarks/async_cpu.py --dir .bench/async --json benchmarks/results/async_cpu.json
+	@$(BIN)/python benchmarks/events.py --output benchmarks/results/events.json
 endif
 
 bench-scale: $(STAMP) ## planning for thousands of ranks, beside torch's
@@ -73,6 +75,11 @@ test-integrations: ## accelerate, Lightning Fabric and torchtitan on native stor
 	@$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements.txt
 	@$(INTEGRATIONS)/bin/python integrations/run.py
 
+test-events: ## events in W&B, TensorBoard, MLflow, Prometheus, OpenTelemetry and Perfetto; sets up $(EVENTS), not part of test
+	@test -x $(EVENTS)/bin/python || $(PYTHON) -m venv $(EVENTS)
+	@$(EVENTS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements-events.txt
+	@$(EVENTS)/bin/python integrations/events.py
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(INTEGRATIONS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
