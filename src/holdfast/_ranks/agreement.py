@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast._process import Event, Lock, forget_in_child
+from holdfast._process import Lock, Once, forget_in_child
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import Message
 from holdfast._ranks.ranks import Ranks
@@ -68,7 +68,7 @@ class Agreement:
         self.is_coordinator, self.job_rank = ranks.is_coordinator, ranks.job_ranks[ranks.rank if self._channel else 0]
         self.reasons: dict[What, str] = {}
         self._here = (-1, False)  # the last step that was begun, and whether it is open
-        self._deciding: Event | None = None
+        self._deciding: Once | None = None
         self._decided: set[tuple[What, int]] = set()
         self._lost: int | None = None
         self._is_over = False
@@ -127,7 +127,7 @@ class Agreement:
         if self._is_over:
             pass
         elif word.kind == "ask":
-            self._deciding = Event()
+            self._deciding = Once()
             self.reasons = {**self.reasons, **word.what}
             step, is_open = self._here
             self._say(_Word(kind="answer", number=word.number, step=step, is_open=is_open))
@@ -156,7 +156,7 @@ class Agreement:
         self._number, self._answers = self._number + 1, dict(self._left)
         self._say(_Word(kind="ask", number=self._number, what=self._wanted))
         if len(self._answers) < len(self._job_ranks) - 1:
-            self._deciding = Event()
+            self._deciding = Once()
         self._answers[self._rank] = self._here
         self._decide()
         for rank in () if self._channel is None else self._channel.gone:

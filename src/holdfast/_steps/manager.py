@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from holdfast._async_saver import AsyncCheckpointerType, async_save
 from holdfast._loader import LoadOptions, load
-from holdfast._process import Event, Lock, forget_in_child, start_thread
+from holdfast._process import Lock, Once, forget_in_child, start_thread
 from holdfast._ranks.agreement import Agreement
 from holdfast._ranks.ranks import agreed, participants
 from holdfast._saver import SaveOptions, State, save
@@ -272,7 +272,7 @@ class CheckpointManager(Steps):
         kind = AsyncCheckpointerType("process" if self._asynchronous == "process" else "thread")
         start = partial(async_save, state, path, planner=planner, process_group=group, async_checkpointer_type=kind)
         handle = start(user_metadata=told, options=options)
-        self._under_way = _UnderWay(step, handle, Event())
+        self._under_way = _UnderWay(step, handle, Once())
         handle.add_done_callback(partial(self._over, self._under_way, began))
 
     def _over(self, save: _UnderWay, began: float, _: object) -> None:
@@ -352,7 +352,7 @@ class _UnderWay(NamedTuple):
 
     step: int
     handle: AsyncSave
-    is_told: Event
+    is_told: Once
 
 
 class _Retention:
@@ -367,7 +367,7 @@ class _Retention:
         self._policies = policies
         self.is_brief = False
         self._turn = Lock()
-        self._under_way: list[Event] = []
+        self._under_way: list[Once] = []
         forget_in_child(self)
 
     def forget_parent(self) -> None:
@@ -377,7 +377,7 @@ class _Retention:
         """Delete what is not kept now that ``newest`` was published; returns at once."""
         if not self._policies or self.is_brief or interpreter_ends():
             return
-        is_over = Event()
+        is_over = Once()
         self._under_way = [*(event for event in self._under_way if not event.is_set()), is_over]
         start_thread(threading.Thread(target=self._run, args=(newest, is_over), name="holdfast-retention"))
 
@@ -385,7 +385,7 @@ class _Retention:
         for event in self._under_way:
             event.wait()
 
-    def _run(self, newest: int, is_over: Event) -> None:
+    def _run(self, newest: int, is_over: Once) -> None:
         try:
             with self._turn:
                 self._retire(newest)
