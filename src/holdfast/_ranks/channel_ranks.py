@@ -13,6 +13,7 @@ ever called.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import time
 from collections import defaultdict
@@ -38,6 +39,7 @@ _SLICE_S = 0.25
 _ANNOUNCE_S = 0.1
 _RETURN_S = 3.0  # for ranks that live and whose connections broke before
 _STEPS = 1 << 16  # more than one round takes
+_log = logging.getLogger("holdfast")
 _sign_decoder = msgspec.msgpack.Decoder(Sign)
 
 
@@ -227,12 +229,8 @@ class ChannelRanks(Ranks):
             gone = gone & set(self.partners)
         lost: dict[int, RankLostError] = {}
         if self._awaited_since is not None and not now.own:
-            awaited: Collection[int] = [] if self._step in self._wholes else [self._channel.coordinator]
-            if self.is_coordinator:
-                arrived = self._parts.get(self._step, {})
-                awaited = [rank for rank in self._channel.others if rank not in arrived]
             lost = self._watch.overdue(
-                awaited, phase=phase, since=self._awaited_since, excuse_waiting=not self.is_coordinator
+                self._awaited(), phase=phase, since=self._awaited_since, excuse_waiting=not self.is_coordinator
             )
         if gone:
             lost |= self._watch.gone(gone, phase)
@@ -320,14 +318,23 @@ class ChannelRanks(Ranks):
                     self.tick()
                     has_failed = self._round.verdict is not None
                     is_ready = ready() and not self._round.failures
+                    notice = self._watch.notice(self._awaited(), since=self._awaited_since)
                 if has_failed and (self.is_coordinator or not is_ready):
                     raise self._error()
                 if is_ready:
                     return
+                if notice:  # here, because handlers of the log are code of others
+                    _log.warning("%s waits: %s", self.key.removesuffix(" None"), notice)
                 self._wait(_SLICE_S)
         finally:
             self.waited_s += time.monotonic() - begun
             self._awaited_since = None
+
+    def _awaited(self) -> Collection[int]:
+        if self.is_coordinator:
+            arrived = self._parts.get(self._step, {})
+            return [rank for rank in self._channel.others if rank not in arrived]
+        return [] if self._step in self._wholes else [self._channel.coordinator]
 
     def _wait(self, limit_s: float) -> None:
         with contextlib.suppress(queue.Empty):

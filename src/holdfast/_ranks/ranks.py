@@ -167,7 +167,9 @@ def disagreement(name: str, said: Mapping[int, str]) -> RankDisagreementError:
     """The error of ranks that said different things of ``name``; its failures are the minority."""
     camps = Counter(said.values()).most_common()
     by_camp = {what: [rank for rank in sorted(said) if said[rank] == what] for what, _ in camps}
-    shown = [f"{_ranks(ranks)} {_shortened(what)}" for what, ranks in list(by_camp.items())[:_MOST_CAMPS]]
+    shown = [
+        f"{_ranks(ranks, 'says', 'say')} {_shortened(what)}" for what, ranks in list(by_camp.items())[:_MOST_CAMPS]
+    ]
     more = f" and {len(camps) - _MOST_CAMPS} other answers" if len(camps) > _MOST_CAMPS else ""
     error = RankDisagreementError(
         f"the ranks disagree on the {name}: {', '.join(shown)}{more}; use the same one on every rank", said=said
@@ -180,8 +182,8 @@ def disagreement(name: str, said: Mapping[int, str]) -> RankDisagreementError:
     return error
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3 says``, ``ranks 0-2 and 5 say``: runs are shortened."""
+def _ranks(ranks: Sequence[int], one: str, several: str) -> str:
+    """``rank 3 says``, ``ranks 0-2 and 5 say``, where these are the verbs: runs are shortened."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -190,7 +192,7 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     texts = ["-".join(map(str, run)) for run in runs]
     listed = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
-    return f"rank {listed} says" if len(ranks) == 1 else f"ranks {listed} say"
+    return f"rank {listed} {one}" if len(ranks) == 1 else f"ranks {listed} {several}"
 
 
 def _shortened(what: str) -> str:
@@ -350,6 +352,7 @@ class Watch:
         self._clock = clock
         self._pulses: dict[int, Pulse] = {}
         self._looked_at = clock()
+        self._has_noticed = False
         self.left: set[int] = set()
         """The ranks that are through with the operation."""
 
@@ -393,6 +396,15 @@ class Watch:
             said = f"is gone: its process or its host died, or the network broke, in {place}"
             lost[rank] = self._lost(rank, reached, said)
         return lost
+
+    def notice(self, awaited: Collection[int], *, since: float) -> str:
+        """Once, after some time: which of the ranks that we have awaited since then never came; otherwise nothing."""
+        waited_s = self._clock() - since
+        absent = [self._job_ranks[rank] for rank in awaited if rank not in self._pulses]
+        if self._has_noticed or not absent or waited_s < self._patience.notice_s:
+            return ""
+        self._has_noticed = True
+        return f"{_ranks(absent, 'has', 'have')} not come after {waited_s:.0f} s; {ON_EVERY_RANK}"
 
     def overdue(
         self, awaited: Collection[int], *, phase: str, since: float, excuse_waiting: bool

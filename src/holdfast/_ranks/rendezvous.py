@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
+import logging
 import os
 import secrets
 import socket
@@ -35,7 +36,7 @@ from holdfast._ranks.channel import Channel
 from holdfast._ranks.channel_ranks import ChannelRanks
 from holdfast._ranks.connections import HELLO, MAGIC, TOKEN_BYTES, said_by
 from holdfast._ranks.ranks import MEETING, ON_EVERY_RANK
-from holdfast._values.deadline import Deadline, Patience
+from holdfast._values.deadline import NOTICE_S, Deadline, Patience
 from holdfast.errors import CheckpointError, RankLostError, first_line
 
 # With more ranks, the messages that can be under way to one of them might not fit into the smallest pipe there is.
@@ -49,6 +50,7 @@ _LOOK_S = 0.05
 _BACKLOG = 4096
 _LONGEST_S = 86400.0
 _ANSWER_S = 1.0  # what a caller, who has said all it had to say before, may take
+_log = logging.getLogger("holdfast")
 
 _channels: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = weakref.WeakKeyDictionary()
 _meetings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
@@ -222,13 +224,16 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def _find(store: Store, key: str, job_rank: int, deadline_s: float) -> Address:
+def _find(store: Store, key: str, job_rank: int, deadline_s: float, notice_s: float = NOTICE_S) -> Address:
     """The address that rank ``job_rank`` has told through the store of the group."""
-    deadline, pause_s = Deadline(deadline_s), 0.001
+    deadline, notice, pause_s = Deadline(deadline_s), Deadline(notice_s), 0.001
     try:
         while not store.check([key]):  # a wait for it could not be interrupted
             if deadline.passed:
                 raise _unreachable(job_rank, f"it published no address within {deadline_s:g} s", call_it=True)
+            if notice.passed:
+                notice = deadline
+                _log.warning("rank %d has not come after %g s; %s", job_rank, notice_s, ON_EVERY_RANK)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.25)
         return msgspec.json.decode(store.get(key), type=Address)

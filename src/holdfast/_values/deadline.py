@@ -20,6 +20,8 @@ from holdfast._values.records import Record
 
 Clock = Callable[[], float]
 
+NOTICE_S = 10.0
+
 
 @dataclass(slots=True, eq=False)
 class Progress:
@@ -55,7 +57,7 @@ class Patience:
     ``beat_s`` passes between two signs of life; a rank that others wait for is lost after ``progress_s`` without
     progress. ``settle_s`` lets failures that happen together be told together; ``farewell_s`` is what a failing
     coordinator gives the others to take notice before it leaves, ``handover_s`` what it gives them to take its last
-    word otherwise.
+    word otherwise. After ``notice_s`` the log says who has not come at all.
     """
 
     beat_s: float = 1.0
@@ -63,6 +65,7 @@ class Patience:
     settle_s: float = 0.25
     farewell_s: float = 1.0
     handover_s: float = 10.0
+    notice_s: float = NOTICE_S
 
     def __post_init__(self) -> None:
         if not self.progress_s > 0:

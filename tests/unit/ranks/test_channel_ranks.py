@@ -6,6 +6,7 @@ Locks and events order everything; where a test needs time to pass for a rank, i
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
 import socket
@@ -106,6 +107,28 @@ def test_a_failure_anywhere_is_raised_everywhere(failing: int, coordinator: int)
         assert (error.__cause__ is original) == (rank == failing)
         assert error.failures[failing][1][-1].name == "fail_on"
     assert job.run(lambda ranks: ranks.all_reduce("writing", lambda: ranks.rank, sum)) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_whoever_waits_for_ranks_that_have_not_come_says_so_once(
+    early: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(2)
+    noticed, own_log = threading.Event(), logging.Handler()
+    monkeypatch.setattr(own_log, "emit", lambda record: noticed.set())
+    monkeypatch.setattr(logging.getLogger("holdfast"), "handlers", [own_log])
+    at_once = Patience(beat_s=0.05, progress_s=math.inf, notice_s=0.0)
+
+    def call(rank: int) -> int:
+        assert rank == early or noticed.wait(300)
+        with job.ranks(rank, at_once if rank == early else LONG) as ranks:
+            ranks.all_reduce("planning", lambda: None, lambda parts: None)
+            return ranks.all_reduce("writing", lambda: rank, sum)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(call, range(2))) == [1, 1]
+    said = f"save 'a' waits: rank {1 - early} has not come after 0 s; call it on every rank, or pass no_dist=True"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", said)]
 
 
 def test_failures_that_happen_together_are_told_together() -> None:

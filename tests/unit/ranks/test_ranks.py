@@ -318,6 +318,18 @@ def test_no_progress_in_the_phase_we_wait_in_is_a_hang(watch: Watch, clock: Hand
     }
 
 
+def test_who_has_not_come_at_all_is_noticed_once_before_the_deadline(watch: Watch, clock: HandClock) -> None:
+    start = clock.now
+    watch.see(2, Sign(beat=1, phase="writing"))
+    pass_time(watch, clock, 9.5)
+    assert watch.notice((1, 2, 3), since=start) == ""
+    pass_time(watch, clock, 0.5)
+    assert watch.notice((2,), since=start) == "", "it has come, however long it takes"
+    said = watch.notice((1, 2, 3), since=start)
+    assert said == "ranks 5 and 7 have not come after 10 s; call it on every rank, or pass no_dist=True"
+    assert watch.notice((1, 2, 3), since=start) == ""
+
+
 @pytest.mark.parametrize(
     ("progress", "file", "place"),
     [

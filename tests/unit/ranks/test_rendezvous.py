@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import socket
 
+import msgspec
 import pytest
+from torch.distributed import HashStore
 
 from holdfast._io import sharing
 from holdfast._io.sharing import SharedMemory
@@ -147,6 +150,18 @@ def test_without_a_place_to_leave_things_a_rank_stays_alone(monkeypatch: pytest.
     visit = Visit(lambda: ("here",))
     assert visit.greet() == Greeting(host=("here",), address=None)
     visit.close()
+
+
+def test_whoever_looks_for_a_coordinator_that_has_not_come_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, comes = HashStore(), logging.Handler()
+    address = Address(hostname="here", candidates=("a",), port=7, token=bytes(32))
+    monkeypatch.setattr(comes, "emit", lambda record: store.set("key", msgspec.json.encode(address).decode()))
+    monkeypatch.setattr(logging.getLogger("holdfast"), "handlers", [comes])
+    assert rendezvous._find(store, "key", 3, 300.0, notice_s=0.0) == address
+    said = "rank 3 has not come after 0 s; call it on every rank, or pass no_dist=True"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", said)]
 
 
 def test_a_connection_that_nobody_answers_is_closed_at_once() -> None:
