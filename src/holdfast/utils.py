@@ -210,6 +210,10 @@ def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = No
     return set().union(*_keys_by_rank(local_dict, group))
 
 
+class _KeysDisagreeError(RankDisagreementError, AssertionError):
+    """Also what torch raises there."""
+
+
 def _assert_same_keys(state_dict: dict[str, Any], process_group: ProcessGroup | None = None) -> None:
     """RankDisagreementError, on every rank of the group, unless all of them have the same keys."""
     by_rank = _keys_by_rank(state_dict, process_group)
@@ -217,7 +221,7 @@ def _assert_same_keys(state_dict: dict[str, Any], process_group: ProcessGroup | 
     missing = {rank: sorted(everything - keys) for rank, keys in enumerate(by_rank) if keys != everything}
     if missing:
         rank, keys = next(iter(missing.items()))
-        raise RankDisagreementError(
+        raise _KeysDisagreeError(
             f"rank {rank} has no {', '.join(map(repr, keys[:8]))}, which other ranks have; "
             "give every rank the same keys",
             said={rank: f"lacks {keys}" for rank, keys in missing.items()},

@@ -214,6 +214,7 @@ def compare_keys() -> tuple[list[str], str, dict[int, str]]:
     utils._assert_same_keys({"common": rank})
     with pytest.raises(RankDisagreementError) as caught:
         utils._assert_same_keys(mine)
+    assert isinstance(caught.value, AssertionError), "as torch has it"
     return sorted(utils._all_gather_keys(mine)), str(caught.value), caught.value.said
 
 
