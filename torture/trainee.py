@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Run:
     pause_s: float = 0.0
     evaluates: bool = False
     loader_workers: int = 0
-    asynchronous: bool = True
+    asynchronous: bool | Literal["process"] = True
 
 
 class Batches(Dataset[torch.Tensor]):

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import holdfast
 from torture import forked_torchrun, trainee
@@ -50,7 +51,7 @@ class Stop:
     delay_s: float
     evaluates: bool
     loader_workers: int
-    asynchronous: bool
+    asynchronous: bool | Literal["process"]
     is_forked: bool
 
     def __str__(self) -> str:
@@ -114,7 +115,7 @@ def _random_stop(chance: random.Random, number: int) -> Stop:
         delay_s=chance.uniform(0, _LONGEST_DELAY_S),
         evaluates=number // len(_TO) % 3 == 1,
         loader_workers=2 if number // len(_TO) % 2 == 1 else 0,
-        asynchronous=chance.random() < 0.7,
+        asynchronous=chance.choice((True, True, True, False, "process")),
         is_forked=number % _FORKED != 3,
     )
 

@@ -120,7 +120,9 @@ _FAREWELL_S = 5.0
 _TRIES = 10
 # The package without its front: what the process needs of it knows no torch, which takes seconds and much memory.
 _BOOT = """
-import json, sys, types
+import json, signal, sys, types
+for number in (signal.SIGTERM, signal.SIGUSR1):  # what asks the training to stop may reach all of a job
+    signal.signal(number, signal.SIG_IGN)
 from importlib.machinery import PathFinder
 package, places, *numbers = json.loads(sys.argv[1])
 class Finder:

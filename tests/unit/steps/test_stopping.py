@@ -15,9 +15,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from forked_children import end_of, in_child, start_child
+from outside_views import writer_processes
 
-from holdfast import StopOn, ignore_stop_signals
+from holdfast import AsyncCheckpointerType, StopOn, async_save, ignore_stop_signals, release
 from holdfast._ranks.agreement import Agreement
 from holdfast._ranks.ranks import Ranks
 from holdfast._steps import stopping
@@ -225,6 +227,19 @@ def test_a_worker_of_a_loader_ends_by_its_rank_alone() -> None:
     assert is_alive()
     os.kill(child, TERM)
     assert end_of(child) == 0
+
+
+def test_the_process_that_writes_survives_the_stop_of_all_that_belongs_to_a_job(tmp_path: Path) -> None:
+    kind = AsyncCheckpointerType.PROCESS
+    async_save({"a": torch.ones(3)}, tmp_path / "a", async_checkpointer_type=kind).result()
+    before = writer_processes()
+    assert before
+    for writer in before:
+        os.kill(writer, TERM)
+        os.kill(writer, USR1)
+    async_save({"a": torch.ones(3)}, tmp_path / "b", async_checkpointer_type=kind).result()
+    assert writer_processes() == before
+    release()
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
