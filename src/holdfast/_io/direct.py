@@ -3,6 +3,8 @@
 Invariant: callers see the same bytes either way; a refusal of O_DIRECT, whether at open, by fcntl or at the first
 transfer, costs speed and nothing else. Reads and writes are exact, at explicit offsets, and safe from many threads.
 It never moves a file position and never follows a link.
+
+The last one here is for files that grow: lines that are appended, each of them whole.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast._io import locks, posix
-from holdfast._process import CLOSED, Descriptor, Lock, forget_in_child
+from holdfast._process import CLOSED, Descriptor, Lock, forget_in_child, opened
 from holdfast.errors import CorruptError, InternalError, StorageError
 
 ALIGNMENT = 4096
@@ -396,3 +398,24 @@ def check_size(path: str, size: int, expected: int, *, at_least: bool = False) -
             f"{path!r} has {size} bytes instead of {expected}: it was truncated or replaced; use another checkpoint",
             path=path,
         )
+
+
+def appender(path: str | os.PathLike[str], *, begin: bytes = b"") -> Callable[[bytes], None]:
+    """What appends to the file ``path``, each time all or, if nobody else does so meanwhile, nothing.
+
+    The file is made if there is none; an empty one gets ``begin`` first.
+    """
+    path = posix.absolute(path)
+    with posix.reporting("open", path):
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        descriptor = opened(map(os.open, (path,), (flags,), (0o666,)))
+
+    def append(data: bytes) -> None:
+        with posix.reporting("write", path):
+            end = os.fstat(descriptor).st_size
+            data = data if end else begin + data
+            if os.write(descriptor, data) < len(data):
+                os.ftruncate(descriptor, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return append

@@ -321,27 +321,6 @@ def discard(descriptor: int) -> None:
     os.close(nowhere)
 
 
-def appender(path: str | os.PathLike[str], *, begin: bytes = b"") -> Callable[[bytes], None]:
-    """What appends to the file ``path``, each time all or, if nobody else does so meanwhile, nothing.
-
-    The file is made if there is none; an empty one gets ``begin`` first.
-    """
-    path = absolute(path)
-    with reporting("open", path):
-        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        descriptor = opened(map(os.open, (path,), (flags,), (0o666,)))
-
-    def append(data: bytes) -> None:
-        with reporting("write", path):
-            end = os.fstat(descriptor).st_size
-            data = data if end else begin + data
-            if os.write(descriptor, data) < len(data):
-                os.ftruncate(descriptor, end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    return append
-
-
 @contextlib.contextmanager
 def open_stream(path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
     """A stream on ``path``, opened as ``open`` does and closed at the end of the block."""

@@ -65,8 +65,7 @@ class DefaultLoadPlanner(LoadPlanner):
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
     allows loading one floating type into another. ``key_map`` and ``types`` are as in LoadOptions; ``names`` has the
     stored key for each of the target. ``flatten_sharded_tensors`` is there for torch's sake: shards that are themselves
-    sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made`` has the keys put
-    there.
+    sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made`` has their keys.
     """
 
     def __init__(

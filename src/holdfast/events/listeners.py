@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast._io import posix
+from holdfast._io.direct import appender
 from holdfast.events import HOST, Event, Listener
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def log(level: int = logging.INFO) -> Listener:
 
 def jsonl(path: str | os.PathLike[str]) -> Listener:
     """A line of JSON for each event, appended to ``path``: one file for each process."""
-    append = posix.appender(path)
+    append = appender(path)
     return lambda event: append(f"{json.dumps(dataclasses.asdict(event))}\n".encode())
 
 
@@ -58,7 +58,7 @@ def trace(path: str | os.PathLike[str]) -> Listener:
     The format lets the list have no end, so what a killed process leaves opens too. Operations that overlap are on
     lines of their own.
     """
-    append, process = posix.appender(path, begin=b"[\n"), os.getpid()
+    append, process = appender(path, begin=b"[\n"), os.getpid()
     lines: dict[int, int] = {}
 
     def write(event: Event) -> None:
