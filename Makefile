@@ -59,6 +59,7 @@ ifeq (,$(findstring --quick,$(BENCH_OPTIONS)))
 	@$(BIN)/python benchmarks/torch_format_write.py --dir .bench/write --output benchmarks/results/torch_format_write.json
 	@$(BIN)/python benchmarks/async_cpu.py --dir .bench/async --json benchmarks/results/async_cpu.json
 	@$(BIN)/python benchmarks/events.py --output benchmarks/results/events.json
+	@$(BIN)/python benchmarks/steps.py --dir .bench/steps --json benchmarks/results/steps.json
 endif
 
 bench-scale: $(STAMP) ## planning for thousands of ranks, beside torch's

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
@@ -206,7 +206,8 @@ class CheckpointManager(Steps):
         self._look_once()
         try:
             self._finish_before(waits="stop" in asked)
-            self._begin_save(number, state, told, planner)
+            with self._retention.held_off():
+                self._begin_save(number, state, told, planner)
         except CheckpointError as error:
             self._fail(number, error)
             return False
@@ -368,6 +369,7 @@ class _Retention:
         self.is_brief = False
         self._turn = Lock()
         self._under_way: list[Once] = []
+        self._pause: Once | None = None
         forget_in_child(self)
 
     def forget_parent(self) -> None:
@@ -380,6 +382,16 @@ class _Retention:
         is_over = Once()
         self._under_way = [*(event for event in self._under_way if not event.is_set()), is_over]
         start_thread(threading.Thread(target=self._run, args=(newest, is_over), name="holdfast-retention"))
+
+    @contextlib.contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Begin no deletion during the block: the caller waits for a copy, and the interpreter has one lock."""
+        self._pause = pause = Once()
+        try:
+            yield
+        finally:
+            self._pause = None
+            pause.set()
 
     def wait(self) -> None:
         for event in self._under_way:
@@ -403,6 +415,8 @@ class _Retention:
             logger.error("step %d was just published and has not all its files; no other step is deleted", newest)
             return
         for step in going:
+            if (pause := self._pause) is not None:
+                pause.wait()
             if self.is_brief:
                 return
             try:

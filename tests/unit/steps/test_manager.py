@@ -346,6 +346,24 @@ def test_retention_that_fails_is_told_and_tried_again(root: Path, caplog: pytest
         assert numbers(checkpoints) == [5]
 
 
+def test_nothing_is_deleted_while_a_save_blocks_the_caller(root: Path) -> None:
+    with manager(root, keep=Latest(1)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state())
+        checkpoints.wait()
+    with manager(root) as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, state())
+    is_blocking, deleted = [True], []
+    with manager(root, keep=Latest(1)) as checkpoints, mock.patch.object(holdfast.Steps, "delete") as delete:
+        delete.side_effect = lambda step: deleted.append((step, is_blocking[0]))
+        with checkpoints._retention.held_off():
+            checkpoints._retention.begin(4)
+            is_blocking[0] = False
+        checkpoints.wait()
+    assert deleted == [(2, False), (3, False)]
+
+
 def failing(checkpoints: CheckpointManager, steps: Iterator[int]) -> None:
     """Have the save of the next step fail, and be over."""
     with refusing_to_sync():
