@@ -102,6 +102,7 @@ class LoadReport:
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("loaded", "unexpected", "differences", "casts", "made")}
         shown = ", ".join(f"{name}={few(keys, len(keys))}" for name, keys in fields.items() if keys)
+        shown += f", per_rank={self.per_rank}" if self.per_rank else ""
         return f"LoadReport({shown}{shown and ', '}bytes_read={self.bytes_read}, seconds={self.seconds:.3g})"
 
     @property

@@ -239,7 +239,7 @@ class CheckpointManager(Steps):
         self._retention.wait()
 
     def close(self) -> None:
-        """Finish the save under way and let go of the run; raises what that save failed with."""
+        """Finish the save under way and let go of the run; raises what that save failed with, as ``on_error`` says."""
         self._end(None)
 
     def forget_parent(self) -> None:
@@ -334,17 +334,21 @@ class CheckpointManager(Steps):
         if self._is_closed:
             return
         self._is_closed = True
+        is_exit = isinstance(error, SystemExit) and not error.code
+        is_orderly = error is None or isinstance(error, KeyboardInterrupt) or is_exit
         with self._ending as ending:
             if self._watch is not None:
                 ending.callback(self._watch.close, error)
             ending.callback(self._retention.wait)
+            last = self._under_way
             try:
                 self._finish()
             except CheckpointError as failure:
-                if error is None:
-                    raise
-                logger.error("the run ends, and the save under way failed: %s", failure)
-            if error is None and self._resumed is not None and self._leads:
+                if error is not None:
+                    logger.error("the run ends, and the save under way failed: %s", failure)
+                elif last is not None:
+                    self._fail(last.step, failure)
+            if is_orderly and self._resumed is not None and self._leads:
                 withdraw(self.root, self._resumed.attempt)
 
 
@@ -381,7 +385,11 @@ class _Retention:
             return
         is_over = Once()
         self._under_way = [*(event for event in self._under_way if not event.is_set()), is_over]
-        start_thread(threading.Thread(target=self._run, args=(newest, is_over), name="holdfast-retention"))
+        try:
+            start_thread(threading.Thread(target=self._run, args=(newest, is_over), name="holdfast-retention"))
+        except RuntimeError as error:
+            is_over.set()
+            logger.warning("old steps are not deleted now: %s", error)
 
     @contextlib.contextmanager
     def held_off(self) -> Iterator[None]:

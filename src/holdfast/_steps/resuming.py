@@ -89,13 +89,6 @@ class _Note(msgspec.Struct, kw_only=True):
     passed_over: set[str] = msgspec.field(default_factory=set)
 
 
-class _Choice(NamedTuple):
-    """What the coordinator found: the step to try, if there is any, and what it passed over on the way."""
-
-    step: Step | None
-    skipped: list[Skipped]
-
-
 def resume(
     steps: Steps,
     state: Target,
@@ -111,9 +104,8 @@ def resume(
     while True:
         with participants() as ranks:
             choose = partial(_choose, steps, tuple(skipped), on_crash_loop)
-            found = ranks.all_reduce("choosing a step to resume from", int, choose)
-        skipped += _named(found.skipped)
-        step = found.step
+            step, passed_over = ranks.all_reduce("choosing a step to resume from", int, choose)
+        skipped += _named(passed_over)
         if step is None:
             return _begin(state, initial, load_it), None
         try:
@@ -141,11 +133,13 @@ def _begin(state: Target, initial: Initial | None, load_it: Callable[[str | os.P
     return Resumed() if initial is None else Resumed(path=os.fspath(initial), report=load_it(initial))
 
 
-def _choose(steps: Steps, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLoop, _: object) -> _Choice:
-    """The newest step that was not skipped; that it is tried now is noted. On the coordinator."""
+def _choose(
+    steps: Steps, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLoop, _: object
+) -> tuple[Step | None, list[Skipped]]:
+    """The newest step that was not skipped, and what was passed over on the way; notes the try. On the coordinator."""
     listed = steps.steps()
     if not listed:
-        return _Choice(None, [])
+        return None, []
     attempts = {step.attempt for step in listed}
     note = _read_note(steps.root)
     if attempts - note.published:
@@ -174,7 +168,7 @@ def _choose(steps: Steps, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLo
             )
         note.times[step.attempt] = times + 1
         _write_note(steps.root, note)
-        return _Choice(step, passed_over)
+        return step, passed_over
     reasons = "; ".join(f"step {each.step}: {each.why}" for each in (*skipped, *passed_over))
     if passed_over:
         raise CrashLoopError(f"no step of {steps.root!r} is left to resume from: {reasons}", step=passed_over[-1].step)

@@ -449,6 +449,27 @@ def test_the_end_of_the_block_raises_what_the_last_save_failed_with(root: Path) 
     manager(root).close()
 
 
+def test_with_warn_the_end_of_the_block_logs_what_the_last_save_failed_with(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(root, on_error="warn") as checkpoints:
+        failing(checkpoints, iter([1]))
+    assert "step 1 could not be saved" in caplog.text
+
+
+def test_where_no_thread_can_be_started_old_steps_stay_and_nobody_waits(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(root, keep=Latest(1), asynchronous=False) as checkpoints:
+        checkpoints.save(1, state())
+        checkpoints.wait()
+        with mock.patch("holdfast._steps.manager.start_thread", side_effect=RuntimeError("can't start new thread")):
+            checkpoints.save(2, state())
+            checkpoints.wait()
+        assert numbers(checkpoints) == [1, 2]
+    assert "old steps are not deleted now: can't start new thread" in caplog.text
+
+
 def test_a_closed_manager_saves_nothing(root: Path) -> None:
     checkpoints = manager(root)
     checkpoints.close()

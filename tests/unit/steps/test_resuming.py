@@ -273,12 +273,21 @@ def test_a_run_that_ends_in_order_is_in_no_crash_loop(root: Path) -> None:
 
 def test_an_exception_counts_as_a_crash(root: Path) -> None:
     made(root, 1)
-    for _ in range(2):
-        with pytest.raises(KeyError), manager(root) as checkpoints:  # noqa: PT012
+    for end in (KeyError("training"), SystemExit(1)):
+        with pytest.raises(type(end)), manager(root) as checkpoints:  # noqa: PT012
             checkpoints.resume(state())
-            raise KeyError("training")
+            raise end
     with manager(root) as checkpoints, pytest.raises(holdfast.CrashLoopError):
         checkpoints.resume(state())
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(), SystemExit(0)], ids=repr)
+def test_who_ends_a_run_on_purpose_crashes_nothing(root: Path, end: BaseException) -> None:
+    made(root, 1)
+    for _ in range(4):
+        with pytest.raises(type(end)), manager(root) as checkpoints:  # noqa: PT012
+            assert checkpoints.resume(state()).step == 1
+            raise end
 
 
 def test_step_back_goes_on_from_the_step_before_and_never_to_the_bad_one_again(root: Path) -> None:
