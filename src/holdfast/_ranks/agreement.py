@@ -179,7 +179,8 @@ class Agreement:
         if word.lost is None:
             self._decided.update((what, word.step) for what in word.what)
             self.reasons = {**self.reasons, **word.what}
-        self._lost, self._is_over = word.lost, word.kind == "leave"
+        self._is_over = word.kind == "leave"
+        self._lost = self._lost if self._is_over else word.lost  # which is yet to be raised here
         deciding, self._deciding = self._deciding, None
         if deciding is not None:
             deciding.set()
