@@ -16,6 +16,7 @@ import errno
 import os
 from dataclasses import dataclass
 
+from holdfast import events
 from holdfast._io import locks, posix
 from holdfast._io.locks import Directory
 from holdfast._native.catalog import read_published
@@ -68,7 +69,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
     if "://" in posix.text_path(path):
         raise ValueError("only local checkpoints can be deleted; at a URL, use the tools of its file system")
     path = posix.absolute(path)
-    with _open(path) as directory:
+    with events.Operation("delete", path) as operation, _open(path) as directory:
         found = {name: directory.status(name) for name in directory.names()}
         with locks.locked_directory(path):
             _check_unused(directory, force=force)
@@ -82,11 +83,14 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
             directory.remove(name)
         gone = {name: status for name, status in found.items() if directory.status(name) is None}
         posix.remove_empty_directories([path])
+        operation.attempt = "" if attempt == _DAMAGED else attempt
+        nbytes = sum(status.st_size for status in gone.values() if status is not None)
+        operation.tell("removed", nbytes=nbytes)
     return DeleteReport(
         path=path,
-        attempt="" if attempt == _DAMAGED else attempt,
+        attempt=operation.attempt,
         files=tuple(gone),
-        bytes=sum(status.st_size for status in gone.values() if status is not None),
+        bytes=nbytes,
         problems=tuple(problems),
     )
 

@@ -242,6 +242,13 @@ def test_what_a_sweep_removes_is_told(tmp_path: Path, told: list[Event]) -> None
     assert (told[-1].attempt, told[-1].bytes, told[-1].path) == ("gone", 5, str(tmp_path / "a"))
 
 
+def test_a_deletion_is_told(tmp_path: Path, told: list[Event]) -> None:
+    holdfast.save(STATE, tmp_path / "a")
+    report = holdfast.delete(tmp_path / "a")
+    assert names(told, "delete") == ["started", "removed"]
+    assert (told[-1].attempt, told[-1].bytes, told[-1].path) == (report.attempt, report.bytes, str(tmp_path / "a"))
+
+
 def test_steps_are_ints(tmp_path: Path, told: list[Event]) -> None:
     for step in (True, "7", 7.0, None):
         holdfast.save(STATE, tmp_path / "a", user_metadata={"step": step})

@@ -312,7 +312,7 @@ def test_a_look_at_every_byte_finds_nothing_in_the_end(tmp_path: Path) -> None:
             holdfast.delete(path)
 
     with pytest.raises(holdfast.NotFoundError):
-        holdfast.verify(path, on_progress=overtaken)
+        holdfast.verify(path, progress=overtaken)
     assert called
 
 
