@@ -121,7 +121,7 @@ class _Generators:
     def state_dict(self) -> AnyDict:
         version, words, gauss = random.getstate()
         state: AnyDict = {
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
             "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
         }
