@@ -21,8 +21,10 @@ import _thread
 import contextlib
 import functools
 import gc
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +33,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+
+_SLICE_S = 0.25
 
 
 class Inherited(Protocol):
@@ -140,8 +144,11 @@ class Once:
             woken: SimpleQueue[None] = SimpleQueue()
             self._waiting.append(woken)
             if not self._is_set:  # else nobody may know of this one
-                with contextlib.suppress(Empty):
-                    woken.get(timeout=timeout)
+                until = math.inf if timeout is None else time.monotonic() + timeout
+                # In slices: an interrupt that comes right before a thread sleeps is seen only when it wakes up.
+                while not self._is_set and (left_s := until - time.monotonic()) > 0:
+                    with contextlib.suppress(Empty):
+                        woken.get(timeout=min(left_s, _SLICE_S))
         return self._is_set
 
 
