@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import itertools
 import random
+import signal
 import threading
 import time
 from collections import defaultdict, deque
@@ -389,11 +390,15 @@ def test_who_does_not_answer_until_the_deadline_is_named() -> None:
 
 def test_an_interrupt_ends_the_wait_and_no_more() -> None:
     job = Job(2)
-    with deaf(job.channels[1]):
-        job.agreements[0].request("stop", "told so")
-        with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(1) as threads:  # noqa: PT012
-            threads.submit(_thread.interrupt_main)
-            job.agreements[0].begin_step(3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell has said
+    try:
+        with deaf(job.channels[1]):
+            job.agreements[0].request("stop", "told so")
+            with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(1) as threads:  # noqa: PT012
+                threads.submit(_thread.interrupt_main)
+                job.agreements[0].begin_step(3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert job.agreements[0].begin_step(3) == job.agreements[1].begin_step(3) == {"stop"}
 
 
