@@ -15,10 +15,10 @@ from holdfast import events
 from holdfast._native.writer import NativeWriter
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, check_deadline, participants
-from holdfast._ranks.rendezvous import mesh_rank
 from holdfast._save_plan.rounds import PlannedSave, Sketch, plan_save
 from holdfast._staging.copies import Mode
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave
+from holdfast._state.per_rank import job_rank
 from holdfast._state.stateful_values import Owners, expose
 from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_storage, set_up_save_planner, set_up_writer
 from holdfast._torch_format.writer import FsspecWriter
@@ -277,9 +277,9 @@ class Saving:
 
         ``before`` is called first: what it raises is raised on every rank.
         """
-        job_rank = mesh_rank() if self.ranks.size > 1 else 0
+        own = job_rank() if self.ranks.size > 1 else 0  # which is what meshes call it
         set_up = partial(self._set_up, state, before)
-        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=job_rank)
+        self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=own)
         self.plan_s = time.monotonic() - self._planning_since - self.ranks.waited_s
         if self.operation is not None:
             self.operation.attempt = getattr(self._planned.plan.storage_data, "attempt", "")

@@ -67,12 +67,6 @@ def _forget_parent() -> None:
         _inherited[:] = [torch.distributed.group.WORLD]
 
 
-def mesh_rank() -> int:
-    """The number that meshes have for this process."""
-    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if is_there else 0
-
-
 def several(process_group: ProcessGroup | None, *, coordinator: int, key: str, patience: Patience) -> ChannelRanks:
     """The ranks of a group of several processes in the operation ``key``; CheckpointError in a child of one of them."""
     if torch.distributed.group.WORLD in _inherited:
