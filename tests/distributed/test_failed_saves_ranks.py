@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +56,35 @@ def test_no_directory_is_left_that_the_save_made(pool: Crew, tmp_path: Path, sto
     assert told == ["rank 0: writing the checkpoint failed: OSError: no"] * WORLD
     assert os.listdir(tmp_path) == ["was there"]
     assert os.listdir(tmp_path / "was there") == []
+
+
+class _NativeOnFullDisk(NativeWriter):
+    """Cannot write; says whether the directory is still there while the other ranks know of no failure."""
+
+    kept_directory = True
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with mock.patch.object(os, "pwrite", side_effect=full):
+            try:
+                return super().write_data(plan, planner)
+            except holdfast.StorageError:
+                self.kept_directory = os.path.isdir(self.path)
+                raise
+
+
+def save_on_full_disk(path: str) -> tuple[bool, bool]:
+    writer = _NativeOnFullDisk(path)
+    state = {"w": torch.ones(1000)} if dist.get_rank() == 1 else {}  # rank 0 writes nothing, so nothing fails there
+    with contextlib.suppress(holdfast.StorageError):
+        holdfast.save(state, storage_writer=writer)
+    dist.barrier()
+    return writer.kept_directory, not os.path.exists(path)
+
+
+def test_the_directory_stays_until_all_ranks_know_of_the_failure(pool: Crew, tmp_path: Path) -> None:
+    """Another rank may be about to make its first file in it, and would fail for a reason of its own."""
+    assert pool.run(2, save_on_full_disk, str(tmp_path / "made")) == [(True, True)] * 2
 
 
 def save_on_one_rank(path: str, rank: int) -> str:
