@@ -59,6 +59,7 @@ if _typing.TYPE_CHECKING:
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.events import SaveReport
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
+    from holdfast.fsspec_filesystem import FsspecReader, FsspecWriter
     from holdfast.interop import Conversion, convert
     from holdfast.metadata import (
         BytesStorageMetadata,
@@ -118,6 +119,8 @@ __all__ = [
     "FileSystemBase",
     "FileSystemReader",
     "FileSystemWriter",
+    "FsspecReader",
+    "FsspecWriter",
     "HeldStep",
     "InternalError",
     "InvalidStateError",
@@ -209,6 +212,7 @@ _LATER = {
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
         "events": "SaveReport",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
+        "fsspec_filesystem": "FsspecReader FsspecWriter",
         "interop": "Conversion convert",
         "metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
         "TensorStorageMetadata",
@@ -224,9 +228,9 @@ _LATER = {
     for name in names.split()
 }
 _MODULES = (
-    *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "interop", "logger"),
-    *("metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging", "state_dict"),
-    *("state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
+    *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "fsspec_filesystem"),
+    *("interop", "logger", "metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging"),
+    *("state_dict", "state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
 )
 
 

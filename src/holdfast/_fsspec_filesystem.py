@@ -1,6 +1,6 @@
-"""torch's format at URLs, under the name that torch.distributed.checkpoint has for the module."""
+"""``fsspec_filesystem`` under the name that torch has for it before 2.15."""
 
-from holdfast._torch_format.reader import FsspecReader
-from holdfast._torch_format.writer import FsspecWriter
+from holdfast.fsspec_filesystem import FsspecReader, FsspecWriter
+from holdfast.fsspec_filesystem import _FileSystem as FileSystem
 
-__all__ = ["FsspecReader", "FsspecWriter"]
+__all__ = ["FileSystem", "FsspecReader", "FsspecWriter"]

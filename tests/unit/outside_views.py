@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,10 @@ from unittest import mock
 import torch
 
 import holdfast
+
+FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem", "torch.distributed.checkpoint._fsspec_filesystem"
+torch_fsspec: Any = importlib.import_module(FSSPEC[importlib.util.find_spec(FSSPEC[0]) is None])
+"""torch's storage at URLs: the second is its name before 2.15."""
 
 
 def held_bytes() -> int:

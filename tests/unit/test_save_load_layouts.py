@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from outside_views import page_cache
 
 import holdfast
@@ -220,3 +222,53 @@ def test_a_failed_load_leaves_meta_targets_as_they_were(path: str) -> None:
         holdfast.load(target, path)
     assert target["x"].is_meta
     assert target["y"].is_meta
+
+
+# Plain tensors that say which parts of a global one lie in them, as torch has it since 2.14 (CheckpointableTensor).
+
+LABELLED_ROWS = {0: 3, 1: 4, 2: 0, 3: 1}  # where the rows of the global tensor lie in the local one, which has six
+
+
+def labelled(local: torch.Tensor, **changes: Any) -> Any:
+    labels = {"global_shape": (4, 3), "global_offsets": ((2, 0), (0, 0)), "local_offsets": ((0, 0), (3, 0))}
+    for name, value in {**labels, "local_sizes": ((2, 3), (2, 3)), **changes}.items():
+        setattr(local, name, value)
+    return local
+
+
+@pytest.mark.parametrize("kind", ["plain", "parameter", "meta"])
+@pytest.mark.parametrize("storage", [holdfast.NativeWriter, holdfast.FileSystemWriter])
+def test_parts_of_a_global_tensor_in_a_plain_one(path: str, kind: str, storage: Any) -> None:
+    local = torch.arange(18.0).view(6, 3)
+    holdfast.save({"w": labelled(local)}, storage_writer=storage(path))
+    assert torch.equal(holdfast.read(path)["w"], local[list(LABELLED_ROWS.values())])
+    made = torch.full((6, 3), -1.0, device="meta" if kind == "meta" else "cpu")
+    target = {"w": labelled(torch.nn.Parameter(made) if kind == "parameter" else made)}
+    assert holdfast.load(target, path).loaded == ("w",)
+    for row, place in LABELLED_ROWS.items():
+        assert torch.equal(target["w"][place], local[LABELLED_ROWS[row]])
+    if kind != "meta":
+        assert target["w"][[2, 5]].eq(-1).all(), "what belongs to nobody stays"
+
+
+@pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no CheckpointableTensor")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torch_means_the_same_by_the_parts(tmp_path: Path) -> None:
+    local = torch.arange(18.0).view(6, 3)
+    holdfast.save({"w": labelled(local)}, storage_writer=holdfast.FileSystemWriter(tmp_path / "ours"))
+    dcp.save({"w": labelled(local.clone())}, checkpoint_id=tmp_path / "torchs")
+    loaded, by_torch = ({"w": labelled(torch.full((6, 3), -1.0))} for _ in range(2))
+    holdfast.load(loaded, tmp_path / "torchs")
+    dcp.load(by_torch, checkpoint_id=tmp_path / "ours")
+    assert torch.equal(loaded["w"], by_torch["w"])
+
+
+def test_parts_that_cannot_be_are_refused(path: str) -> None:
+    refused = {
+        "one": labelled(torch.ones(6, 3), local_sizes=((2, 3),)),
+        "large": labelled(torch.ones(4, 3)),
+        "outside": labelled(torch.ones(6, 3), global_shape=(3, 3)),
+    }
+    with pytest.raises(holdfast.InvalidStateError, match="one of each for each part") as raised:
+        holdfast.save(refused, path)
+    assert raised.value.keys == tuple(refused)

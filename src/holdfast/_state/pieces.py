@@ -1,12 +1,12 @@
 """Which boxes of a global tensor this process holds, with the memory of each; and targets that share memory.
 
 Every piece is a view of exactly its box: no element is copied, none is held by two pieces of one value, and nothing is
-asked of another process. Torch's own offset helper gives one box per process even where the rows a process holds do not
-lie side by side; here the index runs are computed per tensor dimension, and each run becomes a box of its own.
-Whether the memory can be stored or filled is for the caller to check; nothing here plans, reads or writes.
+asked of another process. Torch's own offset helper gives one box per process even where its rows do not lie side by
+side; here the index runs are computed per tensor dimension, and each run becomes a box of its own. Whether the memory
+can be stored or filled is for the caller to check; nothing here plans, reads or writes.
 
-Known from addresses, before anything is read. Honest models tie weights: two keys with just the same memory. Views that
-overlap in part are found too; those that only lie between each other's elements, such as two columns, are not tied.
+Ties are known from addresses, before anything is read: two keys with just the same memory, or views that overlap in
+part. Views that only lie between each other's elements, such as two columns, are not tied.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _DTENSOR = "torch.distributed.tensor", "DTensor"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase"
+_LABELS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,21 +104,27 @@ def pieces_of(key: str, value: torch.Tensor) -> Pieces:
     """
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return _plain(value)
+        return _plain(key, value)
     if _is_instance(value, *_DTENSOR):
         return _of_distributed(key, cast("DTensor", value))
     if _is_instance(value, *_SHARDED_TENSOR):
         return _of_sharded(key, cast("ShardedTensorBase", value))
     if _hands_out_shards(value):
         return _of_shard_holder(key, cast(_ShardHolder, value), value.size())
-    return _plain(value)
+    return _plain(key, value)
 
 
 def is_sharded(value: torch.Tensor) -> bool:
-    """Whether ``value`` describes its own part of a global tensor; False, at once, for plain tensors."""
-    return type(value) not in (torch.Tensor, torch.nn.Parameter) and (
+    """Whether ``value`` describes its own part of a global tensor; told at once of plain tensors."""
+    is_of_kind = type(value) not in (torch.Tensor, torch.nn.Parameter) and (
         _is_instance(value, *_DTENSOR) or _is_instance(value, *_SHARDED_TENSOR) or _hands_out_shards(value)
     )
+    return is_of_kind or is_labelled(value)
+
+
+def is_labelled(value: torch.Tensor) -> bool:
+    """Whether ``value`` has what torch 2.14 calls a CheckpointableTensor: which parts of a global one lie in it."""
+    return hasattr(value, "global_shape") and all(hasattr(value, name) for name in _LABELS)
 
 
 def is_meta(value: torch.Tensor) -> bool:
@@ -154,10 +161,22 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _plain(value: torch.Tensor) -> Pieces:
-    tensor = _settled(value)
-    size = tensor.shape
-    return Pieces(size, tensor.dtype, value.requires_grad, (Piece(whole(size), tensor),), False)
+def _plain(key: str, value: torch.Tensor) -> Pieces:
+    """All of a plain tensor, or the parts of a global one that its labels say are in it."""
+    tensor, requires_grad = _settled(value), value.requires_grad
+    if not is_labelled(value):
+        return Pieces(tensor.shape, tensor.dtype, requires_grad, (Piece(whole(tensor.shape), tensor),), False)
+    shape, *labels = (getattr(value, name) for name in _LABELS)
+    size = torch.Size(shape)
+    if len(set(map(len, labels))) > 1:
+        raise _invalid(
+            key, f"has labels of different lengths: {', '.join(_LABELS[1:])}; give one of each for each part"
+        )
+    pieces = [
+        Piece(Box(tuple(start), tuple(lengths)), tensor[tuple(map(slice, inner, map(int.__add__, inner, lengths)))])
+        for start, inner, lengths in zip(*labels, strict=True)
+    ]
+    return Pieces(size, tensor.dtype, requires_grad, _checked(key, size, pieces, tensor.dtype), True)
 
 
 def _of_sharded(key: str, value: ShardedTensorBase) -> Pieces:
@@ -184,10 +203,7 @@ def _of_shard_holder(key: str, value: _ShardHolder, size: torch.Size) -> Pieces:
             continue
         shard = value.__get_tensor_shard__(_ShardIndex(key, torch.Size(box.offsets), number))
         requires_grad = requires_grad or shard.requires_grad
-        tensor = _settled(shard)
-        if tensor.shape != box.lengths:
-            raise _invalid(key, f"hands out shape {tuple(tensor.shape)} for the chunk {box}; they must be the same")
-        pieces.append(Piece(box, tensor))
+        pieces.append(Piece(box, _settled(shard)))
     # torch's wrapper of local shards reports float32 whatever it wraps: the memory knows better.
     dtype = pieces[0].tensor.dtype if pieces else value.dtype
     return Pieces(size, dtype, requires_grad, _checked(key, size, pieces, dtype), True)
@@ -201,6 +217,9 @@ def _checked(key: str, size: torch.Size, pieces: list[Piece], dtype: torch.dtype
         if not piece.box.fits(size):
             problem = f"holds {piece.box} of a tensor of size {tuple(size)}"
             raise _invalid(key, f"{problem}; wrap local shards in a DTensor of the global size")
+        if piece.tensor.shape != piece.box.lengths:
+            shape = tuple(piece.tensor.shape)
+            raise _invalid(key, f"hands out shape {shape} for the chunk {piece.box}; they must be the same")
         if piece.tensor.dtype != dtype:
             raise _invalid(key, f"has shards of dtype {piece.tensor.dtype} and {dtype}; convert them to one")
     return tuple(piece for piece in pieces if piece.box.volume)
@@ -241,9 +260,8 @@ def _splits_of(key: str, value: DTensor) -> list[list[Split]]:
     splits: list[list[Split]] = [[] for _ in range(value.ndim)]
     for mesh_dim, placement in enumerate(value.placements):
         if placement.is_partial():
-            raise _invalid(
-                key, f"has the placement {placement}, which still has to be reduced; reduce it first (redistribute)"
-            )
+            said = f"has the placement {placement}, which still has to be reduced; reduce it first (redistribute)"
+            raise _invalid(key, said)
         if isinstance(placement, (Shard, _StridedShard)):
             blocks = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
             splits[placement.dim % value.ndim].append(Split(mesh_dim, mesh.size(mesh_dim), blocks))
@@ -271,12 +289,9 @@ def _runs_per_dimension(
             if length_of(found) == length:
                 break
         if length_of(found) != length and 0 not in local_shape:
-            raise _invalid(
-                key,
-                f"holds {length} indices of dimension {dim} where {value.placements} on a mesh of shape "
-                f"{tuple(value.device_mesh.shape)} give it {length_of(found)} of {size}; distribute it with torch's "
-                "rule",
-            )
+            mesh = f"{value.placements} on a mesh of shape {tuple(value.device_mesh.shape)}"
+            held = f"holds {length} indices of dimension {dim} where {mesh} give it {length_of(found)} of {size}"
+            raise _invalid(key, f"{held}; distribute it by torch's rule")
         made.append(chosen)
         runs.append(found)
     return made, runs
@@ -316,10 +331,6 @@ def _cut(local: torch.Tensor, runs: list[list[Run]]) -> Iterator[Piece]:
         offsets = tuple(run[0] for run, _ in combination)
         lengths = tuple(run[1] for run, _ in combination)
         yield Piece(Box(offsets, lengths), local[tuple(place for _, place in combination)])
-
-
-# Steps that numpy may take to see whether two strided tensors meet; where that is not enough, they count as tied.
-_MOST_WORK = 10_000
 
 
 class Place(NamedTuple):
@@ -415,10 +426,10 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _meet(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors, neither of them empty, have bytes in common."""
+    """Whether two tensors, neither of them empty, have bytes in common, or numpy would need too many steps to tell."""
     try:
         outlines = np.asarray(_Outline(first)), np.asarray(_Outline(second))
-        return np.shares_memory(*outlines, max_work=_MOST_WORK)  # type: ignore[arg-type]  # the stub knows two values
+        return np.shares_memory(*outlines, max_work=10_000)  # type: ignore[arg-type]  # the stub knows two values
     except (np.exceptions.TooHardError, ValueError):  # numpy has not always had as many dimensions as torch
         return True
 

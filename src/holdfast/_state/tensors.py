@@ -27,7 +27,7 @@ from holdfast._process import Ending
 from holdfast._state.pieces import is_sharded
 from holdfast._values.digest import digest
 from holdfast._values.dtypes import DTYPES
-from holdfast.errors import CorruptError, InvalidStateError, StorageError, first_line
+from holdfast.errors import CorruptError, InvalidStateError, StorageError, UnsupportedVersionError, first_line
 from holdfast.metadata import STATE_DICT_TYPE
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -40,11 +40,12 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name; CorruptError where this torch has none."""
+    """The torch dtype of that name; UnsupportedVersionError where this torch is too old, CorruptError for any other."""
     try:
         return TORCH_DTYPES[name]
     except KeyError:
-        raise CorruptError(f"dtype {name!r} does not exist in torch {torch.__version__}; use a newer torch") from None
+        said = f"dtype {name!r} does not exist in torch {torch.__version__}; use a newer torch"
+        raise (UnsupportedVersionError if name in DTYPES else CorruptError)(said) from None
 
 
 def word_dtype(itemsize: int) -> torch.dtype:
@@ -114,7 +115,7 @@ def plain_address(tensor: torch.Tensor) -> int:
         return 0
     if tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous() or is_lazy(tensor):
         return 0
-    return tensor.data_ptr()
+    return 0 if hasattr(tensor, "global_shape") else tensor.data_ptr()  # it may hold parts of a global one (pieces.py)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -123,9 +124,9 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def empty_tensor(size: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """An uninitialised tensor, or StorageError; unlike torch.empty, without a warning about complex32."""
+    """An uninitialised tensor, or StorageError; unlike torch.empty, without a warning about half complex numbers."""
     try:
-        if dtype is not torch.complex32:
+        if not dtype.is_complex or dtype.itemsize != 4:
             return torch.empty(tuple(size), dtype=dtype, device=device)
         words = torch.empty(math.prod(size) * dtype.itemsize, dtype=torch.uint8, device=device)
         return words.view(dtype).view(tuple(size))

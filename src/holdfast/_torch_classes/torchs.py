@@ -6,8 +6,10 @@ Importing this imports torch.distributed.checkpoint, which takes a second: impor
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import ClassVar
 
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import (
     _async_process_executor,
     _extension,
@@ -42,11 +44,14 @@ __all__ = [
     "storage",
 ]
 
+FSSPEC = "fsspec_filesystem" if hasattr(checkpoint, "fsspec_filesystem") else "_fsspec_filesystem"
+"""The module of torch's storage at URLs: before torch 2.15 its name began with an underscore."""
+
 
 def import_fsspec_storage() -> None:
     """Let torch derive its fsspec storage now: it must come from torch's file storage, whose names may be replaced."""
     with contextlib.suppress(ImportError):
-        from torch.distributed.checkpoint import _fsspec_filesystem  # noqa: F401
+        importlib.import_module(f"torch.distributed.checkpoint.{FSSPEC}")
 
 
 class _AlsoTorchs:

@@ -202,14 +202,16 @@ def _properties(properties: torchs.metadata.TensorProperties) -> TensorPropertie
 
 @functools.cache
 def _counterpart(ours: type) -> tuple[type[Any], tuple[str, ...]] | None:
-    """Torch's class of the same name, and its fields; None for what is no class of plans or metadata."""
+    """Torch's class of the same name, and its fields that ours has; None for what is no class of plans or metadata."""
     from holdfast._torch_classes.torchs import metadata, planner
 
     for cls in ours.__mro__:
         if cls.__module__ in ("holdfast.metadata", "holdfast.planner"):
-            theirs = getattr(planner, cls.__name__, None) or getattr(metadata, cls.__name__)
-            fields = dataclasses.fields(theirs) if dataclasses.is_dataclass(theirs) else ()
-            return theirs, tuple(field.name for field in fields)
+            theirs: type[Any] = getattr(planner, cls.__name__, None) or getattr(metadata, cls.__name__)
+            if not dataclasses.is_dataclass(theirs) or not dataclasses.is_dataclass(cls):
+                return theirs, ()
+            known = {field.name for field in dataclasses.fields(cls)}
+            return theirs, tuple(field.name for field in dataclasses.fields(theirs) if field.name in known)
     return None
 
 
@@ -221,9 +223,9 @@ def _to_torch(value: object) -> Any:
     if found is None:
         return value
     theirs, fields = found
-    return (
-        theirs[value.name] if isinstance(value, Enum) else theirs(*(_to_torch(getattr(value, name)) for name in fields))
-    )
+    if isinstance(value, Enum):
+        return theirs[value.name]
+    return theirs(**{name: _to_torch(getattr(value, name)) for name in fields})
 
 
 def write_item_to_torch(item: WriteItem) -> torchs.planner.WriteItem:

@@ -60,6 +60,7 @@ _TABLE = (
     _other("int32", 4, "I32"),
     _other("int64", 8, "I64"),
     _other("complex32", 4),
+    _other("bcomplex32", 4),  # torch has it since 2.14
     _other("complex64", 8),
     _other("complex128", 16),
     _other("bits1x8", 1),

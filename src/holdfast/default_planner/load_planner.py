@@ -17,7 +17,7 @@ import torch
 
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.per_rank import ADVICE
-from holdfast._state.pieces import Pieces, Place, Tie, is_meta, is_sharded, piece_at, pieces_of, ties_of
+from holdfast._state.pieces import Pieces, Place, Tie, is_labelled, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, ComposedTensor, check_fillable, empty_tensor, plain_address
 from holdfast._torch_classes.translate import metadata_from_torch
@@ -149,14 +149,14 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def _materialised(self, key: str, leaf: object) -> object:
         if isinstance(leaf, ComposedTensor) and leaf.tensor.is_meta:
-            raise InvalidStateError(
-                f"{key!r} is the context of a {type(leaf.tensor).__name__} on the meta device; materialise it first",
-                key=key,
-            )
+            said = f"{key!r} is the context of a {type(leaf.tensor).__name__} on the meta device; materialise it first"
+            raise InvalidStateError(said, key=key)
         if not isinstance(leaf, torch.Tensor) or not is_meta(leaf):
             return leaf
         if is_sharded(leaf):
             filled = torch.empty_like(leaf, device="cpu")
+            if is_labelled(leaf):
+                vars(filled).update(vars(leaf))
             self._set_in_target(key, filled)
             return filled
         # What shares its imaginary memory shares the real one too.

@@ -29,6 +29,7 @@ from holdfast._native.reader import NativeReader
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
 from holdfast._torch_classes.torchs import (
+    FSSPEC,
     _async_process_executor,
     filesystem,
     import_fsspec_storage,
@@ -199,7 +200,7 @@ _KEEP_TORCHS = (
     "holdfast.",
     "torch.distributed.checkpoint.hf_storage.",
     "torch.distributed.checkpoint.quantized_hf_storage.",
-    "torch.distributed.checkpoint._fsspec_filesystem.",
+    f"torch.distributed.checkpoint.{FSSPEC}.",
 )
 
 

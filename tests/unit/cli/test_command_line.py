@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,28 @@ def test_shells_complete_commands(shell: str) -> None:
     result = CliRunner().invoke(app, [], env={"_HOLDFAST_COMPLETE": f"source_{shell}"}, prog_name="holdfast")
     assert "holdfast" in result.stdout
     assert "--show-completion" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+COMPLETE_IN_BASH = r"""
+holdfast --install-completion >&2 || exit
+source ~/.bashrc
+function tab { COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _holdfast_completion holdfast; echo "${COMPREPLY[@]}"; }
+complete -p holdfast
+tab holdfast ve
+tab holdfast verify --le
+tab holdfast verify --level c
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_once_completion_is_installed(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("holdfast")
+    own = environment(HOME=str(tmp_path), SHELL="/bin/bash", PATH=f"{script.parent}:{os.environ['PATH']}")
+    done = subprocess.run(["bash", "-c", COMPLETE_IN_BASH], env=own, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "complete -o default -F _holdfast_completion holdfast",
+        *("verify", "--level", "coverage"),
+    ], done.stderr
 
 
 def run_into(output: int, *arguments: object) -> tuple[int, str]:

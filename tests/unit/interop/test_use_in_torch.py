@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from outside_views import torch_fsspec
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver, storage
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 import holdfast
@@ -138,7 +138,7 @@ def test_isinstance_goes_on_to_work(tmp_path: Path) -> None:
 def test_what_torch_derives_from_its_storage_stays_its_own(tmp_path: Path) -> None:
     with use_in_torch():
         assert TORCHS_OWN[0] in dcp.HuggingFaceStorageWriter.__mro__
-        assert TORCHS_OWN[0] in FsspecWriter.__mro__
+        assert TORCHS_OWN[0] in torch_fsspec.FsspecWriter.__mro__
         dcp.save({"a": torch.ones(2)}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))
         dcp.save({"a": torch.ones(2)}, checkpoint_id=f"memory://{tmp_path.name}")
         loaded = {"a": torch.zeros(2)}

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from outside_views import torch_fsspec
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint import planner as torch_planner
 from torch.distributed.checkpoint import storage as torch_storage
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import holdfast
 
@@ -103,7 +103,7 @@ def test_a_planner_of_torch_sees_its_own_objects(tmp_path: Path, storage: str) -
         "native": lambda: holdfast.NativeWriter(path),
         "torch": lambda: dcp.FileSystemWriter(path),
         "hf": lambda: dcp.HuggingFaceStorageWriter(path),
-        "memory": lambda: FsspecWriter(f"memory://{tmp_path.name}/x"),
+        "memory": lambda: torch_fsspec.FsspecWriter(f"memory://{tmp_path.name}/x"),
     }
     metadata = holdfast.save(saved, storage_writer=writers[storage](), planner=planner)
     assert planner.calls[:4] == ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"]
@@ -315,9 +315,9 @@ def test_metadata_for_torchs_files_holds_nothing_of_ours() -> None:
 def test_ids_and_storages_of_torch_itself(tmp_path: Path, scheme: str, same: Callable[..., None]) -> None:
     url = f"memory://{tmp_path.name}/checkpoint"
     if scheme == "memory":
-        holdfast.save(state(), storage_writer=FsspecWriter(url))  # type: ignore[arg-type]
+        holdfast.save(state(), storage_writer=torch_fsspec.FsspecWriter(url))  # type: ignore[arg-type]
         loaded = target()
-        dcp.load(loaded, storage_reader=FsspecReader(url))
+        dcp.load(loaded, storage_reader=torch_fsspec.FsspecReader(url))
         same(loaded, state())
     else:
         url = str(tmp_path / "checkpoint")
@@ -326,7 +326,7 @@ def test_ids_and_storages_of_torch_itself(tmp_path: Path, scheme: str, same: Cal
         dcp.load(loaded, checkpoint_id=url)
         same(loaded, state())
     loaded = target()
-    reader: Any = FsspecReader(url) if scheme == "memory" else dcp.FileSystemReader(url)
+    reader: Any = torch_fsspec.FsspecReader(url) if scheme == "memory" else dcp.FileSystemReader(url)
     holdfast.load(loaded, storage_reader=reader)
     same(loaded, state())
 

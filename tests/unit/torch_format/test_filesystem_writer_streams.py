@@ -7,7 +7,6 @@ import gzip
 import io
 import os
 import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from outside_views import torch_fsspec
 from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint import filesystem as theirs
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
 from torch.distributed.checkpoint.api import CheckpointException as TorchException
 
 import holdfast
@@ -163,7 +162,7 @@ def test_torchs_own_file_system_serves(path: str) -> None:
 
 @pytest.mark.usefixtures("whole_syncs")
 def test_fsspec_serves() -> None:
-    fs = FsspecFileSystem()
+    fs = torch_fsspec.FsspecWriter("memory://x").fs
     url = "memory://holdfast-streams/x"
     writer = FileSystemWriter("x")
     writer.fs, writer.path = fs, fs.init_path(url)  # type: ignore[assignment]
@@ -327,37 +326,14 @@ def test_threads_write_files_side_by_side() -> None:
     holdfast.save(STATE, storage_writer=in_memory(Meeting(), thread_count=2, sync_files=False))
 
 
-class Zlib:
-    """What torch asks of the package zstandard, by the compression that Python has: the package is not needed here."""
-
-    class ZstdCompressor:
-        def stream_writer(self, output: Any) -> Any:
-            squeezed = zlib.compressobj()
-
-            class Writer(io.RawIOBase):
-                def writable(self) -> bool:
-                    return True
-
-                def write(self, data: Any) -> int:
-                    output.write(squeezed.compress(data))
-                    return len(memoryview(data))
-
-                def close(self) -> None:
-                    if not self.closed:
-                        output.write(squeezed.flush())
-                        output.close()
-                    super().close()
-
-            return Writer()
-
-    class ZstdDecompressor:
-        def stream_reader(self, input: Any) -> Any:
-            return io.BytesIO(zlib.decompress(input.read()))
-
-
-def test_a_plain_reader_knows_the_transform_that_torch_has(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_extension, "zstandard", Zlib)
-    holdfast.save(STATE, storage_writer=FileSystemWriter(path, _extensions=[_extension.ZStandard()]))
+@pytest.mark.parametrize("writes", ["ours", "torch"])
+def test_a_plain_reader_knows_the_transform_that_torch_has(
+    path: str, writes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if writes == "ours":
+        holdfast.save(STATE, storage_writer=FileSystemWriter(path, _extensions=[_extension.ZStandard()]))
+    else:
+        dcp.save(STATE, storage_writer=theirs.FileSystemWriter(path, _extensions=[_extension.ZStandard()]))
     target = {"a": torch.zeros(50, 100), "t": torch.zeros(4, 3), "n": {"k": ""}, "i": 0}
     holdfast.load(target, storage_reader=FileSystemReader(path))
     assert torch.equal(target["a"], STATE["a"])
@@ -370,7 +346,6 @@ def test_a_plain_reader_knows_the_transform_that_torch_has(path: str, monkeypatc
 
 
 def test_a_few_bytes_that_become_too_many_are_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_extension, "zstandard", Zlib)
     holdfast.save({"a": torch.ones(4)}, storage_writer=FileSystemWriter(path, _extensions=[_extension.ZStandard()]))
 
     class Endless(io.RawIOBase):
@@ -380,6 +355,6 @@ def test_a_few_bytes_that_become_too_many_are_refused(path: str, monkeypatch: py
         def readinto(self, buffer: Any) -> int:
             return len(buffer)
 
-    monkeypatch.setattr(Zlib.ZstdDecompressor, "stream_reader", lambda self, input: Endless())
+    monkeypatch.setattr(_extension.ZStandard, "transform_from", lambda self, input: Endless())
     with pytest.raises(CorruptError, match="'a' has more than 1048608 bytes after its stream transforms"):
         holdfast.load({"a": torch.ones(4)}, storage_reader=FileSystemReader(path))

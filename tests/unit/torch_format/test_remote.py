@@ -15,11 +15,10 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as TorchReader
+from outside_views import torch_fsspec
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast._fsspec_filesystem import FsspecReader, FsspecWriter
 from holdfast.cli import app
 from holdfast.errors import (
     AlreadyPublishedError,
@@ -30,6 +29,7 @@ from holdfast.errors import (
     StorageError,
     UnsafeError,
 )
+from holdfast.fsspec_filesystem import FsspecReader, FsspecWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
@@ -78,7 +78,7 @@ def test_a_state_comes_back_without_allow_pickle(url: str, same: Callable[..., N
 def test_torch_reads_what_was_written(url: str, same: Callable[..., None]) -> None:
     holdfast.save(state(), url)
     into = target()
-    dcp.load(into, storage_reader=TorchReader(url))
+    dcp.load(into, storage_reader=torch_fsspec.FsspecReader(url))
     same(into, state())
 
 
@@ -115,7 +115,7 @@ def test_the_metadata_runs_no_code(url: str, tmp_path: Path) -> None:
             read()
     assert not os.path.exists(ran)
     with pytest.raises(AttributeError):
-        TorchReader(url).read_metadata()
+        torch_fsspec.FsspecReader(url).read_metadata()
     assert os.path.exists(ran)
 
 
