@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 
-NEWEST_TESTED_TORCH = (2, 13)
+NEWEST_TESTED_TORCH = (2, 15)

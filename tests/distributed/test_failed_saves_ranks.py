@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import FileSystemWriter, NativeWriter
+from holdfast._io import posix
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -58,33 +60,41 @@ def test_no_directory_is_left_that_the_save_made(pool: Crew, tmp_path: Path, sto
     assert os.listdir(tmp_path / "was there") == []
 
 
-class _NativeOnFullDisk(NativeWriter):
-    """Cannot write; says whether the directory is still there while the other ranks know of no failure."""
+def save_beside_a_failure(path: str) -> tuple[str, bool]:
+    """Rank 1 fails to write and leaves; only then rank 0 makes its first file."""
+    rank, create = dist.get_rank(), posix.create_new
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    removed = f"{path}-removed"
 
-    kept_directory = True
+    def wait_for_failure(*arguments: Any) -> None:
+        while not os.path.exists(removed):
+            time.sleep(0.01)
+        create(*arguments)
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with mock.patch.object(os, "pwrite", side_effect=full):
-            try:
-                return super().write_data(plan, planner)
-            except holdfast.StorageError:
-                self.kept_directory = os.path.isdir(self.path)
-                raise
+    def tell(directories: list[str]) -> None:
+        remove(directories)
+        Path(removed).touch()
 
-
-def save_on_full_disk(path: str) -> tuple[bool, bool]:
-    writer = _NativeOnFullDisk(path)
-    state = {"w": torch.ones(1000)} if dist.get_rank() == 1 else {}  # rank 0 writes nothing, so nothing fails there
-    with contextlib.suppress(holdfast.StorageError):
-        holdfast.save(state, storage_writer=writer)
+    remove = posix.remove_empty_directories
+    writing = mock.patch.object(os, "pwrite", side_effect=full) if rank == 1 else contextlib.nullcontext()
+    removing = mock.patch.object(posix, "remove_empty_directories", tell) if rank == 1 else contextlib.nullcontext()
+    creating = mock.patch.object(posix, "create_new", wait_for_failure) if rank == 0 else contextlib.nullcontext()
+    said = ""
+    with writing, removing, creating:
+        try:
+            holdfast.save({f"of rank {rank}": torch.ones(1000)}, path)
+        except holdfast.StorageError as error:
+            said = str(error)
     dist.barrier()
-    return writer.kept_directory, not os.path.exists(path)
+    return said, os.path.exists(path)
 
 
-def test_the_directory_stays_until_all_ranks_know_of_the_failure(pool: Crew, tmp_path: Path) -> None:
-    """Another rank may be about to make its first file in it, and would fail for a reason of its own."""
-    assert pool.run(2, save_on_full_disk, str(tmp_path / "made")) == [(True, True)] * 2
+def test_the_failure_of_one_rank_is_no_failure_of_another(pool: Crew, tmp_path: Path) -> None:
+    """The directory that rank 1 removes is made again, so that all are told the reason and nothing else."""
+    for said, is_left in pool.run(2, save_beside_a_failure, str(tmp_path / "made")):
+        assert "No space left" in said
+        assert "No such file" not in said
+        assert not is_left
 
 
 def save_on_one_rank(path: str, rank: int) -> str:

@@ -60,12 +60,19 @@ class LockedFile:
         """Make the file, which did not exist before, and hold its lock where there are locks.
 
         Between making a file and locking it, a sweep may take it for a dead writer's and remove it, and a forked child
-        may get a copy that it does not know of, which would keep the lock; then it is made again. Whatever comes of
-        it, an interrupt too, ``remove`` and ``close`` undo it.
+        may get a copy that it does not know of, which would keep the lock; then it is made again. So is the directory,
+        which another rank removes when its part of the save has failed. Whatever comes of it, an interrupt too,
+        ``remove`` and ``close`` undo it.
         """
         for _ in range(_TRIES):
             forks_before = begun()
-            posix.create_new(self.path, self._opened)
+            try:
+                posix.create_new(self.path, self._opened)
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                posix.make_directories(os.path.dirname(self.path))
+                continue
             if begun() != forks_before:
                 self.remove()
             else:

@@ -203,7 +203,7 @@ class NativeWriter(StorageWriter):
             posix.make_directories(self.path)
             written = write()
         except BaseException:
-            self._held.remove()  # not the directory: another rank may be about to make its first file there
+            self.abandon()
             raise
         begun = time.monotonic()
         if written:

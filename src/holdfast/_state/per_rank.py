@@ -125,7 +125,7 @@ class _Generators:
             "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
         }
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         if device is not None:
             state["device"] = {"type": device.type, "state": torch.get_device_module(device).get_rng_state().cpu()}
         return state
@@ -135,7 +135,7 @@ class _Generators:
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         np.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"])
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         saved, here = state_dict.get("device", {}).get("type"), None if device is None else device.type
         self.left_out = ""
         if saved is not None and saved == here:

@@ -77,7 +77,8 @@ def item_parts(item: Any) -> tuple[Any, ...]:
             tuple(item.lengths),
         )
     data = item.tensor_data
-    said = data and (data.chunk.offsets, data.chunk.sizes, data.size, vars(data.properties))
+    properties = data and {name: value for name, value in vars(data.properties).items() if name != "strides"}
+    said = data and (data.chunk.offsets, data.chunk.sizes, data.size, properties)
     return item.type.name, item.index.fqn, item.index.offset, said
 
 

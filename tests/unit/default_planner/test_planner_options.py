@@ -108,6 +108,7 @@ def test_properties_survive_pickling(memory_format: torch.memory_format) -> None
 def test_properties_are_those_of_the_tensor() -> None:
     tensor = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
     ours, theirs = (cls.create_from_tensor(tensor) for cls in (TensorProperties, torch_metadata.TensorProperties))
+    vars(theirs).pop("strides", None)  # of the memory, which torch keeps since 2.14; files have none
     assert vars(ours) == vars(theirs)
     assert ours.dtype is torch.float64
     assert ours.requires_grad

@@ -254,6 +254,7 @@ def visible_length_at_sync(monkeypatch: pytest.MonkeyPatch, save: Callable[[], N
     return lengths[0]
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="this torch syncs all of it")
 def test_torch_syncs_metadata_that_it_has_not_written_yet(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"x": torch.zeros(2)}
     synced = visible_length_at_sync(monkeypatch, lambda: dcp.save(state, checkpoint_id=path))
