@@ -169,7 +169,7 @@ class BackgroundSave:
         if options.max_host_bytes is not None and snapshot.nbytes > options.max_host_bytes:
             CUDA.drain(snapshot.copies)
             stream = partial(self._stream, snapshot, options.max_host_bytes)
-            return Begun(lambda: saving.write(stream), handle._is_staged.wait)
+            return Begun(lambda: saving.write(stream), handle._ends_staging)
         region = TURNS.memory.region(snapshot.nbytes, is_shared=snapshot.is_shared)
         write = snapshot.writing_from(region)
         fingerprints = Fingerprints(snapshot.copies) if options.prove else None

@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -149,6 +150,26 @@ def test_a_state_over_the_bound_streams_through_few_buffers(tmp_path: Path) -> N
     assert held_bytes() == 0
     found = holdfast.load(tmp_path / "checkpoint")
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("way", ["streamed", "waited for"])
+def test_the_future_of_the_snapshot_is_done_once_the_snapshot_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also where the thread that ends it is slow to say so."""
+    end = Future.set_result
+
+    def end_late(future: Future[Any], result: object) -> None:
+        time.sleep(0.1)
+        end(future, result)
+
+    monkeypatch.setattr(Future, "set_result", end_late)
+    bound = holdfast.SaveOptions(max_host_bytes=33 << 20) if way == "streamed" else holdfast.SaveOptions()
+    handle = async_save({"a": torch.randn(10_000_000)}, tmp_path / "checkpoint", options=bound)
+    if way == "waited for":
+        handle.wait_staged()
+    assert handle.staging_completion.done()
+    handle.result()
 
 
 def test_memory_is_kept_grown_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
 
         Raises what went wrong if it could not be completed, and TimeoutError after ``timeout`` seconds.
         """
-        if not self._is_staged.wait(timeout):
+        if not self._ends_staging(timeout):
             raise concurrent.futures.TimeoutError
         if self._staging_error is not None:
             raise self._staging_error
@@ -163,6 +163,12 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
     def _is_within(self) -> bool:
         """Whether the save waits for the calling thread, which cannot wait for it in turn."""
         return threading.get_ident() in self._threads
+
+    def _ends_staging(self, timeout: float | None = None) -> bool:
+        """Wait until the snapshot is complete or has failed; whether it is, or has."""
+        if self._is_staged.wait(timeout):
+            concurrent.futures.wait([self.staging_completion])  # which is told a moment later
+        return self._is_staged.is_set()
 
     def _expect(self, nbytes: int, written: Progress) -> None:
         """Take note that there are ``nbytes`` to write; ``written`` counts those that are written."""
