@@ -107,9 +107,6 @@ class TensorProperties:
         self.dtype, self.layout, self.requires_grad, name, self.pin_memory = state
         self.memory_format = getattr(torch, name)
 
-    def duplicate(self) -> TensorProperties:
-        return TensorProperties(self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory)
-
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         return TensorProperties(

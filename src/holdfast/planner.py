@@ -165,7 +165,7 @@ class WriteColumns:
             None,
             TensorWriteData(
                 ChunkStorageMetadata(offsets, lengths),
-                head.properties.duplicate(),
+                replace(head.properties),
                 head.size,
                 head.alias_of,
                 head.kind,

@@ -364,7 +364,8 @@ def entry_of(head: TensorHead | None, lo: np.ndarray, length: np.ndarray) -> STO
     if head is None:
         return BytesStorageMetadata()
     chunks = ChunkColumns(lo, length, 0, len(lo), len(head.size))
-    return TensorStorageMetadata(head.properties.duplicate(), head.size, LazyList(chunks), head.alias_of, head.kind)
+    properties = dataclasses.replace(head.properties)
+    return TensorStorageMetadata(properties, head.size, LazyList(chunks), head.alias_of, head.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -194,15 +194,19 @@ class Located:
         return cls.kind.validate_checkpoint_id(checkpoint_id)
 
 
+class _UnknownStorageError(ValueError, RuntimeError):
+    """The argument is a URL that nothing here can serve: wrong as an argument, and in torch a RuntimeError."""
+
+
 def _file_system(url: str, options: dict[str, object]) -> Any:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise ValueError(f"{url!r} is a URL, and those need fsspec; install it, or use a path") from error
+        raise _UnknownStorageError(f"{url!r} is a URL, and those need fsspec; install it, or use a path") from error
     try:
         return url_to_fs(url, **options)[0]
     except (ValueError, ImportError) as error:
-        raise ValueError(
+        raise _UnknownStorageError(
             f"fsspec has no storage for {url!r} ({error}); install the package for its scheme, or use a path"
         ) from error
 

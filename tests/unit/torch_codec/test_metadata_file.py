@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import random
 import resource
+import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+import holdfast
 from holdfast import FileSystemReader, MetadataIndex
 from holdfast.errors import CheckpointError, CorruptError, UnsafeError
 from holdfast.filesystem import _StorageInfo as StorageInfo
@@ -440,3 +442,18 @@ def test_ranks_that_disagree_are_refused() -> None:
     second.state_dict_metadata["w"] = torch_metadata.BytesStorageMetadata()
     with pytest.raises(CorruptError, match="a tensor on one rank"):
         together(first, second)
+
+
+SAVE_WITH_OLD_PROPERTIES = """
+import sys, unittest.mock
+import torch, holdfast, holdfast.metadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+with unittest.mock.patch("holdfast.metadata.TensorProperties", TensorProperties):  # nothing else is imported yet
+    holdfast.save({"a": torch.arange(16.0)}, storage_writer=holdfast.FileSystemWriter(sys.argv[1]))
+"""
+
+
+def test_a_program_that_puts_another_class_in_the_place_of_properties(tmp_path: pathlib.Path) -> None:
+    subprocess.run([sys.executable, "-c", SAVE_WITH_OLD_PROPERTIES, str(tmp_path)], check=True, timeout=300)
+    assert b"sharded_tensor.metadata" in (tmp_path / ".metadata").read_bytes()
+    assert torch.equal(holdfast.load(tmp_path)["a"], torch.arange(16.0))
