@@ -134,7 +134,7 @@ def stop_in_one_group(root: str) -> int:
 def test_a_stop_is_that_of_one_group(tmp_path: Path, pool: Crew) -> None:
     steps = pool.run(WORLD, stop_in_one_group, str(tmp_path), timeout_s=TIMEOUT_S)
     assert steps[:2] == [49, 49]
-    assert steps[2] == steps[3] > 5
+    assert steps[2] == steps[3] >= 5  # the other one may hear of it before it begins the step
 
 
 def stop_without_a_rank(root: str) -> str:
