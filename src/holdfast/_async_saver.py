@@ -118,7 +118,8 @@ def async_save(
 
 
 def _look(ranks: Ranks, handle: AsyncSave) -> Shown:
-    return ranks.overview()._replace(phase=handle.phase)
+    shown, report = ranks.overview()._replace(phase=handle.phase), handle.report
+    return shown if report is None else shown._replace(bytes_done=report.bytes, bytes_total=report.bytes)
 
 
 def _trained(options: SaveOptions, planner: SavePlanner, state: Mapping[Any, Any]) -> Callable[[], Collection[str]]:

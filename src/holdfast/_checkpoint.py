@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from holdfast import events
+from holdfast._io import posix
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
@@ -343,7 +344,11 @@ def verify(
     if is_torchs and (level not in get_args(Level) or sample != 1):
         raise ValueError(f"level must be one of {get_args(Level)}, and torch's own format has no sample to choose")
     name = f"verifying {os.path.basename(os.fspath(path))}"
-    with Door(), events.Operation("verify", path) as operation, following_bytes(progress, name) as on_progress:
+    with (
+        Door(),
+        events.Operation("verify", posix.absolute(path)) as operation,
+        following_bytes(progress, name) as on_progress,
+    ):
         if is_torchs:
             report = verify_torch_checkpoint(path, reads_data=level == "digests", on_progress=on_progress)
         else:

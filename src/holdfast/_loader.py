@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -23,11 +23,12 @@ from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import few
+from holdfast._values.records import check_types
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.key_maps import KeyMap, check_key_map, names_for_target
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
-from holdfast.events.progress import followed
+from holdfast.events.progress import check_progress, followed
 from holdfast.metadata import Metadata, restorable_paths
 from holdfast.planner import LoadPlan, LoadPlanner, is_overridden, read_columns
 from holdfast.storage import StorageReader
@@ -69,14 +70,16 @@ class LoadOptions:
     deadline_s: float = DEADLINE_S
     share: Literal["host", "job", "off"] = "host"
     key_map: KeyMap | None = None
-    types: Iterable[type] = ()
+    types: Collection[type] = ()
     progress: bool | Callable[..., object] = False
 
     def __post_init__(self) -> None:
         check_key_map(self.key_map)
         check_deadline(self.deadline_s)
+        check_progress(self.progress)
         if self.share not in ("host", "job", "off"):
             raise ValueError(f"share is 'host', 'job' or 'off', not {self.share!r}")
+        check_types(self.types)
 
 
 _DEFAULTS = LoadOptions()
@@ -194,7 +197,7 @@ def read(
     keys: Iterable[str] | None = None,
     *,
     options: LoadOptions = _DEFAULTS,
-    types: Iterable[type] = (),
+    types: Collection[type] = (),
 ) -> State:
     """Return everything in the checkpoint at ``path``, nested as it was saved, on the CPU; other ranks take no part.
 
@@ -203,6 +206,7 @@ def read(
     """
     if options.key_map is not None:
         raise ValueError("key_map is for load(state, path), which has a target; read gives what is stored")
+    check_types(types)
     ranks = Ranks()
     with Door(), followed(options.progress, path, ranks.overview, ranks.is_coordinator):
         find_reader = reader_finder(path, None, options)

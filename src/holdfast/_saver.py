@@ -25,7 +25,7 @@ from holdfast._torch_format.writer import FsspecWriter
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import CheckpointError
-from holdfast.events.progress import followed
+from holdfast.events.progress import check_progress, followed
 from holdfast.metadata import Metadata
 from holdfast.planner import SavePlan, SavePlanner
 from holdfast.storage import StorageWriter, WriteResult
@@ -99,6 +99,7 @@ class SaveOptions:
         if isinstance(self.replica_check, str) and self.replica_check not in ("sample", "all", "off"):
             raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {self.replica_check!r}")
         check_deadline(self.deadline_s)
+        check_progress(self.progress)
 
 
 _DEFAULTS = SaveOptions()

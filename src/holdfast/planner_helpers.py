@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -79,8 +79,12 @@ def dtype_difference(key: str, stored: torch.dtype, wanted: torch.dtype) -> Diff
     return Difference(key=key, kind="dtype", stored=next(names), wanted=next(names))
 
 
-CAST = ", or pass LoadOptions(cast=True) to convert between floating types."
-"""The advice for differences between types where one is there that ``can_cast``."""
+def cast_advice(faults: Iterable[Difference], *, cast: bool) -> str:
+    """What to say of casts at the end of an advice about ``faults``, where ``cast`` says whether they are allowed."""
+    dtypes = [each for each in faults if each.kind == "dtype"]
+    if cast and dtypes:
+        return "; cast=True converts floating types only."
+    return ", or pass LoadOptions(cast=True) to convert between floating types." if any(map(can_cast, dtypes)) else "."
 
 
 def can_cast(difference: Difference) -> bool:
@@ -115,8 +119,7 @@ def raise_for_dtypes(dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]], *, c
     differences = [dtype_difference(key, was, wanted) for key, (was, wanted) in dtypes.items() if was != wanted]
     faults = [difference for difference in differences if not (cast and can_cast(difference))]
     if faults:
-        may_help = not cast and any(map(can_cast, faults))
-        raise MismatchError.of(faults, advice="Fix the target" + (CAST if may_help else "."))
+        raise MismatchError.of(faults, advice="Fix the target" + cast_advice(faults, cast=cast))
 
 
 def check_dtypes(planner: LoadPlanner, columns: ReadColumns, stored: Mapping[str, torch.dtype], *, cast: bool) -> None:

@@ -55,7 +55,36 @@ def test_casting_is_advised_only_where_it_helps(path: str) -> None:
     assert "cast" not in said(lambda: holdfast.load({"number": torch.ones(3)}, path), MismatchError)
     assert "pass LoadOptions(cast=True)" in said(lambda: holdfast.load({"half": torch.ones(3)}, path), MismatchError)
     cast = LoadOptions(cast=True)
-    assert "cast" not in said(lambda: holdfast.load({"number": torch.ones(3)}, path, options=cast), MismatchError)
+    message = said(lambda: holdfast.load({"number": torch.ones(3)}, path, options=cast), MismatchError)
+    assert message.endswith("to load what fits; cast=True converts floating types only.")
+
+
+def test_a_container_in_the_place_of_a_value_is_told(path: str) -> None:
+    holdfast.save({"d": {"a": 1, "b": 2}}, path)
+    message = said(lambda: holdfast.load({"d": None}, path), MismatchError)
+    assert message.endswith("The checkpoint has keys below 'd': have an empty dict there to load them.")
+    target: dict[str, Any] = {"d": {}}
+    holdfast.load(target, path)
+    assert target == {"d": {"a": 1, "b": 2}}
+
+
+def test_the_directory_of_checkpoints_is_told_from_one(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "run" / "step-1")
+    for read in (holdfast.read, holdfast.open, holdfast.verify, lambda path: holdfast.load({}, path)):
+        message = said(lambda read=read: read(tmp_path / "run"), NotACheckpointError)
+        assert message.endswith(f"there are checkpoints below it, such as '{tmp_path / 'run' / 'step-1'}'")
+
+
+def test_arguments_of_another_kind_are_told(path: str) -> None:
+    wrong: Any = [1]
+    for call in (holdfast.save, holdfast.async_save):
+        message = said(lambda call=call: call(STATE, path, user_metadata=wrong), ValueError)
+        assert message == "user_metadata is a dict, not [1]"
+    holdfast.save(STATE, path)
+    for types in (enum.Enum("Color", ["RED"]), ["Color"], "Color", Path):
+        others: Any = types
+        assert "types is a list of classes, not" in said(lambda others=others: LoadOptions(types=others), ValueError)
+        assert "types is a list of classes" in said(lambda others=others: holdfast.read(path, types=others), ValueError)
 
 
 def test_advice_is_given_once(path: str) -> None:

@@ -316,6 +316,8 @@ def test_a_registered_type_is_encoded_and_decoded(path: str) -> None:
         holdfast.save({"x": Ratio(1, 3)}, path)
     with pytest.raises(ValueError, match="class of your own"):
         holdfast.register_type(dict, encode=list, decode=dict)
+    with pytest.raises(ValueError, match=r"'ratio' is registered for .*Ratio; choose another"):
+        holdfast.register_type(Path, encode=str, decode=Path, name="ratio")
 
 
 def test_a_type_that_is_not_registered_any_more_is_a_record(path: str) -> None:

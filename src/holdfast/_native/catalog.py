@@ -259,7 +259,9 @@ def _nothing_there(directory: str) -> NotFoundError:
         conversion = f", or {_conversion(os.path.join(directory, weights[0]))}" if len(weights) == 1 else ""
         advice = f"load it with transformers{conversion}"
         return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a checkpoint; {advice}")
-    return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}")
+    below = next((name for name in sorted(names) if posix.exists(os.path.join(directory, name, MANIFEST_NAME))), None)
+    advice = "" if below is None else f"; there are checkpoints below it, such as {os.path.join(directory, below)!r}"
+    return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}{advice}")
 
 
 def _is_a_file(path: str) -> str:

@@ -75,6 +75,8 @@ class NativeWriter(StorageWriter):
         self.path = posix.absolute(path)
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
+        if user_metadata is not None and not isinstance(user_metadata, Mapping):
+            raise ValueError(f"user_metadata is a dict, not {user_metadata!r}")
         self.user_metadata = dict(user_metadata or {})
         self._given_attempt = attempt
         self._attempt = attempt or secrets.token_hex(8)

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -67,6 +67,12 @@ REGISTERED: dict[type, _Registration] = {}
 _BY_NAME: dict[str, _Registration] = {}
 
 
+def check_types(types: object) -> None:
+    """ValueError for what is no list of classes."""
+    if not isinstance(types, Collection) or not all(isinstance(each, type) for each in types):
+        raise ValueError(f"types is a list of classes, not {types!r}")
+
+
 def register_type(
     cls: type[_T], *, encode: Callable[[_T], object], decode: Callable[[Any], _T], name: str | None = None
 ) -> None:
@@ -74,11 +80,14 @@ def register_type(
 
     ``encode`` returns a value that a checkpoint can hold. ``name`` stands in the checkpoint, by default that of the
     class with its module. Where nothing is registered under it, loading gives a ``holdfast.Record``. Registering a
-    class or a name again replaces what was.
+    class again, or one that was defined again, replaces what was. A name belongs to one class.
     """
     if not isinstance(cls, type) or cls.__module__ == "builtins":
         raise ValueError(f"register_type takes a class of your own, not {cls!r}")
     registration = _Registration(cls, name or class_name(cls), encode, decode)
+    holder = _BY_NAME.get(registration.name)
+    if holder is not None and class_name(holder.cls) != class_name(cls):
+        raise ValueError(f"the name {registration.name!r} is registered for {class_name(holder.cls)}; choose another")
     for old in (REGISTERED.pop(cls, None), _BY_NAME.pop(registration.name, None)):
         if old is not None:
             REGISTERED.pop(old.cls, None)

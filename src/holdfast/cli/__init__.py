@@ -70,8 +70,8 @@ def _exit_code(error: Exception) -> int:
 
 
 def _error_json(error: Exception) -> dict[str, object]:
-    told = {"kind": type(error).__name__, "message": getattr(error, "message", str(error))}
-    return {"error": told, "exit_code": _exit_code(error)}
+    message = error.format_message() if isinstance(error, TyperException) else getattr(error, "message", str(error))
+    return {"error": {"kind": type(error).__name__, "message": message}, "exit_code": _exit_code(error)}
 
 
 def _print_error(message: str) -> None:

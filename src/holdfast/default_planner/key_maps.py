@@ -108,10 +108,12 @@ _WRAPPERS = "module.", "_orig_mod."  # what DistributedDataParallel and torch.co
 
 
 def suggestion(missing: Collection[str], wanted: Collection[str], stored: Collection[str]) -> str:
-    """The map that finds most of the ``missing`` keys of those ``wanted``, as a sentence; nothing where none does."""
+    """What may be meant by the ``missing`` keys, as a sentence: a container, or those that a map finds most of."""
     if not missing:
         return ""
     first = next(iter(missing))
+    if any(key.startswith(f"{first}.") for key in stored):
+        return f" The checkpoint has keys below {first!r}: have an empty dict there to load them."
     tables = [{target: source} for target, source in _candidates(first.split("."), stored)]
     tried: list[tuple[KeyMap, str]] = [(table, repr(table)) for table in tables]
     for wrapper in _WRAPPERS:

@@ -38,9 +38,9 @@ from holdfast.metadata import (
 )
 from holdfast.planner import LoadPlan, LoadPlanner, Memory, ReadColumns, ReadItem, is_overridden
 from holdfast.planner_helpers import (
-    CAST,
     ReadRows,
     can_cast,
+    cast_advice,
     context_difference,
     dtype_difference,
     kind_of,
@@ -224,11 +224,10 @@ class DefaultLoadPlanner(LoadPlanner):
         columns = self._without_ties(rows.columns(), others)
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
-            may_help = not self.cast and any(each.kind == "dtype" and can_cast(each) for each in faults)
             missing = [each.key for each in faults if each.kind == "missing"]
             hint = suggestion(missing, self.state_dict, entries) if self.key_map is None else ""
             hint += f" {ADVICE}" if self.owners.refused else ""
-            raise MismatchError.of(self.told(faults), advice=_FIX + (CAST if may_help else ".") + hint)
+            raise MismatchError.of(self.told(faults), advice=_FIX + cast_advice(faults, cast=self.cast) + hint)
         return LoadPlan(LazyList(self.as_stored(columns)))
 
     def as_stored(self, columns: ReadColumns) -> ReadColumns:

@@ -111,6 +111,12 @@ class Following(contextlib.AbstractContextManager["Following"]):
             self._show = None
 
 
+def check_progress(progress: object) -> None:
+    """ValueError for what is no way to show progress."""
+    if not isinstance(progress, bool) and not callable(progress):
+        raise ValueError(f"progress is True, False or a function, not {progress!r}")
+
+
 def followed(
     progress: bool | Callable[..., object], path: object, look: Callable[[], Shown], is_coordinator: bool
 ) -> contextlib.AbstractContextManager[Following | None]:

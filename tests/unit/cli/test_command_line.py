@@ -143,6 +143,12 @@ def test_several_checkpoints_are_verified_and_the_worst_code_counts(path: Path, 
     assert text.stdout.count("whole: ") == 1
 
 
+def test_a_usage_error_says_what_is_wrong_in_json_too() -> None:
+    result = CliRunner().invoke(app, ["show", "--json"])
+    assert result.exit_code == 2
+    assert "PATH" in json.loads(result.stdout)["error"]["message"]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:
     result = CliRunner().invoke(app, [], env={"_HOLDFAST_COMPLETE": f"source_{shell}"}, prog_name="holdfast")

@@ -89,6 +89,20 @@ def test_nothing_is_shown_unless_it_is_wanted(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_bar_of_an_asynchronous_save_ends_with_all_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"w": torch.ones(1 << 20)}
+    holdfast.async_save(state, tmp_path / "a", options=holdfast.SaveOptions(progress=True)).result()
+    assert "4.0/4.0 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [holdfast.SaveOptions, holdfast.LoadOptions])
+def test_what_is_no_way_to_show_progress_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="progress is True, False or a function, not 'yes'"):
+        options(progress="yes")
+
+
 def test_a_failure_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = holdfast.SaveOptions(progress=True)
     for save in (holdfast.save, holdfast.async_save):

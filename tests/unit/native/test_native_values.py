@@ -206,7 +206,7 @@ def test_values_survive_with_their_types(value: object) -> None:
     assert same(through_json(value), value)
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
+@pytest.mark.parametrize("name", sorted(name for name in DTYPES if hasattr(torch, name)))
 def test_every_dtype_survives(name: str) -> None:
     dtype = getattr(torch, name)
     assert through_json(dtype) is dtype
@@ -762,7 +762,7 @@ hashable_leaves = st.one_of(
     st.binary(max_size=8),
     st.lists(st.integers(0, 2**62), max_size=3).map(torch.Size),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")]),
-    st.sampled_from(sorted(DTYPES)).map(lambda name: getattr(torch, name)),
+    st.sampled_from(sorted(name for name in DTYPES if hasattr(torch, name))).map(lambda name: getattr(torch, name)),
     numpy_scalars,
 )
 hashables = st.recursive(
