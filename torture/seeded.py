@@ -357,7 +357,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     # The state of optimizers that have none yet.
     (
         "state of a sharded parameter made whole",
-        "_made",
+        "default_planner:_made",
         instead("parameter.device if name in others else parameter", "parameter.device"),
         ("tests/distributed/test_fresh_optimizers.py::test_each_rank_reads_its_shard_alone",),
     ),
