@@ -1,8 +1,8 @@
-"""How a run begins: whose it is, what killed ones left, and the newest step that can be loaded, the same on every rank.
+"""How a run begins: it locks its root, removes what killed runs left, and loads the newest step that can be loaded.
 
-Each try is noted in the root before anything is loaded, and the note is withdrawn when the run ends in order or the
-step turns out to be damaged. So a step that ends the run again and again is known without a clock. Never starts afresh
-where steps are, and never passes over a step because the program does not fit it.
+All ranks load the same step. Each try is noted in the root before anything is loaded. The note is withdrawn when the
+run ends in order, or when the step turns out to be damaged. So a step that crashes the run again and again is known
+without a clock. Never starts afresh where steps are, and never passes over a step because the program does not fit it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast._io import locks, posix
 from holdfast._loader import LoadReport
-from holdfast._native.sweep import sweep
+from holdfast._native.sweep import attempts_in, sweep
 from holdfast._ranks.ranks import Ranks
 from holdfast._steps.listing import Step, Steps
 from holdfast.errors import BusyError, CheckpointError, CorruptError, CrashLoopError, NotFoundError, StorageError
@@ -29,17 +29,16 @@ logger = logging.getLogger("holdfast")
 
 Target = MutableMapping[Any, Any]
 Initial = str | os.PathLike[str] | Callable[[Any], object]
-"""A checkpoint to begin with, or what fills the state that it is called with."""
+"""A checkpoint to begin with, or a function that is called with the state and fills it."""
 OnCrashLoop = Literal["raise", "step back"]
 
-MOST_RESUMES = 2
-"""So often a run resumes from a step; if nothing was published since, the next time is a crash loop."""
+_MOST_RESUMES = 2
+"""How often a run may resume from one step with nothing published since. The next time is a crash loop."""
 
 _FOLDER = ".holdfast"
 _NOTE = os.path.join(_FOLDER, "resumes.json")
 _MOST_NOTE_BYTES = 1 << 20
-_OF_ATTEMPTS = ("data-", "index-", "manifest-")
-# A disk that cannot read a file any more, or a file that is gone, is damage; a refusal is for people to look into.
+# A file that the disk cannot read any more, or that is gone, is damage. Other errors are for people to look into.
 _DAMAGE = frozenset({errno.EIO, errno.ENOENT, errno.ESTALE})
 
 
@@ -57,8 +56,8 @@ class Resumed:
 
     Attributes:
         step: the step that was loaded; None for a run that begins.
-        path: the checkpoint that was loaded; None where nothing was, or a function did it.
-        report: what the load tells; None where nothing was loaded.
+        path: the checkpoint that was loaded; None if nothing was loaded, or a function did it.
+        report: the report of the load; None if nothing was loaded.
         skipped: newer steps that could not be loaded, with the reasons.
     """
 
@@ -79,9 +78,9 @@ class Resumed:
 
 
 class _Note(msgspec.Struct, kw_only=True):
-    """How often each attempt was resumed from while ``published`` were the steps there were.
+    """How many ``times`` each attempt was resumed from, since the ``published`` attempts were all there is.
 
-    ``passed_over`` are attempts that ended the run too often, and are not tried again.
+    ``passed_over`` are attempts that crashed the run too often. They are not tried again.
     """
 
     published: set[str] = msgspec.field(default_factory=set)
@@ -97,7 +96,7 @@ def resume(
     participants: Callable[[], Ranks],
     on_crash_loop: OnCrashLoop,
 ) -> tuple[Resumed, Step | None]:
-    """What ``load_it`` has loaded into ``state``, and the step that it was; all ``participants`` do the same."""
+    """Have ``load_it`` load the newest step that it can, on all ``participants``; what was done, and the step."""
     if on_crash_loop not in ("raise", "step back"):
         raise ValueError(f"on_crash_loop is 'raise' or 'step back', not {on_crash_loop!r}")
     skipped: list[Skipped] = []
@@ -105,7 +104,7 @@ def resume(
         with participants() as ranks:
             choose = partial(_choose, steps, tuple(skipped), on_crash_loop)
             step, passed_over = ranks.all_reduce("choosing a step to resume from", int, choose)
-        skipped += _named(passed_over)
+        skipped += _logged(passed_over)
         if step is None:
             return _begin(state, initial, load_it), None
         try:
@@ -113,14 +112,14 @@ def resume(
         except CheckpointError as error:
             if not isinstance(error, (CorruptError, NotFoundError)) and getattr(error, "errno", None) not in _DAMAGE:
                 if ranks.is_coordinator:
-                    withdraw(steps.root, step.attempt)  # the program does not fit it, or was refused: that is no crash
+                    withdraw(steps.root, step.attempt)  # the step does not fit, or was refused: that is no crash
                 raise
-            skipped += _named([Skipped(step.step, step.path, error.message)])
+            skipped += _logged([Skipped(step.step, step.path, error.message)])
         else:
             return Resumed(step=step.step, path=step.path, report=report, skipped=tuple(skipped)), step
 
 
-def _named(skipped: list[Skipped]) -> list[Skipped]:
+def _logged(skipped: list[Skipped]) -> list[Skipped]:
     for each in skipped:
         logger.warning("step %d is passed over: %s", each.step, each.why)
     return skipped
@@ -136,7 +135,10 @@ def _begin(state: Target, initial: Initial | None, load_it: Callable[[str | os.P
 def _choose(
     steps: Steps, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLoop, _: object
 ) -> tuple[Step | None, list[Skipped]]:
-    """The newest step that was not skipped, and what was passed over on the way; notes the try. On the coordinator."""
+    """The newest step that was not ``skipped``, and the crash loops that were passed over. Notes the try.
+
+    Only the coordinator calls it.
+    """
     listed = steps.steps()
     if not listed:
         return None, []
@@ -146,19 +148,18 @@ def _choose(
         note.times.clear()
     note.published = attempts
     note.passed_over &= attempts
-    for each in skipped:
-        note.times.pop(next((step.attempt for step in listed if step.step == each.step), ""), None)
     passed_over: list[Skipped] = []
     for step in reversed(listed):
         if any(each.step == step.step for each in skipped):
+            note.times.pop(step.attempt, None)  # it is damaged: that was no crash
             continue
         times = note.times.get(step.attempt, 0)
-        if times >= MOST_RESUMES and on_crash_loop == "step back":
+        if times >= _MOST_RESUMES and on_crash_loop == "step back":
             note.passed_over.add(step.attempt)
         if step.attempt in note.passed_over:
             passed_over.append(Skipped(step.step, step.path, "the run ended too often after resuming from it"))
             continue
-        if times >= MOST_RESUMES:
+        if times >= _MOST_RESUMES:
             raise CrashLoopError(
                 f"the run was resumed {times} times from step {step.step} and published nothing since; find out why it "
                 f"ends, then pass on_crash_loop='step back' to resume from the step before, or remove "
@@ -169,6 +170,7 @@ def _choose(
         note.times[step.attempt] = times + 1
         _write_note(steps.root, note)
         return step, passed_over
+    _write_note(steps.root, note)
     reasons = "; ".join(f"step {each.step}: {each.why}" for each in (*skipped, *passed_over))
     if passed_over:
         raise CrashLoopError(f"no step of {steps.root!r} is left to resume from: {reasons}", step=passed_over[-1].step)
@@ -179,7 +181,7 @@ def _choose(
 
 
 def withdraw(root: str, attempt: str) -> None:
-    """Forget that the run was resumed from ``attempt``: it has ended in order. On the coordinator."""
+    """Forget that the run was resumed from ``attempt``, because it did not crash. Only the coordinator calls it."""
     try:
         note = _read_note(root)
         if note.times.pop(attempt, None) is not None:
@@ -208,8 +210,8 @@ def _write_note(root: str, note: _Note) -> None:
 
 
 def lock_run(steps: Steps) -> locks.LockedFile:
-    """The lock of the run, held; BusyError where another manager has it. Where there are no locks, it says so."""
-    steps.found()  # which tells where the root is a file
+    """The lock of the run, held; BusyError if another manager holds it. The log says where locks cannot be trusted."""
+    steps.found()  # raises if the root is a file
     folder, name = os.path.join(steps.root, _FOLDER), "manager.lock"
     posix.make_directories(folder)
     with locks.Directory.open(folder) as directory:
@@ -222,7 +224,7 @@ def lock_run(steps: Steps) -> locks.LockedFile:
         except StorageError as error:
             if error.errno not in locks.UNSUPPORTED:
                 raise
-            return locks.LockedFile(os.path.join(folder, name))  # nobody's, and the warning is said
+            return locks.LockedFile(os.path.join(folder, name))  # which is not open, and locks nothing
         if file is None:
             holder = directory.read(name, limit=_MOST_NOTE_BYTES).decode(errors="replace").strip()
             raise BusyError(
@@ -230,18 +232,17 @@ def lock_run(steps: Steps) -> locks.LockedFile:
                 "holdfast.Steps lists, reports, pins and deletes without one"
             )
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        posix.write_all(file.descriptor, f"{who:<120}\n".encode(), file.path)  # over what was there
+        posix.write_all(file.descriptor, f"{who:<120}\n".encode(), file.path)  # long enough to cover the line before
         return file
 
 
 def remove_leftovers(steps: Steps) -> None:
-    """Remove what killed deletions, saves and readers have left; for whoever has the lock of the run."""
+    """Remove what killed deletions, saves and readers left. Only whoever has the lock of the run may call it."""
     try:
         steps.finish_deletions()
-        sweep(os.path.join(steps.root, _FOLDER), delete=True)  # where readers were
+        sweep(os.path.join(steps.root, _FOLDER), delete=True)  # what dead readers left
         for step in steps.steps():
-            names = posix.list_names(step.path)
-            if any(name.startswith(_OF_ATTEMPTS) and step.attempt not in name for name in names):
+            if attempts_in(posix.list_names(step.path)).keys() - {step.attempt}:
                 sweep(step.path, delete=True)
     except CheckpointError as error:
         logger.warning("what killed saves left in %r could not be removed: %s", steps.root, error)

@@ -143,6 +143,15 @@ def test_where_steps_are_and_none_is_whole_it_never_starts_afresh(root: Path, da
     assert (root / "step-2" / "manifest.json").exists()
 
 
+def test_steps_that_are_all_damaged_are_no_crash_loop_however_often_they_are_tried(root: Path) -> None:
+    made(root, 1, 2)
+    remove_data(root / "step-1")
+    remove_data(root / "step-2")
+    for _ in range(4):
+        with pytest.raises(holdfast.CorruptError, match=r"no step of .* can be loaded: step 2: .*; step 1: "):
+            resumed(root)
+
+
 def test_a_disk_that_cannot_read_is_passed_over_and_one_that_refuses_is_not(root: Path) -> None:
     made(root, 1, 2)
     real = holdfast._steps.manager.load
