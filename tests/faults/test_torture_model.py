@@ -1,4 +1,4 @@
-"""The model of a weak file system: it keeps what was synced, and nothing else for sure."""
+"""The model of a weak file system keeps what was synced, and nothing else for sure; seeded bugs have their places."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from torture.seeded import all_bugs
 from torture.shim import Call, Record
 from torture.weak_disk import SECTOR, Disk, Files, materialise
 
 ROOT = "/root"
+
+
+def test_every_bug_that_is_seeded_has_its_place_in_the_package() -> None:
+    assert len(all_bugs(Path(__file__).parents[2] / "src")) > 200
 
 
 def record(

@@ -1,13 +1,13 @@
-"""Deleting a checkpoint: in one step it is no checkpoint any more, and only then do its files go.
+"""Deleting a checkpoint: one atomic step makes it no checkpoint any more, and only then are its files removed.
 
-The step is that of a save in reverse: ``manifest.json`` becomes the unpublished manifest of its attempt. When that is
-durable, the attempt is what a killed save leaves, and goes as ``sweep`` has it go. So a deletion that is cut off leaves
-the whole checkpoint, or files that nobody takes for one, which a sweep or another deletion removes. A reader that is at
-work finds no checkpoint in the end, never a damaged one: it looks for the manifest before it speaks of damage.
+That step undoes the last step of a save: ``manifest.json`` becomes the unpublished manifest of its attempt. When that
+is durable, the files are like those of a killed save, and ``sweep`` removes them. So a deletion that is cut off leaves
+the whole checkpoint, or files that nobody takes for one; a sweep or another deletion removes those. A reader that is at
+work finds no checkpoint in the end, never a damaged one: it looks for the manifest before it reports damage.
 
-In torch's format the files that make it a checkpoint go first, and then those that they name.
+In torch's format, the files that make it a checkpoint go first, and then the files that they name.
 
-Never follows a link, and never removes a file that has another name than those of a checkpoint.
+Never follows a link, and removes only files that have a name of ours or are named by the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from holdfast.errors import BusyError, CorruptError, NotACheckpointError, Storag
 __all__ = ["DeleteReport", "delete"]
 
 METRICS_NAME, PINNED_NAME = "metrics.json", "pinned"
-"""What may be written into the directory of a published step: metrics that came later; a file that protects it."""
+"""Files that may be added to a published step: metrics that came later; a file that protects it from deletion."""
 
 _DAMAGED = "damaged"
-"""Stands for the attempt that a manifest would name if it could be read."""
+"""Takes the place of the attempt, if the manifest that names it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteReport:
-    """What a deletion removed: ``files`` of ``bytes`` in all. ``problems`` are what could not be removed, and why.
+    """What a deletion removed: ``files``, which had ``bytes`` in all. ``problems`` says what could not be removed.
 
-    ``attempt`` is that of the native checkpoint that was there, else "".
+    ``attempt`` is that of the native checkpoint that was there, or "" if there was none.
     """
 
     path: str
@@ -53,16 +53,15 @@ class DeleteReport:
 def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport:
     """Delete the checkpoint at ``path``, of either format, and its directory if nothing else is in it.
 
-    When this returns, there durably is no checkpoint. It also removes what deletions and saves that were killed have
-    left there.
+    When this returns, the checkpoint is gone, durably. What killed deletions and saves left there is removed too.
 
     Args:
         path: the directory of the checkpoint.
         force: delete it even if it is pinned.
 
     Raises:
-        NotFoundError: there is no checkpoint, nor anything left of one.
-        BusyError: a save to the path is under way, or the checkpoint is pinned; nothing was changed.
+        NotFoundError: there is no checkpoint, and nothing is left of one.
+        BusyError: a save to the path is under way, or the checkpoint is pinned. Nothing was changed.
         CorruptError: there are two checkpoints, and nothing tells which one is meant.
         StorageError: the file system refused.
     """
@@ -86,13 +85,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
         operation.attempt = "" if attempt == _DAMAGED else attempt
         nbytes = sum(status.st_size for status in gone.values() if status is not None)
         operation.tell("removed", nbytes=nbytes)
-    return DeleteReport(
-        path=path,
-        attempt=operation.attempt,
-        files=tuple(gone),
-        bytes=nbytes,
-        problems=tuple(problems),
-    )
+    return DeleteReport(path=path, attempt=operation.attempt, files=tuple(gone), bytes=nbytes, problems=tuple(problems))
 
 
 def finish_deletion(path: str) -> None:
@@ -108,7 +101,7 @@ def finish_deletion(path: str) -> None:
 
 
 def _remove_extras(directory: Directory) -> None:
-    """Remove what is beside the files of a checkpoint that is none any more."""
+    """Remove what was added to a checkpoint that is gone now."""
     for name in (METRICS_NAME, PINNED_NAME, *([METADATA_NAME] if is_marked(directory.path) else ())):
         directory.remove(name)
 
@@ -119,16 +112,16 @@ def _open(path: str) -> Directory:
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
-        read_published(path)  # it says best what is there instead
+        read_published(path)  # its error says best what is there instead
         raise NotACheckpointError(
             f"{path!r} is a link; delete the checkpoint that it leads to, by its own path"
         ) from None
 
 
 def _check_unused(directory: Directory, *, force: bool) -> None:
-    """BusyError where somebody needs what is there, NotFoundError where nothing is."""
+    """BusyError if somebody needs what is there; NotFoundError if nothing is there."""
     names = directory.names()
-    # Where no format has a head, .metadata is a marker that was left.
+    # Without a checkpoint beside it, .metadata is a marker that was left.
     is_left = bool(attempts_in(names) or {METRICS_NAME, PINNED_NAME, METADATA_NAME} & set(names))
     if not is_left and not formats_at(directory.path):
         read_published(directory.path)
@@ -140,12 +133,12 @@ def _check_unused(directory: Directory, *, force: bool) -> None:
 
 
 def _hide(directory: Directory) -> tuple[str, list[str]]:
-    """Have no checkpoint be there, durably: the attempt of the one that was, and files that only its metadata named."""
+    """Make it no checkpoint any more, durably; returns its attempt, and the files that torch's metadata named."""
     counts = format_at(directory.path)
     attempt, named = "", list[str]()
     if is_marked(directory.path):
         directory.remove(METADATA_NAME)
-    # The one that counts goes last, or the other would count.
+    # Of two formats, the one that counts goes last. Otherwise the other would count for a moment.
     for kind in sorted(formats_at(directory.path), key=lambda kind: kind == counts):
         if kind == "torch":
             heads = all_heads(directory.path, kind)
@@ -165,7 +158,7 @@ def _hide_native(directory: Directory) -> str:
     except CorruptError:
         attempt = _DAMAGED
     hidden = f"manifest-{attempt}.tmp"
-    # A saver that was killed may have left both names on one file; then a rename would do nothing.
+    # A killed saver may have left both names on one file. Then a rename would do nothing.
     directory.remove(hidden)
     directory.rename(MANIFEST_NAME, hidden)
     return attempt

@@ -1,12 +1,13 @@
-"""Ranks agree on the step at which all of them do something: once for each request, and with nothing at other steps.
+"""Ranks agree on the step at which all of them do something. Each request costs a few messages; other steps cost none.
 
-A rank that wants something tells the coordinator, which asks all ranks how far they are. Each answers from the thread
-of its connections, so one that computes answers too. From then on it begins no step, and passes none, before it has
-heard the decision. That is the step after the furthest one; or the furthest itself, where that is saved anyway and
-nobody is past it. Steps may jump: what is decided for a step is done at the first one from there on.
+A rank that wants something tells the coordinator. The coordinator asks all ranks how far they are. Each answers from
+the thread of its connections, so a rank that computes answers too. Once it has answered, it begins no step and passes
+none until it hears the decision. The decision is the step after the furthest one. To stop, it is the furthest one
+itself, if that is saved anyway and no rank is past it. Steps may jump: what is decided for a step is done at the first
+step from there on.
 
-Invariant: ranks that begin the same steps do the same at each of them. No collective is called. Who waits does so until
-the deadline, and no longer than the coordinator and the ranks that it asked live.
+Invariant: ranks that begin the same steps do the same at each of them. No collective is called. A rank that waits does
+so until the deadline at most, and not after the coordinator, or a rank that was asked, has died.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _FAREWELL_S = 1.0
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is said: "want" and "answer" to the coordinator, "ask" and "decide" by it, "leave" by anyone.
+    """A message: ranks say "want" and "answer", the coordinator says "ask" and "decide", anyone says "leave".
 
-    ``step`` is the last that a rank has begun, ``is_open`` if it is saved anyway and the rank is not past it; or the
-    first for which something is decided.
+    In a decision, ``step`` is the first for which it holds. Otherwise it is the last step that the rank has begun; that
+    one ``is_open`` if it is saved anyway and the rank is not past it. ``lost`` is a rank that died before it answered.
     """
 
     kind: Literal["want", "ask", "answer", "decide", "leave"]
@@ -50,14 +51,14 @@ _decoder = msgspec.msgpack.Decoder(_Word)
 class Agreement:
     """What all ranks do at which step, as one of them knows it.
 
-    ``ranks`` are those of an operation, which may be over; ``topic`` is the same on all of them, and of no other
-    agreement of theirs. One thread begins and passes steps, which raises RankLostError where a rank is gone or has not
-    answered until the deadline; any may ``request``. ``reasons`` has why something is wanted or decided, as far as this
-    rank has heard.
+    ``ranks`` are those of an operation, which may be over. ``topic`` is the same on all of them, and no other agreement
+    has it. One thread begins and passes steps; that raises RankLostError if a rank is gone, or has not answered by the
+    deadline. Any thread may ``request``. ``reasons`` says why something is wanted or decided, as far as is known here.
 
-    The one thread writes how far it is and then looks whether it was asked; the thread of the connections notes that it
-    was asked and then reads how far the other is. So it is in the answer, or waits for the decision. All else is under
-    the lock of the channel. An interrupt may leave a question that nobody hears of; to request it again asks it again.
+    The thread that steps first writes how far it is, and then looks whether there is a question. The thread of the
+    connections first notes the question, and then reads how far the other thread is. So each step is either in the
+    answer, or waits for the decision. All else is under the lock of the channel. After an interrupt, a question may
+    never have been sent; another request sends it again.
     """
 
     def __init__(self, ranks: Ranks, topic: str) -> None:
@@ -65,15 +66,15 @@ class Agreement:
         self._lock = Lock() if self._channel is None else self._channel.lock
         self._topic, self._deadline_s = topic, ranks.deadline_s
         self._rank, self._job_ranks = ranks.rank, ranks.job_ranks
-        self.is_coordinator, self.job_rank = ranks.is_coordinator, ranks.job_ranks[ranks.rank if self._channel else 0]
+        self.is_coordinator = ranks.is_coordinator
         self.reasons: dict[What, str] = {}
         self._here = (-1, False)  # the last step that was begun, and whether it is open
         self._deciding: Once | None = None
         self._decided: set[tuple[What, int]] = set()
         self._lost: int | None = None
         self._is_over = False
-        # The coordinator's: what is to be decided, the number of the question, and the answers, by rank; its own is
-        # there while the question is open. Those who left have answered all that are to come.
+        # Only the coordinator uses these: what is to be decided, the number of the question, and the answers by rank.
+        # Its own answer is there while the question is open. Ranks that left have answered all questions to come.
         self._wanted, self._number = dict[What, str](), 0
         self._answers: dict[int, tuple[int, bool]] = {}
         self._left: dict[int, tuple[int, bool]] = {}
@@ -84,15 +85,15 @@ class Agreement:
             self._channel.listen(topic, self)
 
     def request(self, what: What, reason: str) -> None:
-        """Have all ranks do ``what`` at a common step; again, while that is to come, changes nothing."""
+        """Have all ranks do ``what`` at a common step. A second request before that step changes nothing."""
         with self._lock:
             if not self._is_over and what not in self._to_come():
                 (self._want if self.is_coordinator else self._say)(_Word(kind="want", what={what: reason}))
 
     def begin_step(self, step: int, *, is_saved: bool = False) -> frozenset[What]:
-        """What all ranks do at ``step``, which this one begins; it waits only where ranks were asked.
+        """What all ranks do at ``step``, which this rank begins now. It waits only while a question is open.
 
-        ``is_saved`` says that all ranks save the step whatever is decided. "stop" is due again at all later steps.
+        ``is_saved`` says that all ranks save the step, whatever is decided. "stop" is due again at all later steps.
         """
         self._here = (step, is_saved)
         self._settle()
@@ -101,14 +102,14 @@ class Agreement:
         return frozenset(what for what, _ in due)
 
     def pass_step(self) -> bool:
-        """Whether all ranks stop at the step that this one has begun last; if not, it is past that."""
+        """Whether all ranks stop at the step that this rank began last. If not, this rank is past that step."""
         step, _ = self._here
         self._here = (step, False)
         self._settle()
         return any(what == "stop" and first <= step for what, first in tuple(self._decided))
 
     def close(self) -> None:
-        """Take no further part; nobody waits for this rank any more, and without a coordinator nothing is decided."""
+        """Leave: nobody waits for this rank any more. When the coordinator has left, nothing more is decided."""
         if self._is_over:
             return
         with self._lock:
@@ -122,7 +123,7 @@ class Agreement:
         self._is_over, self._deciding = True, None
 
     def hear(self, message: Message) -> None:
-        """Take what the coordinator or, there, another rank has said; with the lock held, as all that follows."""
+        """Take a message. The lock is held here, and in all methods below but ``_settle``."""
         word = _decoder.decode(message.payload)
         if self._is_over:
             pass
@@ -143,7 +144,7 @@ class Agreement:
             self._decide()
 
     def lose(self, rank: int) -> None:
-        """Wait no longer for ``rank``, which is gone."""
+        """Stop waiting for ``rank``, which is gone."""
         if self._deciding is not None and not self.is_coordinator:
             self._take(_Word(kind="decide", lost=self._job_ranks[rank]))
         elif self._rank in self._answers and rank not in self._answers:
@@ -163,7 +164,7 @@ class Agreement:
             self.lose(rank)
 
     def _decide(self, lost: int | None = None) -> None:
-        """Tell all ranks, once all have answered, or one is lost."""
+        """Decide and tell all ranks, if all have answered or one is lost."""
         if lost is None and len(self._answers) < len(self._job_ranks):
             return
         step = max(step for step, _ in self._answers.values())
@@ -175,12 +176,12 @@ class Agreement:
         self._take(word)
 
     def _take(self, word: _Word) -> None:
-        """Take a decision, or the end."""
+        """Take a decision, or a message that the coordinator or this rank leaves."""
         if word.lost is None:
             self._decided.update((what, word.step) for what in word.what)
             self.reasons = {**self.reasons, **word.what}
         self._is_over = word.kind == "leave"
-        self._lost = self._lost if self._is_over else word.lost  # which is yet to be raised here
+        self._lost = self._lost if self._is_over else word.lost  # one that was lost before is still to be raised
         deciding, self._deciding = self._deciding, None
         if deciding is not None:
             deciding.set()
@@ -193,7 +194,7 @@ class Agreement:
             self._channel.notify(self._partners, self._topic, msgspec.msgpack.encode(word))
 
     def _settle(self) -> None:
-        """Return when nothing is to be decided; raise if that cannot be."""
+        """Return when no question is open; RankLostError if it cannot be decided."""
         if self._deciding is not None:
             deadline = Deadline(self._deadline_s)
             while (deciding := self._deciding) is not None:

@@ -1,9 +1,9 @@
-"""What belongs to one rank: saved under the number of the rank, and given back to the same one.
+"""What belongs to one rank: it is saved under the number of the rank, and given back to the same rank.
 
 The state of a ``PerRank`` is ``{"rank-3": {"value": ...}}``, and every rank saves its own. A load asks for it with an
-empty container below ``rank-3``, which takes whatever was saved there. Where other ranks take part than at the save, no
-value is anybody's: then ``on_resize`` decides, and the load says what came of it. Nothing is ever given to another rank
-unasked.
+empty container at ``rank-3``, which takes whatever was saved there. If other ranks load than saved, no value belongs to
+any of them. Then ``on_resize`` decides, and the report of the load says what was done. A rank never gets the value of
+another one unless the user's function gives it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("holdfast")
 
 Value = TypeVar("Value")
 OnResize = Literal["raise", "fresh"] | Callable[[list[Any], int, int], object]
-"""What to do where other ranks load than saved: a function gets the values by old rank, this rank, and how many now."""
+"""What to do if other ranks load than saved. A function gets the values by old rank, this rank, and how many load."""
 
 _PREFIX = "rank-"
 _MOST_DIGITS = 9
@@ -38,16 +38,16 @@ ADVICE = (
 
 
 def job_rank() -> int:
-    """The number of this process in its job; 0 where it is alone."""
+    """The number of this process in its job; 0 if it is alone."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if is_there else 0
 
 
 class PerRank(Generic[Value]):
-    """A value in a state that each rank has for itself: the state of a data loader, of a random generator.
+    """A value in a state that is different on each rank: the state of a data loader, or of a random generator.
 
     Attributes:
-        value: anything that may be in a state; a load gives it what was saved, in place where that is possible.
+        value: anything that may be in a state. A load puts what was saved into it, in place if that is possible.
         outcome: what the last load did: "restored", "fresh" or "re-split".
     """
 
@@ -65,7 +65,7 @@ class PerRank(Generic[Value]):
         return {f"{_PREFIX}{job_rank()}": {"value": inner}}
 
     def load_state_dict(self, state_dict: AnyDict) -> None:
-        """Take the value of this rank, or what ``on_resize`` makes of all; an empty dict leaves it as it is."""
+        """Take the value of this rank, or what ``on_resize`` makes of all values. An empty dict changes nothing."""
         if not state_dict:
             return
         own = f"{_PREFIX}{job_rank()}"
@@ -80,9 +80,9 @@ class PerRank(Generic[Value]):
         self.value = cast(Value, handed_back(self.value, inner))
 
     def prepare(self, saved: Collection[int], place: tuple[int, int]) -> AnyDict | None:
-        """What a load is to fill where the ranks ``saved`` it; None where it is to be left as it is.
+        """The containers that a load fills, if these ranks ``saved`` it; None if the value stays as it is.
 
-        ``place`` is which of how many this rank is among those that load.
+        ``place`` is the number of this rank among those that load, and how many they are.
         """
         self._place = place
         if len(saved) == place[1] and job_rank() in saved:
@@ -93,7 +93,7 @@ class PerRank(Generic[Value]):
 
 
 def _drop_stale(value: object, loaded: object) -> None:
-    """Remove the entries of dicts that ``loaded`` does not have: what is left is all that was saved."""
+    """Remove the entries of dicts that ``loaded`` does not have, so that nothing is left of before the load."""
     if isinstance(value, MutableMapping) and isinstance(loaded, Mapping):
         for name in value.keys() - loaded.keys():
             del value[name]
@@ -108,13 +108,13 @@ class Rng(PerRank["_Generators"]):
         super().__init__(_Generators(), on_resize)
 
     def load_state_dict(self, state_dict: AnyDict) -> None:
-        """Set the generators; ``outcome`` says which of them could not be."""
+        """Set the generators. ``outcome`` says which one could not be set."""
         super().load_state_dict(state_dict)
         self.outcome += self.value.left_out if state_dict else ""
 
 
 class _Generators:
-    """The state of the global generators, as arrays: thousands of numbers do not belong into a manifest."""
+    """The state of the global generators. It is in arrays, because thousands of numbers do not belong in a manifest."""
 
     left_out = ""
 
@@ -147,10 +147,10 @@ class _Generators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRanks:
-    """The ``PerRank`` values of one target, as a load meets them, and what a checkpoint with the keys ``names`` has.
+    """The ``PerRank`` values of one target, and what the checkpoint, whose keys are ``names``, has for them.
 
-    ``place`` is which of how many this rank is in the load. ``found`` has those that were saved, ``want_nothing`` the
-    paths of those that are left as they are, ``refused`` why some cannot be restored.
+    ``place`` is the number of this rank among those that load, and how many they are. ``found`` has the values that
+    were saved, ``want_nothing`` the paths of those that stay as they are, ``refused`` why some cannot be restored.
     """
 
     names: Collection[str]
@@ -160,7 +160,7 @@ class SavedRanks:
     refused: list[Difference] = field(default_factory=list)
 
     def room_for(self, value: object, trail: Path) -> AnyDict | None:
-        """What the target has in the place of ``value``; None where that is its state, as of any other object."""
+        """What the target has in the place of ``value``; None if that is its state, as for any other object."""
         if not isinstance(value, PerRank):
             return None
         key = path_key(trail)
@@ -169,7 +169,7 @@ class SavedRanks:
         saved = sorted(int(number) for number in numbers if number.isdecimal() and len(number) <= _MOST_DIGITS)
         if not saved:
             value.outcome = "fresh"
-            return None  # so each key below it is missing, as that of any other
+            return None  # so its keys are reported as missing, as for any other object
         self.found[key] = value
         room = value.prepare(saved, self.place)
         if room is not None:

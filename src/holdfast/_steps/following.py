@@ -1,9 +1,9 @@
-"""follow: the steps of a run, as they come, each held for as long as somebody works with it.
+"""follow: the steps of a run as they come, each held while its reader works with it.
 
-To hold a step is to give its files second names, in a folder of the reader: whatever becomes of the step, the folder is
-a whole checkpoint. Beside the folder is a file whose lock the reader has while it lives. So whoever deletes sees what
-readers hold, and a sweep, or the next reader, removes what dead ones left. Where a file system has no links, the folder
-is empty and says just that the step is held: then the step itself is read, and deletions leave it alone.
+To hold a step, a reader links its files into a folder of its own. Whatever happens to the step, that folder is a whole
+checkpoint. Beside the folder is a file that the reader keeps locked while it lives. So whoever deletes sees which steps
+are held, and a sweep, or the next reader, removes what dead readers left. Where a file system has no links, the folder
+is empty and only says that the step is held. Then the reader reads the step itself, and deletions leave it alone.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from holdfast._io import locks, posix
 from holdfast._native.publish import MANIFEST_NAME, files_of
 from holdfast._native.sweep import READERS_NAME, release_all, sweep_directory
 from holdfast._process import Ending
-from holdfast._steps.listing import Step, Steps, checked_step, held_steps, is_whole, read_summary
+from holdfast._steps.listing import Step, Steps, checked_step, is_whole, read_summary
 from holdfast.errors import BusyError, StorageError
 
-__all__ = ["HeldStep", "follow", "held_steps"]
+__all__ = ["HeldStep", "follow"]
 
 Until = Callable[[], bool] | threading.Event
 
 
 class HeldStep:
-    """A step that stays readable at ``path`` until it is released, by the end of a ``with`` block or ``release``."""
+    """A step that stays readable at ``path`` until ``release``, which the end of a ``with`` block calls too."""
 
     def __init__(self, found: Step, path: str, release: Callable[[], None]) -> None:
         self.step = found.step
@@ -40,7 +40,7 @@ class HeldStep:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Let it be deleted; a second call does nothing."""
+        """Allow the step to be deleted. A second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -89,7 +89,7 @@ def _followed(steps: Steps, start: str | int, poll_s: float, until: Until | None
     passed: set[tuple[int, tuple[int, int, int]]] = set()
     with closing, closing:
         while True:
-            # Asked before the look: what is published after the look and before the end is not missed.
+            # Ask before looking. Otherwise a step that is published between the look and the question would be missed.
             is_over = until is not None and (until.is_set() if isinstance(until, threading.Event) else until())
             found = _next(steps, start, passed)
             if found is not None:
@@ -106,7 +106,7 @@ def _followed(steps: Steps, start: str | int, poll_s: float, until: Until | None
 
 
 def _next(steps: Steps, start: str | int, passed: set[tuple[int, tuple[int, int, int]]]) -> Step | None:
-    """The step to work with next, if there is one; ``passed`` gets it, and those that it makes stale."""
+    """The step to give next, if there is one. It is added to ``passed``, and so are the steps that it makes stale."""
     first = start if isinstance(start, int) else 0
     found = [each for each in steps.found() if each[0] >= first]
     for each in found if start != "latest" else reversed(found):
@@ -121,7 +121,7 @@ def _next(steps: Steps, start: str | int, passed: set[tuple[int, tuple[int, int,
 
 
 class _Reader(locks.LockedFile):
-    """One who follows the run in ``root``: the file whose lock it has, and the folder of what it holds."""
+    """A reader of the run in ``root``: the file that it keeps locked, and the folder of the steps that it holds."""
 
     def __init__(self, root: str) -> None:
         super().__init__(os.path.join(root, READERS_NAME, f"reader-{secrets.token_hex(8)}.lock"))
@@ -129,7 +129,7 @@ class _Reader(locks.LockedFile):
         self._folder = self.path.removesuffix(".lock")
 
     def hold(self, found: Step) -> HeldStep | None:
-        """The step, held; None where it was deleted, or saved again, meanwhile."""
+        """Hold the step; None if it was deleted, or saved again, meanwhile."""
         if self.descriptor < 0:
             self._begin()
         folder = os.path.join(self._folder, os.path.basename(found.path))
@@ -138,7 +138,7 @@ class _Reader(locks.LockedFile):
             has_links = self._link(found.path, folder)
             if not has_links:
                 with contextlib.suppress(BusyError), locks.locked_directory(self._root):
-                    pass  # whoever deletes it, and began before the folder was there, has ended by now
+                    pass  # a deletion that began before the folder existed has ended by now
             path = folder if has_links else found.path
             if read_summary(path)[0].attempt == found.attempt:
                 return HeldStep(found, path, self.release)
@@ -157,9 +157,9 @@ class _Reader(locks.LockedFile):
         self.create()
 
     def _link(self, path: str, folder: str) -> bool:
-        """Give the files of the step second names in ``folder``; False where there are none.
+        """Link the files of the step into ``folder``; False if the file system has no links.
 
-        The manifest comes first: a directory that has one is no leftover of a killed save.
+        The manifest comes first, because a directory with a manifest is not taken for the rest of a killed save.
         """
         if not posix.link(os.path.join(path, MANIFEST_NAME), os.path.join(folder, MANIFEST_NAME)):
             return False
@@ -167,13 +167,13 @@ class _Reader(locks.LockedFile):
         return all(posix.link(os.path.join(path, name), os.path.join(folder, name)) for name in names)
 
     def release(self) -> None:
-        """Let go of all that is held; also again."""
+        """Hold nothing any more. May be called again."""
         if self.descriptor >= 0 and not self._is_inherited:
             with locks.Directory.open(os.path.dirname(self.path)) as directory:
                 release_all(directory, os.path.basename(self.path))
 
     def close(self) -> None:
-        """Be no reader any more; also again. What cannot be removed goes with the next reader."""
+        """End as a reader. May be called again. The next reader removes what cannot be removed now."""
         with contextlib.suppress(StorageError):
             self.release()
             self.remove()

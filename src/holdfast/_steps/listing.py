@@ -1,12 +1,12 @@
-"""The steps of a run, as they are on disk: which there are, which is the newest, the best, and what may go.
+"""The steps of a run, as they are on disk: which there are, which one is the newest or the best, which may be deleted.
 
-A root holds a directory ``step-<number>`` for each step. The listing is the truth: a step is there while its manifest
-is. No file says which one is the latest, so none can say something else than what is there, and a root may be moved.
-What a directory holds without a manifest is a save under way, or left by one that was killed: it is never a step.
+A root has a directory ``step-<number>`` for each step. The listing is the truth: a step exists while its manifest
+exists. No file says which step is the latest, so no such file can be wrong, and a root may be moved. A directory
+without a manifest is never a step: a save is under way there, or was killed.
 
-Any process may list, report, pin and delete, without a manager and beside one. Reports and pins are written under the
-lock of the step's directory, so that they and a deletion come one after the other; deletions under that of the root, so
-that no two of them remove the last two steps. What was read of a manifest is remembered for as long as that file stays.
+Any process may list, report, pin and delete, with or without a manager. Reports and pins take the lock of the step's
+directory, so none of them runs during a deletion. Deletions take the lock of the root, so two of them never remove the
+last two steps. What a manifest says is remembered until that file changes.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ _GONE = (errno.ENOENT, errno.ENOTDIR)
 Found = TypeVar("Found")
 Mode = Literal["min", "max"]
 _Identity = tuple[int, int, int]
-"""What tells one manifest from the next: inode, time of change, size."""
+"""What tells two manifests of one step apart: inode, time of change, size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step that was saved: where, by which attempt, when, and how much; ``metrics`` of the save and reported later.
+    """A step that was saved: where, by which attempt, when, how many bytes, on how many ranks.
 
-    ``problem`` says why its manifest cannot be read, "" that it can; then nothing else is known of it.
+    ``metrics`` has those of the save and those that were reported later. ``problem`` says why the manifest cannot be
+    read; then nothing else is known of the step. It is "" where the manifest can be read.
     """
 
     step: int
@@ -77,17 +78,14 @@ class Step:
 
 
 class _Reported(msgspec.Struct, frozen=True):
-    """The metrics that were reported for what ``attempt`` saved; those that no JSON number can be are texts."""
+    """Metrics that were reported for what ``attempt`` saved. NaN and infinity are texts, because JSON lacks them."""
 
     attempt: str
     metrics: Mapping[str, float | str]
 
 
-_decode_reported = msgspec.json.Decoder(_Reported).decode
-
-
 class Steps:
-    """The steps below the directory ``root``, which need not exist yet; each call looks at what is there then."""
+    """The steps in the directory ``root``, which need not exist yet. Each call looks at the disk again."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         if "://" in posix.text_path(root):
@@ -96,11 +94,11 @@ class Steps:
         self._remembered: dict[int, tuple[_Identity, Step]] = {}
 
     def path(self, step: int) -> str:
-        """The directory of ``step``, be it there or not."""
+        """The directory of ``step``, whether it exists or not."""
         return os.path.join(self.root, f"step-{checked_step(step)}")
 
     def steps(self) -> list[Step]:
-        """All steps, ascending; those whose manifest cannot be read too, with ``problem``."""
+        """All steps, ascending. A step whose manifest cannot be read is among them, with its ``problem``."""
         return self._until_settled(lambda: list(self._descending()))[::-1]
 
     def latest(self) -> Step | None:
@@ -108,32 +106,27 @@ class Steps:
         return self._until_settled(lambda: next(filter(is_whole, self._descending()), None))
 
     def best(self, metric: str, mode: Mode = "min") -> Step | None:
-        """The step with the lowest or highest ``metric`` that has all its files; the later one of equal ones.
+        """The step with the lowest ("min") or highest ("max") ``metric``, among those that have all their files.
 
-        NaN is worse than any number. Steps without the metric do not count.
+        NaN is worse than any number. Of equal steps, the later one is better. Steps without the metric do not count.
         """
         return next(filter(is_whole, ranked(self.steps(), metric, mode)), None)
 
     def report(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Add ``metrics``, names to numbers, to those of ``step``, durably; a name that is there gets the new number.
+        """Add ``metrics``, numbers by name, to those of ``step``, durably. A name that exists gets the new number.
 
-        They belong to the checkpoint that is there now: when the step is saved again, they no longer count.
+        They belong to the checkpoint that is there now. When the step is saved again, they no longer count.
         """
         numbers = checked_metrics(metrics)
         with self._locked(step) as found:
-            with contextlib.suppress(CorruptError):  # which the listing has told
+            with contextlib.suppress(CorruptError):  # the listing has logged it
                 numbers = {**_reported(found), **numbers}
             kept = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
             data = msgspec.json.encode(_Reported(attempt=found.attempt, metrics=kept))
-            # Named like a note, which a sweep removes when nobody is at work here.
+            # It is named like a note, because a sweep removes notes that are left.
             staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
-            try:
-                posix.write_new(staged, data)
-                posix.replace(staged, os.path.join(found.path, METRICS_NAME))
-            except BaseException:
-                with contextlib.suppress(StorageError):
-                    posix.remove(staged)
-                raise
+            posix.write_new(staged, data)
+            posix.replace(staged, os.path.join(found.path, METRICS_NAME))
 
     def pin(self, step: int) -> None:
         """Protect ``step`` from being deleted, durably, until ``unpin``."""
@@ -147,46 +140,48 @@ class Steps:
             posix.remove(os.path.join(found.path, PINNED_NAME))
 
     def delete(self, step: int, *, force: bool = False) -> DeleteReport:
-        """Delete ``step``; ``force`` deletes it even if it is pinned, or the only one that is whole.
+        """Delete ``step``. With ``force``, also one that is pinned, or the only one that is whole.
 
         Raises:
             NotFoundError: there is no such step.
-            BusyError: it is pinned, the only one that is whole, held by a reader, or being saved; it stays.
+            BusyError: it is pinned, the only one that is whole, held by a reader, or being saved. It stays.
         """
-        self._existing(step)
+        self._existing(step)  # there may be no root to lock
         with locks.locked_directory(self.root):
             found = self._existing(step)
-            others = (self.look(number, identity) for number, identity in reversed(self.found()) if number != step)
-            if not force and is_whole(found) and not any(other is not None and is_whole(other) for other in others):
+            others = (other for other in self._descending() if other.step != found.step)
+            if not force and is_whole(found) and not any(map(is_whole, others)):
                 raise BusyError(f"step {step} of {self.root!r} is the only one that is whole; force=True deletes it")
-            if checked_step(step) in held_steps(self.root):
+            if found.step in held_steps(self.root):
                 raise BusyError(f"a reader holds step {step} of {self.root!r}; wait until it follows on, or ends")
             return delete(found.path, force=force)
 
     def finish_deletions(self) -> None:
-        """Remove what deletions and saves that were killed left; for when nobody begins to save here."""
+        """Remove what killed deletions and saves left. Call it only while nobody begins a save here."""
         for number in self._numbers():
             with contextlib.suppress(BusyError, NotFoundError):
                 finish_deletion(self.path(number))
 
     def found(self) -> list[tuple[int, _Identity]]:
-        """The numbers of all steps, ascending, and what tells whether they are still the same."""
-        found = ((number, self._identity(number)) for number in self._numbers())
-        return [(number, identity) for number, identity in found if identity is not None]
+        """The numbers of all steps, ascending, and the identities of their manifests."""
+        return list(self._found_descending())[::-1]
 
-    def _identity(self, number: int) -> _Identity | None:
-        status = posix.file_status(os.path.join(self.path(number), MANIFEST_NAME))
-        return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+    def _found_descending(self) -> Iterator[tuple[int, _Identity]]:
+        """The same, the newest first. Old steps are not touched until they are asked for: one of them may be broken."""
+        for number in reversed(self._numbers()):
+            status = posix.file_status(os.path.join(self.path(number), MANIFEST_NAME))
+            if status is not None:
+                yield number, (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _descending(self) -> Iterator[Step]:
-        for number in reversed(self._numbers()):
-            identity = self._identity(number)
-            step = None if identity is None else self.look(number, identity)
-            if step is not None:
-                yield step
+        looks = (self.look(number, identity) for number, identity in self._found_descending())
+        return (step for step in looks if step is not None)
 
     def _until_settled(self, look: Callable[[], Found]) -> Found:
-        """What ``look`` finds; if nothing, it looks again: all may have gone during the look, and others come."""
+        """What ``look`` finds. If that is nothing, it looks again until no step has changed between two looks.
+
+        During one look, all the listed steps may be deleted and new ones published.
+        """
         before: list[tuple[int, _Identity]] | None = None
         while True:
             result = look()
@@ -206,7 +201,10 @@ class Steps:
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
 
     def look(self, number: int, identity: _Identity, *, strict: bool = False) -> Step | None:
-        """What is known of the step; None where it was deleted meanwhile. ``strict`` raises what its problem is."""
+        """The step whose manifest has this ``identity``; None if it was deleted meanwhile.
+
+        If the manifest cannot be read, the step has the ``problem``; ``strict`` raises it instead.
+        """
         known, step = self._remembered.get(number, (None, None))
         if step is None or known != identity:
             try:
@@ -235,7 +233,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _locked(self, step: int) -> Iterator[Step]:
-        """The step, which cannot be deleted or saved again during the block; what it does to names becomes durable."""
+        """The step. It cannot be deleted or replaced during the block; then the directory is synced."""
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(locks.locked_directory(self.path(step)))
@@ -248,7 +246,7 @@ class Steps:
 
 
 def held_steps(root: str) -> set[int]:
-    """The steps of the run in ``root`` that readers hold; where locks do not tell, those of dead readers too."""
+    """The steps of the run in ``root`` that readers hold. Where locks cannot be trusted, dead readers count too."""
     try:
         directory = locks.Directory.open(os.path.join(root, READERS_NAME))
     except StorageError as error:
@@ -265,7 +263,7 @@ def held_steps(root: str) -> set[int]:
 
 
 def checked_step(step: object) -> int:
-    """``step`` as an int; ValueError for what is no number of a step."""
+    """``step`` as an int; ValueError if it cannot be the number of a step."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
     except TypeError:
@@ -276,7 +274,9 @@ def checked_step(step: object) -> int:
 
 
 def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
-    """``metrics`` as floats; ValueError for a name that is no text, and for what is not one number."""
+    """``metrics`` as floats; ValueError if a name is no text, or a value is not one number."""
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics is a dict of numbers by name, not {few([metrics], 1)}")
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
@@ -292,7 +292,7 @@ def checked_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def ranked(steps: Iterable[Step], metric: str, mode: Mode = "min") -> list[Step]:
-    """Those of ``steps`` that have ``metric``, the best first: NaN is last, of equal ones the later comes first."""
+    """The ``steps`` that have ``metric``, the best first. NaN comes last; of equal steps, the later comes first."""
     if mode not in ("min", "max"):
         raise ValueError(f"mode is 'min' or 'max', not {mode!r}")
 
@@ -317,12 +317,12 @@ def is_whole(step: Step) -> bool:
 
 
 def read_summary(path: str) -> tuple[Summary, object]:
-    """What the manifest in ``path`` says of its save and files, and its metadata."""
+    """What the manifest in ``path`` says of its save and its files; and the user's metadata, still encoded."""
     return decode_summary(read_manifest_bytes(path), path=os.path.join(path, MANIFEST_NAME))
 
 
 def _read(number: int, path: str) -> Step | None:
-    """What the manifest in ``path`` says; None where there is none."""
+    """What the manifest in ``path`` says; None if there is no manifest."""
     try:
         summary, metadata = read_summary(path)
     except StorageError as error:
@@ -341,19 +341,17 @@ def _read(number: int, path: str) -> Step | None:
 
 
 def _numbers_in(kept: object) -> dict[str, float]:
-    """The metrics in what was kept beside a state; what is none is somebody else's."""
+    """The metrics in the user's metadata. Only floats count: a user may keep other things under that name."""
     metrics = kept.get("metrics") if isinstance(kept, dict) else None
     pairs = metrics.items() if isinstance(metrics, dict) else ()
     return {name: value for name, value in pairs if isinstance(name, str) and type(value) is float}
 
 
 def _reported(step: Step) -> dict[str, float]:
-    """The metrics that were reported after the save; CorruptError for a file that nobody here wrote."""
+    """The metrics that were reported after the save; CorruptError if the file is not one of ours."""
     path = os.path.join(step.path, METRICS_NAME)
-    if not posix.exists(path):
-        return {}
     try:
-        reported = _decode_reported(posix.read_whole(path, limit=_MOST_METRICS_BYTES))
+        reported = msgspec.json.decode(posix.read_whole(path, limit=_MOST_METRICS_BYTES), type=_Reported)
         numbers = {name: float(value) for name, value in reported.metrics.items()}
     except StorageError as error:
         if error.errno not in _GONE:

@@ -1,9 +1,9 @@
-"""CheckpointManager: the steps of a run, saved when it is time, kept as asked, resumed from, stopped at one of them.
+"""CheckpointManager: saves the steps of a run when they are due, deletes old ones, resumes the run, and stops it.
 
-It decides when, and leaves the work to ``save``, ``async_save``, ``load`` and ``Steps``. All ranks make one and call
-the same methods. What depends on time or on signals is decided by an ``Agreement``, so that all ranks do the same; at a
-step at which nothing is due, nobody says a word. Steps are deleted after another was published, never before, in a
-thread of the coordinator, which holds the lock of the run.
+It decides when, and leaves the work to ``save``, ``async_save``, ``load`` and ``Steps``. Every rank makes a manager and
+calls the same methods. What depends on time or on signals is decided by an ``Agreement``, so that all ranks do the
+same. At a step where nothing is due, no message is sent. Old steps are deleted after a new one was published, never
+before, in a thread of the coordinator. The coordinator holds the lock of the run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from holdfast._async_saver import AsyncCheckpointerType, async_save
 from holdfast._loader import LoadOptions, load
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_AnyManager = TypeVar("_AnyManager", bound="CheckpointManager")
 _STOP, _SAVE, _LOAD = StopOn(), SaveOptions(), LoadOptions()
 _MOST_FAILURES = 3
 # What training on would not change: the program is wrong, or a rank is gone.
@@ -46,20 +44,20 @@ _FATAL = InvalidStateError, MismatchError, RankLostError
 
 
 class CheckpointManager(Steps):
-    """The checkpoints of one run, below the directory ``root``; close it, or use it in a ``with`` block.
+    """The checkpoints of one run, in the directory ``root``. Close it, or use it in a ``with`` block.
 
-    All ranks make one, with the same arguments, and call ``resume``, ``save`` and ``should_stop`` alike. What it has of
-    ``Steps``, each rank may call for itself. Leaving the block finishes the save under way, whatever ended it.
+    All ranks make one, with the same arguments, and call ``resume``, ``save`` and ``should_stop`` alike. Any rank may
+    call the methods of ``Steps`` on its own. Leaving the block finishes the save under way, even after an error.
 
     Args:
         root: a directory, which is made if it does not exist. Step 100 is saved at ``root/step-100``.
         save: when to save.
-        keep: which steps stay: those that any of these policies wants. None at all: every step stays.
-        stop: what the run stops for; None for nothing, and no signal is handled.
-        on_error: "raise" what a save failed with, at the latest when the next one is due; "warn" logs it, and training
-            goes on. The fourth failure in a row is raised, and so is what training on would not change.
-        asynchronous: save in the background, written by a thread, or by another process where it is "process".
-        options: those of every save.
+        keep: policies. A step stays if any of them wants it. Without policies, every step stays.
+        stop: what the run stops for; with None nothing stops it, and no signal is handled.
+        on_error: "raise" raises the error of a failed save, at the latest when the next save is due. "warn" logs it,
+            and training goes on; but the fourth failure in a row is raised, and so is what more training cannot mend.
+        asynchronous: save in the background, in a thread; "process" has another process write.
+        options: the options of every save.
         process_group: only these ranks take part.
 
     Raises:
@@ -83,14 +81,16 @@ class CheckpointManager(Steps):
         super().__init__(root)
         if not isinstance(save, Every):
             raise ValueError(f"save says when, as in save=Every(steps=500), and is not {save!r}")
-        if on_error not in ("raise", "warn") or asynchronous not in (True, False, "process"):
-            raise ValueError(
-                f"on_error is 'raise' or 'warn', not {on_error!r}; asynchronous is True, False or 'process', not "
-                f"{asynchronous!r}"
-            )
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        if asynchronous not in (True, False, "process"):
+            raise ValueError(f"asynchronous is True, False or 'process', not {asynchronous!r}")
+        if not isinstance(stop, StopOn | None):
+            raise ValueError(f"stop says what the run stops for, as in stop=StopOn(file='stop'), and is not {stop!r}")
         self._every, self._on_error, self._asynchronous = save, on_error, asynchronous
         self._options, self._process_group = options, process_group
-        self._retention = _Retention(Steps(root), checked_policies(keep))  # which is not to keep this one
+        # With a listing of its own, because its thread must not keep this manager alive.
+        self._retention = _Retention(Steps(root), checked_policies(keep))
         self._begun = self._saved = -1
         self._stepped_at = self._save_begun_at = -1.0
         self._failures = 0
@@ -112,7 +112,7 @@ class CheckpointManager(Steps):
         try:
             with ranks:
                 topic = ranks.all_reduce("opening the run", lambda: said, begin)
-            self._leads = ranks.is_coordinator
+            self._is_coordinator = ranks.is_coordinator
             self._agreement = Agreement(ranks, topic)
             self._ending.callback(self._agreement.close)
             self._watch = None if stop is None else StopWatch(stop, self._agreement)
@@ -121,12 +121,10 @@ class CheckpointManager(Steps):
             raise
         forget_in_child(self)
 
-    def __enter__(self: _AnyManager) -> _AnyManager:
+    def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(error)
 
     def resume(
@@ -138,19 +136,19 @@ class CheckpointManager(Steps):
         options: LoadOptions = _LOAD,
         on_crash_loop: OnCrashLoop = "raise",
     ) -> Resumed:
-        """Load the newest step into ``state``, in place; a damaged one is passed over, and named in the log.
+        """Load the newest step into ``state``, in place. A damaged step is passed over, and named in the log.
 
         Args:
             state: the target, as for ``load``.
-            initial: what a run begins with where there is no step yet: a checkpoint that ``load`` can read, or a
-                function that is called with the state.
+            initial: what to begin with if there is no step yet: a checkpoint that ``load`` can read, or a function
+                that is called with the state.
             strict: as for ``load``.
             options: as for ``load``.
             on_crash_loop: what to do about a step that was resumed from twice with nothing published since: "raise", or
-                "step back" to the one before.
+                "step back" to the step before.
 
         Raises:
-            MismatchError: the state does not fit the newest step that is whole; no older one is tried.
+            MismatchError: the state does not fit the newest step that is whole. No older one is tried.
             CorruptError: there are steps, and none of them can be loaded.
             CrashLoopError: see ``on_crash_loop``.
         """
@@ -178,23 +176,23 @@ class CheckpointManager(Steps):
         user_metadata: Mapping[str, object] | None = None,
         planner: SavePlanner | None = None,
     ) -> bool:
-        """Save ``state`` as ``step`` if it is time, or in any case with ``force``; returns whether a save was begun.
+        """Save ``state`` as ``step`` if that is due, or in any case with ``force``; returns whether a save was begun.
 
-        Call it at every step: where nothing is due, it costs next to nothing. A step of this number that a run saved
-        before is replaced, atomically.
+        Call it at every step: where nothing is due, it costs next to nothing. If there is a step of this number from an
+        earlier run, it is replaced, atomically.
 
         Args:
             step: a number that never goes down.
             state: as for ``save``.
             metrics: numbers by name, for ``Best`` and ``best``; those of the coordinator count.
-            force: save, also again where this step was saved.
+            force: save in any case, even if this step was just saved.
             user_metadata: as for ``save``; the names "step" and "metrics" are taken.
             planner: as for ``save``.
 
         Raises:
             CheckpointError: this save or the one before failed; see ``on_error``.
         """
-        number = step if type(step) is int and step >= 0 else checked_step(step)
+        number = checked_step(step)
         is_due = force or self._every.is_due(number)
         asked = frozenset[str]() if number == self._begun else self._begin_step(number, is_saved=is_due)
         if not (is_due or asked) or (number == self._saved and not force):
@@ -215,7 +213,7 @@ class CheckpointManager(Steps):
         return True
 
     def should_stop(self, step: int) -> bool:
-        """Whether the run is to stop at ``step``, the same answer on every rank; if so, that step is durable by now.
+        """Whether the run is to stop at ``step``. Every rank gets the same answer. If it is True, the step is durable.
 
         Call it after ``save`` of the same step.
         """
@@ -230,54 +228,54 @@ class CheckpointManager(Steps):
         return True
 
     def stop_requested(self) -> bool:
-        """Whether this rank knows that the run is to stop soon; for loops that do not save, such as evaluation."""
-        return self._is_stopped or (self._watch is not None and self._watch.requested)
+        """Whether this rank knows that the run is to stop soon. For loops that do not save, such as evaluation."""
+        return self._is_stopped or (self._watch is not None and self._watch.reason != "")
 
     def wait(self) -> None:
-        """Return when the save under way is durable, and old steps are deleted; raises what the save failed with."""
+        """Return when the save under way is durable and old steps are deleted; raises the error of that save."""
         self._finish()
         self._retention.wait()
 
     def close(self) -> None:
-        """Finish the save under way and let go of the run; raises what that save failed with, as ``on_error`` says."""
+        """Finish the save under way and unlock the run; raises the error of that save, as ``on_error`` says."""
         self._end(None)
 
     def forget_parent(self) -> None:
-        """Be closed: a forked child has no part in the run."""
+        """Count as closed: a forked child takes no part in the run."""
         self._is_closed, self._under_way = True, None
 
     def _begin_step(self, step: int, *, is_saved: bool) -> frozenset[str]:
-        """What all ranks have agreed to do at ``step``; takes note of how long the step before took."""
+        """What all ranks have agreed to do at ``step``. Measures how long the step before took."""
         if step < self._begun:
             raise ValueError(f"steps never go down: {step} comes after {self._begun}, which was saved or resumed from")
         self._check_open()
         now, every_s = time.monotonic(), self._every.seconds
         if self._stepped_at < 0:
-            self._save_begun_at = now  # what came before the first step is no part of it
+            self._save_begun_at = now  # the time before the first step does not count
         elif self._watch is not None:
             self._watch.measured(step_s=now - self._stepped_at)
-        if every_s is not None and self._leads and now - self._save_begun_at >= every_s:
+        if every_s is not None and self._is_coordinator and now - self._save_begun_at >= every_s:
             self._agreement.request("save", f"the last save began {now - self._save_begun_at:.0f} s ago")
         asked = self._agreement.begin_step(step, is_saved=is_saved)
         self._stepped_at, self._begun = now, step
         return asked
 
     def _begin_save(self, step: int, state: State, told: Mapping[str, object], planner: SavePlanner | None) -> None:
-        path, group, began = self.path(step), self._process_group, time.monotonic()
-        self._save_begun_at, options = began, self._options
+        self._save_begun_at = began = time.monotonic()
+        path, group, options = self.path(step), self._process_group, self._options
         if not self._asynchronous:
             save(state, path, planner=planner, process_group=group, user_metadata=told, options=options)
             self._failures = 0
             self._published(step, began)
             return
         kind = AsyncCheckpointerType("process" if self._asynchronous == "process" else "thread")
-        start = partial(async_save, state, path, planner=planner, process_group=group, async_checkpointer_type=kind)
-        handle = start(user_metadata=told, options=options)
+        begin = partial(async_save, process_group=group, async_checkpointer_type=kind)
+        handle = begin(state, path, planner=planner, user_metadata=told, options=options)
         self._under_way = _UnderWay(step, handle, Once())
         handle.add_done_callback(partial(self._over, self._under_way, began))
 
     def _over(self, save: _UnderWay, began: float, _: object) -> None:
-        """What follows from the end of a save in the background; in its thread."""
+        """Do what follows the end of a background save. Called by the thread of that save."""
         try:
             if save.handle.phase == "published":
                 self._published(save.step, began)
@@ -287,11 +285,11 @@ class CheckpointManager(Steps):
     def _published(self, step: int, began: float) -> None:
         if self._watch is not None:
             self._watch.measured(durable_s=time.monotonic() - began)
-        if self._leads:
+        if self._is_coordinator:
             self._retention.begin(step)
 
     def _finish_before(self, *, waits: bool) -> None:
-        """Look at what became of the save before; where one is to wait for it, once it is over."""
+        """Take the outcome of the save before, if it is over. ``waits`` waits for it, and so does ``when_busy``."""
         last = self._under_way
         if last is not None and (waits or last.handle.done() or self._options.when_busy == "wait"):
             try:
@@ -300,7 +298,7 @@ class CheckpointManager(Steps):
                 self._fail(last.step, error)
 
     def _finish(self) -> None:
-        """Return when no save is under way; raises what it failed with."""
+        """Return when no save is under way; raises the error of the last one."""
         last, self._under_way = self._under_way, None
         if last is not None:
             error = last.handle.exception()
@@ -311,7 +309,7 @@ class CheckpointManager(Steps):
             self._failures = 0
 
     def _fail(self, step: int, error: CheckpointError) -> None:
-        """Raise ``error``, or log it, as the user wants it."""
+        """Raise ``error``, or log it, as ``on_error`` says."""
         self._failures += 1
         if self._on_error == "raise" or isinstance(error, _FATAL) or self._failures > _MOST_FAILURES:
             raise error
@@ -319,8 +317,8 @@ class CheckpointManager(Steps):
         logger.error("%s, and after %d the next one is raised: %s", said, _MOST_FAILURES, error)
 
     def _look_once(self) -> None:
-        """Say it if this run goes over another one."""
-        there = [] if self._has_looked or not self._leads else self.found()
+        """Warn, once, if this run is about to replace steps of another one."""
+        there = [] if self._has_looked or not self._is_coordinator else self.found()
         self._has_looked = True
         if there:
             said = f"{self.root!r} has steps up to {there[-1][0]}, and resume() was not called"
@@ -348,12 +346,12 @@ class CheckpointManager(Steps):
                     logger.error("the run ends, and the save under way failed: %s", failure)
                 elif last is not None:
                     self._fail(last.step, failure)
-            if is_orderly and self._resumed is not None and self._leads:
+            if is_orderly and self._resumed is not None and self._is_coordinator:
                 withdraw(self.root, self._resumed.attempt)
 
 
 class _UnderWay(NamedTuple):
-    """A save in the background; ``is_told`` happens when all that follows from its end is done."""
+    """A save in the background. ``is_told`` is set when all that follows its end is done."""
 
     step: int
     handle: AsyncSave
@@ -361,10 +359,10 @@ class _UnderWay(NamedTuple):
 
 
 class _Retention:
-    """Deletes what no policy keeps, after each publish, in a thread; what fails is logged, and tried the next time.
+    """Deletes the steps that no policy keeps, after each publish, in a thread. Failures are logged, and tried again.
 
-    So the step that a run was resumed from stays at least until there is a newer one. Where it ``is_brief``, nothing
-    more is begun.
+    So the step that a run was resumed from stays at least until there is a newer one. When ``is_brief`` is set, no
+    further deletion is begun, because the run is about to stop.
     """
 
     def __init__(self, steps: Steps, policies: Sequence[Keep]) -> None:
@@ -380,7 +378,7 @@ class _Retention:
         self._under_way = []
 
     def begin(self, newest: int) -> None:
-        """Delete what is not kept now that ``newest`` was published; returns at once."""
+        """Delete what is not kept, now that ``newest`` was published. Returns at once."""
         if not self._policies or self.is_brief or interpreter_ends():
             return
         is_over = Once()
@@ -393,7 +391,7 @@ class _Retention:
 
     @contextlib.contextmanager
     def held_off(self) -> Iterator[None]:
-        """Begin no deletion during the block: the caller waits for a copy, and the interpreter has one lock."""
+        """Begin no deletion during the block: training waits for a copy then, and deletions would slow it down."""
         self._pause = pause = Once()
         try:
             yield

@@ -1,7 +1,7 @@
 """When a step is saved, and which steps stay: values that the user chooses, and what follows from them. No I/O.
 
-Invariant: the newest step, pinned ones and those that somebody needs are kept whatever the policies say. What was never
-published, or cannot be read, never counts for a policy: it takes no place from a step that can be loaded.
+Invariant: the newest step, pinned steps and steps that a reader holds are kept, whatever the policies say. A step that
+cannot be read does not count for a policy: it never takes the place of a step that can be loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Every:
     def __post_init__(self) -> None:
         if self.steps is not None:
             _check_count(self.steps, "Every(steps=...)")
-        if self.seconds is not None and not (_is_number(self.seconds) and 0 < self.seconds < math.inf):
+        if self.seconds is not None and not (is_number(self.seconds) and self.seconds > 0):
             raise ValueError(f"Every(seconds=...) takes a positive number of seconds, not {self.seconds!r}")
         if not isinstance(self.at, Collection) or not all(type(step) is int and step >= 0 for step in self.at):
             raise ValueError(f"Every(at=...) takes step numbers, as in at=(1, 10, 100), not {self.at!r}")
@@ -35,7 +35,7 @@ class Every:
             raise ValueError("Every() would never save; pass steps=, seconds= or at=")
 
     def is_due(self, step: int) -> bool:
-        """Whether ``step`` is one to save, whatever the time."""
+        """Whether ``step`` is due by its number; ``seconds`` do not count here."""
         return (self.steps is not None and step > 0 and step % self.steps == 0) or step in self.at
 
 
@@ -88,12 +88,13 @@ def _check_count(count: object, place: str, *, least: int = 1) -> None:
         raise ValueError(f"{place} takes a whole number of at least {least}, not {count!r}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def checked_policies(keep: Keep | Sequence[Keep]) -> tuple[Keep, ...]:
-    """``keep``, one or several; ValueError for what is no policy, and for two that contradict each other."""
+    """``keep`` as a tuple; ValueError for something else than a policy, and for two policies of one kind."""
     policies = tuple(keep) if isinstance(keep, (list, tuple)) else (keep,)
     seen: set[object] = set()
     for policy in policies:
@@ -106,17 +107,11 @@ def checked_policies(keep: Keep | Sequence[Keep]) -> tuple[Keep, ...]:
     return policies
 
 
-def kept(
-    steps: Sequence[Step],
-    policies: Collection[Keep],
-    *,
-    newest: int,
-    held: Collection[int] = (),
-) -> set[int]:
-    """The numbers of ``steps`` that are not to be deleted after ``newest`` was published.
+def kept(steps: Sequence[Step], policies: Collection[Keep], *, newest: int, held: Collection[int] = ()) -> set[int]:
+    """The numbers of the ``steps`` that stay after ``newest`` was published. Without policies, all of them.
 
-    Always among them: ``newest``; what is pinned; ``held``, which readers have; those whose metric is awaited; steps
-    after ``newest``, which belong to a run that this one did not resume from. Without policies: all.
+    These always stay: ``newest``; pinned steps; those ``held`` by readers; those whose metric is awaited; those that
+    cannot be read; and steps after ``newest``, which belong to another run that this one did not resume from.
     """
     ours = sorted((step for step in steps if not step.problem and step.step <= newest), key=lambda step: step.step)
     numbers = {step.step for step in steps}

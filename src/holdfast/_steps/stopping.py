@@ -1,17 +1,16 @@
 """What asks a run to stop: a signal, a file, the end of its allocation.
 
-A handler sets a flag, wakes the thread of the watch, and calls what handled the signal before. The thread tells all
-ranks, by an ``Agreement``; it also looks at the file and the clock. Nothing here saves or stops anything.
+A handler sets a flag, wakes the thread of the watch, and calls the handler that was there before. The thread tells all
+ranks, through an ``Agreement``. It also looks at the file and the clock. Nothing here saves or stops anything.
 
-torchrun sends a signal to the process group of each rank, in which loader workers are too. They would die of it, and
-the rank of their death. So they have to ignore it.
+torchrun sends a signal to the whole process group of each rank, and loader workers are in that group. A worker that
+dies of the signal ends its rank. So workers have to ignore it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import threading
@@ -26,6 +25,8 @@ from typing import Literal
 from holdfast._io import posix
 from holdfast._process import forget_in_child, start_thread
 from holdfast._ranks.agreement import Agreement
+from holdfast._state.per_rank import job_rank
+from holdfast._steps.policies import is_number
 from holdfast._values.deadline import Clock
 from holdfast.errors import StorageError
 
@@ -33,7 +34,7 @@ logger = logging.getLogger("holdfast")
 
 _SLURM_END = "SLURM_JOB_END_TIME"
 _LOOK_S = 1.0
-_SAME_S = 5.0  # agent and scheduler may both tell of one stop
+_SAME_S = 5.0  # torchrun and the scheduler may both signal one stop
 _SPARE_S, _UNMEASURED_S = 10.0, 60.0
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 _CAUGHT = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
@@ -45,14 +46,14 @@ class StopOn:
     """What a run stops for, at a step that all ranks agree on.
 
     Attributes:
-        signals: their names. What handled them before is still called, but for the system's own action: that comes
-            with a second signal, from five seconds after the first on.
-        file: a file that is made, or touched. Rank 0 looks once a second. One that is there from the start does not
-            count until it is touched.
-        end: when the allocation ends: a datetime with a time zone, or seconds since the epoch. Without it, what
-            ``SLURM_JOB_END_TIME`` says, if it is set.
-        margin_s: how long before ``end`` to stop. "auto" is twice the time of the longest step and the longest save so
-            far, and ten seconds.
+        signals: their names. Handlers that were there before are still called. The system's own action comes only with
+            a second signal, five seconds or more after the first.
+        file: the run stops when this file is made or touched. Rank 0 looks once a second. A file that exists from the
+            start does not count until it is touched.
+        end: when the allocation ends: a datetime with a time zone, or seconds since the epoch. If it is not given,
+            ``SLURM_JOB_END_TIME`` counts, if that is set.
+        margin_s: how long before ``end`` to stop. "auto" is ten seconds more than twice the longest step and the
+            longest save so far.
     """
 
     signals: Sequence[str] = _SIGNALS
@@ -63,15 +64,15 @@ class StopOn:
     def __post_init__(self) -> None:
         if isinstance(self.signals, str) or not set(self.signals) <= _CAUGHT:
             raise ValueError(f"signals are names of signals that can be caught, as ('SIGTERM',), not {self.signals!r}")
-        is_time = self.end.tzinfo is not None if isinstance(self.end, datetime) else _is_number(self.end)
+        is_time = self.end.tzinfo is not None if isinstance(self.end, datetime) else is_number(self.end)
         if self.end is not None and not is_time:
             raise ValueError(f"end is a datetime with a time zone, or seconds since the epoch, not {self.end!r}")
-        if self.margin_s != "auto" and not (_is_number(self.margin_s) and self.margin_s >= 0):
+        if self.margin_s != "auto" and not (is_number(self.margin_s) and self.margin_s >= 0):
             raise ValueError(f"margin_s is a number of seconds or 'auto', not {self.margin_s!r}")
 
     @property
     def end_s(self) -> float | None:
-        """When the allocation ends, in seconds since the epoch; None where nobody says."""
+        """When the allocation ends, in seconds since the epoch; None if that is not known."""
         if self.end is not None:
             return self.end.timestamp() if isinstance(self.end, datetime) else self.end
         said = os.environ.get(_SLURM_END)
@@ -82,15 +83,16 @@ class StopOn:
 
 
 class StopWatch:
-    """Asks all ranks to stop when something in ``stop`` says so; until it is closed.
+    """Asks all ranks to stop when something in ``stop`` says so, until it is closed.
 
-    ``clock`` is that of the wall. ValueError outside of the main thread, where signals cannot be handled.
+    ``clock`` gives seconds since the epoch. ValueError outside of the main thread, where signals cannot be handled.
     """
 
     def __init__(self, stop: StopOn, agreement: Agreement, clock: Clock = time.time) -> None:
         self._agreement, self._clock, self._margin_s = agreement, clock, stop.margin_s
         self._step_s = self._durable_s = 0.0
-        self._reason, self._is_over, self._process = "", False, os.getpid()
+        self._reason, self._is_over = "", False
+        self._rank, self._process = job_rank(), os.getpid()
         self._wishes: SimpleQueue[str] = SimpleQueue()
         self._before, self._first_at = dict[int, _Handler](), dict[int, float]()
         self._end_s = stop.end_s if agreement.is_coordinator else None
@@ -107,12 +109,8 @@ class StopWatch:
             raise
 
     @property
-    def requested(self) -> bool:
-        return bool(self.reason)
-
-    @property
     def reason(self) -> str:
-        """Why this rank was asked to stop, or has heard that another one was; empty where nobody was."""
+        """Why this rank was asked to stop, or another rank, as far as this one has heard; "" if nobody was."""
         return self._agreement.reasons.get("stop", self._reason)
 
     @property
@@ -125,11 +123,11 @@ class StopWatch:
         self._step_s, self._durable_s = max(self._step_s, step_s), max(self._durable_s, durable_s)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Put the handlers back; ``error`` is what has ended the run, if something has."""
+        """Put the old handlers back; ``error`` is what ended the run, if an error did."""
         self._is_over = True
         self._wishes.put("")
         self._put_back()
-        if error is not None and self.requested and "DataLoader worker" in str(error):
+        if error is not None and self.reason and "DataLoader worker" in str(error):
             said = "a DataLoader worker died while the run was asked to stop (%s), and the run with it"
             logger.error(f"{said}; pass worker_init_fn=holdfast.ignore_stop_signals", self.reason)
 
@@ -147,17 +145,19 @@ class StopWatch:
             signal.signal(number, self._handle)
 
     def _put_back(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # elsewhere they stay, and pass everything on
+        # Only the main thread may. Otherwise ours stay, and pass everything on.
+        if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal, on the main thread, between any two steps of it: so this takes no lock, and logs nothing."""
+        """Note the signal. It interrupts the main thread anywhere, so this takes no lock and logs nothing."""
         before, now = self._before[number], time.monotonic()
+        # A signal may reach a forked child before it has forgotten the watch. Then it must end the child, not be lost.
         is_ours = not self._is_over and os.getpid() == self._process
         if is_ours := is_ours and now - self._first_at.setdefault(number, now) < _SAME_S:
-            self._reason = self._reason or f"{signal.Signals(number).name} to rank {self._agreement.job_rank}"
+            self._reason = self._reason or f"{signal.Signals(number).name} to rank {self._rank}"
             self._wishes.put(self._reason)
         if callable(before) and not (is_ours and before is signal.default_int_handler):
             before(number, frame)
@@ -166,7 +166,7 @@ class StopWatch:
             os.kill(os.getpid(), number)
 
     def _run(self) -> None:
-        """Ask until it is decided: a rank whose connection broke is connected again at its next save."""
+        """Ask again and again until it is decided: a rank whose connection broke has a new one after its next save."""
         is_looking = self._end_s is not None or self._file is not None
         while not self._is_over:
             with contextlib.suppress(Empty):
@@ -184,7 +184,7 @@ class StopWatch:
         return ""
 
     def _file_now(self) -> tuple[int, int] | None:
-        """What tells one making of the file from the next; None where there is none to be seen."""
+        """What changes when the file is made anew or touched; None if there is none, or it cannot be seen."""
         status = None
         with contextlib.suppress(StorageError):
             status = posix.file_status(self._file) if self._file is not None else None
@@ -192,10 +192,10 @@ class StopWatch:
 
 
 def ignore_stop_signals(worker: int = 0, *, signals: Sequence[str] = _SIGNALS) -> None:
-    """Have this process, a loader's worker, ignore ``signals``: its rank is told of them and ends it in time.
+    """Have this process, a worker of a data loader, ignore ``signals``: its rank gets them too, and ends it in time.
 
-    For ``DataLoader(worker_init_fn=holdfast.ignore_stop_signals)``. SIGTERM of the process that started it still ends
-    it. Processes that it starts itself are born with these signals blocked.
+    For ``DataLoader(worker_init_fn=holdfast.ignore_stop_signals)``. A SIGTERM from the process that started this one
+    still ends it. Processes that it starts itself begin with these signals blocked.
     """
     numbers, parent = {signal.Signals[name] for name in signals}, os.getppid()
 
@@ -206,10 +206,6 @@ def ignore_stop_signals(worker: int = 0, *, signals: Sequence[str] = _SIGNALS) -
                 os._exit(0)
 
     for number in numbers:
-        signal.signal(number, lambda number, frame: None)  # for threads that are there already
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # whoever waits for one learns who has sent it
+        signal.signal(number, lambda number, frame: None)  # other threads that exist already do not block them
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # only by waiting for a signal does one learn who sent it
     start_thread(threading.Thread(target=wait, name="holdfast-signals", daemon=True))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Annotated
 
@@ -36,7 +37,7 @@ _EXAMPLES = {
 
 
 def add_step_commands(app: typer.Typer, codes: str) -> None:
-    """Add these commands to ``app``; ``codes`` is what the help says of exit codes."""
+    """Add these commands to ``app``. ``codes`` is the help on exit codes."""
     for function in (steps, pin, unpin, report, delete):
         examples = "\n".join(f"  {example}" for example in _EXAMPLES[function.__name__])
         app.command(function.__name__, epilog=f"\b\nExamples:\n{examples}\n\n{codes}")(function)
@@ -45,22 +46,24 @@ def add_step_commands(app: typer.Typer, codes: str) -> None:
 def steps(root: Root, as_json: AsJson = False) -> None:
     """List the steps of a run.
 
-    A step is whole if all its files are there in their sizes. A pinned step, and one that a reader holds, stays when
-    others are deleted.
+    A step is whole if it has all its files, in their sizes. A step that is pinned, or held by a reader, is not deleted.
     """
-    from holdfast._steps.listing import held_steps, is_whole  # late, because they import torch
+    from holdfast._native.publish import format_at  # late, because they import torch
+    from holdfast._steps.listing import held_steps, is_whole
 
     with as_options():
         run = holdfast.Steps(root)
         found, held = run.steps(), held_steps(run.root)
+        if not found and not os.path.isdir(root):
+            raise holdfast.NotFoundError(f"there is no directory {root!r}")
+        if not found and format_at(run.root) is not None:
+            raise holdfast.NotFoundError(f"{root!r} is a checkpoint, not the directory of a run; see holdfast show")
     wholes = {step.step for step in found if not step.problem and is_whole(step)}
     if as_json:
         listed = [
             {
                 **dataclasses.asdict(step),
-                "metrics": {
-                    name: value if math.isfinite(value) else str(value) for name, value in step.metrics.items()
-                },
+                "metrics": _as_json(step.metrics),
                 "whole": step.step in wholes,
                 "held": step.step in held,
             }
@@ -83,8 +86,13 @@ def steps(root: Root, as_json: AsJson = False) -> None:
         output_console().print(f"no steps in {shown_name(root)}", soft_wrap=True)
 
 
+def _as_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """``metrics`` with texts for what JSON has no numbers for."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
 def _age(saved_at: str | None) -> str:
-    """How long ago that was, in the largest unit of which there is one, or two."""
+    """How long ago that was: in days, hours or minutes if there are two of them or more, otherwise in seconds."""
     if saved_at is None:
         return "-"
     saved = datetime.strptime(saved_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
@@ -93,16 +101,23 @@ def _age(saved_at: str | None) -> str:
     return next(f"{seconds // unit:.0f} {name}" for least, unit, name in units if seconds >= least)
 
 
-def pin(root: Root, step: StepNumber) -> None:
+def pin(root: Root, step: StepNumber, as_json: AsJson = False) -> None:
     """Protect a step from being deleted, until you unpin it."""
     with as_options():
         holdfast.Steps(root).pin(step)
+    _tell(f"step {step} is pinned", as_json, root=root, step=step, pinned=True)
 
 
-def unpin(root: Root, step: StepNumber) -> None:
+def unpin(root: Root, step: StepNumber, as_json: AsJson = False) -> None:
     """Let a step be deleted again."""
     with as_options():
         holdfast.Steps(root).unpin(step)
+    _tell(f"step {step} is not pinned", as_json, root=root, step=step, pinned=False)
+
+
+def _tell(said: str, as_json: bool, **facts: object) -> None:
+    """Print what was done: for people, or as JSON."""
+    typer.echo(json.dumps(facts) if as_json else said)
 
 
 def report(
@@ -111,6 +126,7 @@ def report(
     metrics: Annotated[
         list[str], typer.Argument(metavar="NAME=NUMBER...", help="Metrics, such as val_loss=2.1.", show_default=False)
     ],
+    as_json: AsJson = False,
 ) -> None:
     """Add metrics to a step that was saved, for `holdfast steps` and for keeping the best ones."""
     numbers: dict[str, float] = {}
@@ -121,7 +137,11 @@ def report(
         except ValueError:
             raise typer.BadParameter(f"{metric!r} is not like val_loss=2.1", param_hint="NAME=NUMBER") from None
     with as_options():
-        holdfast.Steps(root).report(step, numbers)
+        steps = holdfast.Steps(root)
+        steps.report(step, numbers)
+        known = next(found.metrics for found in steps.steps() if found.step == step)
+    shown = ", ".join(f"{shown_name(name)} {value:.6g}" for name, value in sorted(known.items()))
+    _tell(f"step {step} has {shown}", as_json, root=root, step=step, metrics=_as_json(known))
 
 
 def delete(
@@ -136,8 +156,8 @@ def delete(
 ) -> None:
     """Delete checkpoints, of any format.
 
-    Each is gone in one step, and then its files are: whoever reads it at that time finds no checkpoint, not a damaged
-    one. Steps of a run that are pinned, held by a reader, or the last one that is whole are not deleted.
+    Each is gone in one step, and then its files are removed. Whoever reads it meanwhile finds no checkpoint, and not a
+    damaged one. A step of a run stays if it is pinned, held by a reader, or the only one that is whole.
     """
     if len(paths) > 1 and all(re.fullmatch("[0-9]+", path) for path in paths[1:]):
         paths = [os.path.join(paths[0], f"step-{int(step)}") for step in paths[1:]]

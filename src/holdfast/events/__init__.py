@@ -1,8 +1,8 @@
-"""What happens to checkpoints, told to whoever listens: ``subscribe(listener)``, and it is called with each event.
+"""What happens to checkpoints: after ``subscribe(listener)``, the listener is called with each event.
 
-Events pass through a bounded queue to one thread, which calls the listeners: one that raises, blocks or is slow changes
-nothing for a save. Where nobody listens, an operation looks at ``subscriptions`` and does nothing else. Durations are
-of the monotonic clock. A forked child has no listeners.
+Events go through a bounded queue to one thread, which calls the listeners. So a listener that raises, blocks or is slow
+changes nothing for a save. Where nobody listens, an operation looks at ``subscriptions`` and does nothing else.
+Durations come from the monotonic clock. A forked child has no listeners.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from holdfast.errors import first_line
 if TYPE_CHECKING:
     from holdfast.events.listeners import jsonl, log, opentelemetry, prometheus, scalars, trace
 
-_READY_MADE = ("jsonl", "log", "opentelemetry", "prometheus", "scalars", "trace")
 __all__ = ["Event", "PhaseTimes", "SaveReport", "Subscription", "flush", "jsonl", "log", "opentelemetry", "prometheus"]
 __all__ += ["scalars", "subscribe", "trace"]
 
@@ -40,7 +39,7 @@ _FLUSH_S = 5.0
 
 
 def __getattr__(name: str) -> object:
-    if name in _READY_MADE:  # imported when they are asked for: most programs need none, or one
+    if name in __all__:  # a ready-made listener: imported when asked for, because most programs need one at most
         return getattr(importlib.import_module("holdfast.events.listeners"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -59,10 +58,10 @@ class PhaseTimes:
 class SaveReport:
     """How long a save took: ``total_s`` from the call on the coordinator until the checkpoint was durable.
 
-    The caller was blocked for ``blocked_s``. Then comes what it took to plan, to copy the state into a snapshot, to
-    write, and to have that durable: on the slowest rank, without the time that it waited for others; ``phases`` tells
-    for "blocked", "plan" and so on which rank that was. The coordinator published in ``commit_s``. All ranks together
-    wrote ``bytes``.
+    The caller was blocked for ``blocked_s``. ``plan_s``, ``stage_s`` (to copy the state into a snapshot), ``write_s``
+    and ``sync_s`` (to make the bytes durable) are those of the slowest rank; time in which it waited for others does
+    not count. ``phases`` tells for "blocked", "plan" and so on which rank that was. The coordinator published in
+    ``commit_s``. All ranks together wrote ``bytes``.
     """
 
     bytes: int
@@ -83,12 +82,12 @@ class SaveReport:
 RankTimes = tuple[str, int, dict[str, float]]
 """What a rank tells of its part in a save: its host, the bytes that it wrote, and the seconds of each phase.
 
-Without "blocked", the caller was blocked all the time.
+If "blocked" is not among them, the caller was blocked all the time.
 """
 
 
 def save_report(ranks: Mapping[int, RankTimes], *, total_s: float, commit_s: float) -> SaveReport:
-    """The report on what ``ranks`` tell of a save."""
+    """The report of a save, from what the ``ranks`` tell."""
     phases: dict[str, PhaseTimes] = {}
     for name in ("blocked", "plan", "stage", "write", "sync"):
         seconds = {rank: phases_s.get(name, total_s) for rank, (_, _, phases_s) in ranks.items()}
@@ -110,17 +109,17 @@ class Event:
     Attributes:
         name: what has happened.
         operation: in which operation: "save", "async_save", "load", "read", "verify", "convert", "sweep" or "delete".
-        number: which operation of this process that is.
+        number: counts the operations of this process.
         path: where the checkpoint is.
-        attempt: the id of the save that made it; "" where that is not known yet.
+        attempt: the id of the save that made it; "" if that is not known yet.
         step: ``user_metadata["step"]`` of the checkpoint, if that is an int.
-        rank: who tells it; ``host`` is where that runs.
-        seconds: how long the phase took that is over, or the operation, if that is over.
+        rank: which rank tells it; ``host`` is where that rank runs.
+        seconds: how long the phase took that has ended, or the whole operation, if that has ended.
         bytes: how many bytes this rank has copied, written, read or removed.
         at: when it happened, in seconds since the epoch.
-        report: of a save that is "published", on the coordinator.
-        sync_s: how many of the seconds until it was "written" went into having it durable.
-        problem: why it "failed", or what is damaged though it could be "verified".
+        report: the report of a save that is "published"; only on the coordinator.
+        sync_s: of an event "written": how many of its seconds went into making the bytes durable.
+        problem: of an event "failed", the error; of an event "verified", what is damaged.
     """
 
     name: Name
@@ -144,9 +143,9 @@ _numbers = itertools.count(1)
 
 
 class Operation(contextlib.AbstractContextManager["Operation"]):
-    """One operation of this process as it is told; a context, which tells of an error that leaves it.
+    """One operation of this process, and its events. Use it in a ``with`` block: an error there is told as "failed".
 
-    ``begun`` is when it began by the monotonic clock: now, if not given.
+    ``begun`` is when it began, by the monotonic clock; now, if not given.
     """
 
     def __init__(
@@ -156,14 +155,14 @@ class Operation(contextlib.AbstractContextManager["Operation"]):
         self._path = str(path)
         self._number = next(_numbers)
         now = time.monotonic()
-        self._since_epoch = time.time() - now  # once: so times and durations of one operation fit together
+        self._since_epoch = time.time() - now  # asked once, so that times and durations of one operation fit together
         self._begun = now if begun is None else begun
         self.attempt = attempt
         self.step = step
         self.tell("started", seconds=0.0)
 
     def tell(self, name: Name, *, seconds: float | None = None, nbytes: int = 0, **more: Any) -> None:
-        """Have listeners told of what has happened; it took ``seconds``, or all the time since the operation began."""
+        """Tell listeners what has happened. It took ``seconds``, or all the time since the operation began."""
         if not subscriptions:
             return
         now = time.monotonic()
@@ -189,13 +188,16 @@ class Operation(contextlib.AbstractContextManager["Operation"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
             problem = type(error).__name__
-            with contextlib.suppress(Exception):  # of a class that is not ours and cannot be printed
+            with contextlib.suppress(Exception):  # an error of somebody else's class may fail to print
                 problem += f": {first_line(error)}"
             self.tell("failed", problem=problem)
 
 
 class Subscription(contextlib.AbstractContextManager["Subscription"]):
-    """A listener, told of events until ``close``, which returns once it was told of all so far; a context."""
+    """A listener that is told of events until ``close``, which the end of a ``with`` block calls too.
+
+    ``close`` returns when the listener was told of all events so far.
+    """
 
     def __init__(self, listener: Listener) -> None:
         self._listener: Listener | None = listener
@@ -210,7 +212,7 @@ class Subscription(contextlib.AbstractContextManager["Subscription"]):
         self.close()
 
     def _end(self) -> threading.Thread:
-        """Listen no more; the thread of all listeners ends with the last of them."""
+        """Listen no more. The thread ends with the last listener."""
         global subscriptions
         with _lock:
             subscriptions = tuple(each for each in subscriptions if each is not self)
@@ -224,13 +226,13 @@ class Subscription(contextlib.AbstractContextManager["Subscription"]):
         try:
             if listener is not None:
                 listener(event)
-        except BaseException:  # whatever it is, others are told
+        except BaseException:  # whatever it is, the other listeners are told
             logger.exception("a listener to events failed and is not called again: %r", listener)
             self._end()
 
 
 subscriptions: tuple[Subscription, ...] = ()
-"""Who listens: look at it before anything is told."""
+"""Who listens. Where it is empty, nothing need be told."""
 
 _lock = Lock()
 _queue: SimpleQueue[Event | Once | None] = SimpleQueue()
@@ -266,7 +268,7 @@ def subscribe(listener: Listener) -> Subscription:
 
 
 def flush(timeout_s: float = _FLUSH_S) -> bool:
-    """Return when listeners were told of all events so far, or after ``timeout_s`` seconds; whether they were."""
+    """Wait until listeners were told of all events so far, ``timeout_s`` seconds at most; returns whether they were."""
     if not subscriptions or _thread is threading.current_thread():
         return True
     reached = Once()

@@ -1,7 +1,7 @@
 """Ready-made listeners: a log, lines of JSON, a trace, numbers for an experiment tracker, Prometheus, OpenTelemetry.
 
-Each function makes a listener for ``subscribe``. Files are appended to, a whole line at a time: what a killed process
-leaves can be read. Other people's packages are imported when their listener is asked for.
+Each function makes a listener for ``subscribe``. Files are appended to, a whole line at a time, so what a killed
+process leaves can be read. Packages of others are imported only when their listener is asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 def log(level: int = logging.INFO) -> Listener:
-    """A line in the log for each operation that ends; of a save, with the slowest rank of each phase."""
+    """A line in the log for each operation that ends. For a save, it has the slowest rank of each phase."""
 
     def write(event: Event) -> None:
         if event.name in _ENDS:
@@ -47,16 +47,16 @@ def log(level: int = logging.INFO) -> Listener:
 
 
 def jsonl(path: str | os.PathLike[str]) -> Listener:
-    """A line of JSON for each event, appended to ``path``: one file for each process."""
+    """A line of JSON for each event, appended to ``path``. Each process needs a file of its own."""
     append = appender(path)
     return lambda event: append(f"{json.dumps(dataclasses.asdict(event))}\n".encode())
 
 
 def trace(path: str | os.PathLike[str]) -> Listener:
-    """Spans in the Chrome trace event format, appended to ``path``, for ui.perfetto.dev: one file for each process.
+    """Spans in the Chrome trace event format, appended to ``path``, for ui.perfetto.dev.
 
-    The format lets the list have no end, so what a killed process leaves opens too. Operations that overlap are on
-    lines of their own.
+    Each process needs a file of its own. The format does not ask for the end of its list, so what a killed process
+    leaves opens too. Operations that overlap are shown on different lines.
     """
     append, process = appender(path, begin=b"[\n"), os.getpid()
     lines: dict[int, int] = {}
@@ -86,9 +86,9 @@ def _spans(event: Event) -> list[tuple[str, float, float]]:
 
 
 def scalars(fn: Callable[[str, float, int | None], object]) -> Listener:
-    """Calls ``fn(name, value, step)`` for each number of an operation that has ended: for experiment trackers.
+    """Calls ``fn(name, value, step)`` with each number of an operation that has ended: for experiment trackers.
 
-    Of a save, the coordinator tells those of its report: "checkpoint/total_s", "checkpoint/write_s",
+    For a save, only the coordinator has numbers, those of its report: "checkpoint/total_s", "checkpoint/write_s",
     "checkpoint/write_mean_s", "checkpoint/write_slowest_rank" and so on.
     """
 
@@ -110,7 +110,7 @@ def scalars(fn: Callable[[str, float, int | None], object]) -> Listener:
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> Listener:
-    """Metrics of prometheus_client, in ``registry`` or in its usual one; make one for each registry."""
+    """Metrics of prometheus_client, in ``registry`` or in its default one. Make one listener for each registry."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     into = registry or REGISTRY
@@ -135,7 +135,7 @@ def prometheus(registry: CollectorRegistry | None = None) -> Listener:
 
 
 def opentelemetry(tracer: Tracer | None = None) -> Listener:
-    """A span of OpenTelemetry for each operation that ends, with those of its phases in it."""
+    """A span of OpenTelemetry for each operation that ends. The spans of its phases are inside it."""
     from opentelemetry import trace as telemetry
 
     by = tracer or telemetry.get_tracer("holdfast")

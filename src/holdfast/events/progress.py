@@ -1,7 +1,7 @@
-"""How far an operation is, on the terminal: one bar for the library and for the command line.
+"""How far an operation is, on the terminal. The library and the command line have the same bar.
 
-A thread asks a few times a second. So the work never waits for a terminal, and the bar moves while a rank waits for
-others. A forked child shows nothing.
+A thread looks a few times a second. So the work never waits for a terminal, and the bar moves even while a rank waits
+for others. A forked child shows nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST_S = 2.0  # for a function of the caller's that hangs
 
 
 class Shown(NamedTuple):
-    """How far an operation is; ``bytes_total`` is 0 where nobody knows, ``slowest`` tells of a rank that is behind."""
+    """How far an operation is. ``bytes_total`` is 0 if it is not known; ``slowest`` names a rank that is behind."""
 
     phase: str
     bytes_done: int = 0
@@ -34,12 +34,15 @@ class Shown(NamedTuple):
 
 
 OnBytes = Callable[[int, int], object]
-"""Is called with the bytes that are done and all there are."""
+"""A function that is called with the bytes that are done, and the bytes in all."""
 
 
 def bar(name: str, *, is_transient: bool = False) -> Callable[[Shown], None]:
-    """What shows a line on standard error, if that is a terminal; elsewhere only the last, unless it is transient."""
-    # Only now: it is for people, and takes a while to import.
+    """A function that shows a line on standard error. If that is no terminal, only the last line is shown.
+
+    A transient bar goes away at the end.
+    """
+    # Imported only here, because that takes a while and most programs show no bar.
     from rich import progress
     from rich.console import Console
 
@@ -63,9 +66,9 @@ def bar(name: str, *, is_transient: bool = False) -> Callable[[Shown], None]:
 
 
 class Following(contextlib.AbstractContextManager["Following"]):
-    """Calls ``show`` with what ``look`` sees, a few times a second within its block and once at its end.
+    """Calls ``show`` with what ``look`` returns, a few times a second during its block and once at the end.
 
-    As what is called with the handle of an asynchronous save, it ends with that.
+    An asynchronous save goes on after the block. It calls this object with its handle, and so ends it.
     """
 
     def __init__(self, show: Callable[[Shown], object], look: Callable[[], Shown]) -> None:
@@ -96,7 +99,7 @@ class Following(contextlib.AbstractContextManager["Following"]):
             self._thread.join(_LAST_S)
             last = self._look()._replace(phase=phase, slowest="", is_over=True)
             self._tell(last if phase == "failed" else last._replace(bytes_done=last.bytes_total or last.bytes_done))
-        self._show, self._look = None, partial(Shown, phase)  # which may hold what holds this
+        self._show, self._look = None, partial(Shown, phase)  # the old ones may lead back to this object: no cycle
 
     def _run(self) -> None:
         while not self._is_over.wait(_ASK_EVERY_S):
@@ -120,7 +123,7 @@ def check_progress(progress: object) -> None:
 def followed(
     progress: bool | Callable[..., object], path: object, look: Callable[[], Shown], is_coordinator: bool
 ) -> contextlib.AbstractContextManager[Following | None]:
-    """What shows how far an operation is, within its block: a bar on the coordinator, or a function on every rank."""
+    """A context that shows how far an operation is: with a bar on the coordinator, or a function on every rank."""
     if not isinstance(progress, bool):
         return Following(progress, look)
     name = os.path.basename(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else ""
@@ -129,7 +132,7 @@ def followed(
 
 @contextlib.contextmanager
 def following_bytes(progress: bool | OnBytes, doing: str, *, is_transient: bool = False) -> Iterator[OnBytes]:
-    """What to call with the bytes that are done and all there are: the function given, or for True one with a bar."""
+    """What to call with the bytes that are done and the bytes in all: the function given, or one that shows a bar."""
     if progress is not True:
         yield progress or (lambda done, total: None)
         return

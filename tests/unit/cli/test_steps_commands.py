@@ -70,8 +70,15 @@ def test_steps_as_json(root: Path) -> None:
 
 
 def test_a_root_without_steps(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run("steps", tmp_path / "empty")
+    assert (result.exit_code, result.stdout) == (0, f"no steps in {tmp_path / 'empty'}\n")
     result = run("steps", tmp_path / "missing")
-    assert (result.exit_code, result.stdout) == (0, f"no steps in {tmp_path / 'missing'}\n")
+    assert (result.exit_code, result.stderr) == (3, f"error: there is no directory '{tmp_path / 'missing'}'\n")
+    holdfast.save({"w": torch.ones(3)}, tmp_path / "checkpoint")
+    result = run("steps", tmp_path / "checkpoint")
+    assert result.exit_code == 3
+    assert "is a checkpoint, not the directory of a run" in result.stderr
     (tmp_path / "file").touch()
     result = run("steps", tmp_path / "file")
     assert result.exit_code == 3
@@ -103,6 +110,9 @@ def test_metrics_are_reported(root: Path) -> None:
     metrics = holdfast.Steps(root).steps()[1].metrics
     assert metrics["val_loss"] == 2.1
     assert math.isnan(metrics["loss"])
+    assert run("report", root, 1, "val_loss=3").stdout == "step 1 has loss 1, val_loss 3\n"
+    told = json.loads(run("report", root, 20, "accuracy=0.5", "--json").stdout)
+    assert told == {"root": str(root), "step": 20, "metrics": {"loss": "nan", "val_loss": 2.1, "accuracy": 0.5}}
     for wrong in ("val_loss", "val_loss=low", "=1"):
         result = run("report", root, 20, wrong)
         assert result.exit_code == 2, wrong
@@ -112,7 +122,9 @@ def test_metrics_are_reported(root: Path) -> None:
 
 
 def test_pins(root: Path) -> None:
-    assert run("pin", root, 20).exit_code == 0
+    assert run("pin", root, 20).stdout == "step 20 is pinned\n"
+    assert json.loads(run("pin", root, 20, "--json").stdout) == {"root": str(root), "step": 20, "pinned": True}
+    assert json.loads(run("unpin", root, 300, "--json").stdout)["pinned"] is False
     assert holdfast.Steps(root).steps()[1].pinned
     result = run("delete", root, 20)
     assert result.exit_code == 1

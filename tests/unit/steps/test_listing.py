@@ -121,6 +121,24 @@ def test_a_manifest_that_cannot_be_read_is_told_and_is_never_the_latest(tmp_path
     assert steps.latest() == first
 
 
+def test_an_old_step_that_cannot_be_looked_at_does_not_hide_the_latest(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    real, refused = os.stat, []
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if "step-1" in str(path):
+            refused.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    with mock.patch.object(os, "stat", stat), mock.patch.object(os, "lstat", stat):
+        latest = holdfast.Steps(tmp_path).latest()
+        assert (latest is not None and latest.step, refused) == (2, [])
+        with pytest.raises(holdfast.StorageError):
+            holdfast.Steps(tmp_path).steps()
+    assert refused
+
+
 @pytest.mark.parametrize("damage", ["missing", "short", "index"])
 def test_the_latest_has_all_its_files(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 1, 2, loss=0.5)

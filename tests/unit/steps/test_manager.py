@@ -119,6 +119,8 @@ def test_metrics_that_are_not_numbers_are_refused_and_nothing_is_lost(root: Path
         checkpoints.save(1, state(1))
         with pytest.raises(ValueError, match="the metric 'loss' is one number"):
             checkpoints.save(2, state(2), metrics={"loss": value})
+        with pytest.raises(ValueError, match="metrics is a dict of numbers by name, not"):
+            checkpoints.save(2, state(2), metrics=[value])  # type: ignore[arg-type]
         assert checkpoints.save(2, state(2), metrics={"loss": 1.0})
     assert numbers(holdfast.Steps(root)) == [1, 2]
 
@@ -149,6 +151,7 @@ def test_a_root_at_a_url_is_refused() -> None:
         {"keep": [Latest(1), Latest(2)]},
         {"on_error": "ignore"},
         {"asynchronous": "thread"},
+        {"stop": "SIGTERM"},
     ],
     ids=repr,
 )

@@ -88,9 +88,9 @@ def test_a_signal_asks_all_ranks_to_stop(number: signal.Signals) -> None:
     def child() -> None:
         agreement, steps = Agreement(Ranks(), "t"), itertools.count()
         watch = StopWatch(StopOn(), agreement)
-        assert not watch.requested
+        assert not watch.reason
         send(number)
-        assert watch.requested
+        assert watch.reason
         until(lambda: agreement.begin_step(next(steps)) == {"stop"})
         assert watch.reason == f"{number.name} to rank 0"
 
@@ -105,7 +105,7 @@ def test_what_handled_a_signal_before_is_called_and_put_back() -> None:
         watch = watch_on()
         send(TERM)
         assert seen == [TERM]
-        assert watch.requested
+        assert watch.reason
         watch.close()
         watch.close()
         assert signal.getsignal(TERM) is before
@@ -130,7 +130,7 @@ def test_a_second_signal_has_its_old_effect(before: signal.Handlers, after_s: fl
         now = time.monotonic()
         with mock.patch.object(time, "monotonic", return_value=now):
             send(TERM)
-            assert watch.requested
+            assert watch.reason
         with mock.patch.object(time, "monotonic", return_value=now + after_s):
             send(TERM)
 
@@ -142,7 +142,7 @@ def test_a_second_interrupt_is_one() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         watch = watch_on(StopOn(signals=("SIGINT",)))
         send(signal.SIGINT)
-        assert watch.requested
+        assert watch.reason
         later = time.monotonic() + 6
         with mock.patch.object(time, "monotonic", return_value=later), pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
@@ -163,9 +163,9 @@ def test_a_forked_child_dies_of_the_signal_as_before() -> None:
         assert os.read(ready, 1)
         os.kill(grandchild, TERM)
         assert end_of(grandchild) == -TERM
-        assert not watch.requested
+        assert not watch.reason
         send(TERM)
-        assert watch.requested
+        assert watch.reason
 
     assert in_child(child) == 0
 
@@ -176,8 +176,8 @@ def test_two_watches_hear_a_signal_and_may_end_in_any_order() -> None:
         signal.signal(TERM, lambda number, frame: seen.append(number))
         first, second = watch_on(), watch_on()
         send(TERM)
-        assert first.requested
-        assert second.requested
+        assert first.reason
+        assert second.reason
         first.close()  # its handler is still called by the second one
         send(TERM)
         second.close()
@@ -248,10 +248,10 @@ def test_the_process_that_writes_survives_the_stop_of_all_that_belongs_to_a_job(
 def test_a_file_that_is_made_asks_to_stop(tmp_path: Path, clock: Later, watches: Callable[..., StopWatch]) -> None:
     watch = watches(file=tmp_path / "runs" / "STOP", end=1e9, clock=clock)
     clock.wait_for_looks()
-    assert not watch.requested
+    assert not watch.reason
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "STOP").touch()
-    until(lambda: watch.requested)
+    until(lambda: watch.reason)
     assert watch.reason == f"the file {str(tmp_path / 'runs' / 'STOP')!r}"
 
 
@@ -263,9 +263,9 @@ def test_a_file_of_an_earlier_run_counts_when_it_is_touched(
     watch = watches(file=file, end=1e9, clock=clock)
     assert "was there before this run" in caplog.text
     clock.wait_for_looks()
-    assert not watch.requested
+    assert not watch.reason
     os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
-    until(lambda: watch.requested)
+    until(lambda: watch.reason)
 
 
 # --- the end of the allocation ----------------------------------------------------------------------------------------
@@ -278,9 +278,9 @@ def test_a_run_stops_in_time_before_its_allocation_ends(
     clock.now = 899.9
     watch = watches(end=end, margin_s=100, clock=clock)
     clock.wait_for_looks()
-    assert not watch.requested
+    assert not watch.reason
     clock.now = 900.0
-    until(lambda: watch.requested)
+    until(lambda: watch.reason)
     assert watch.reason.startswith("the allocation ends at 1970-01-01 ")
 
 
@@ -290,9 +290,9 @@ def test_slurm_says_when_the_allocation_ends(
     monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
     watch = watches(margin_s=10, clock=clock)
     clock.wait_for_looks()
-    assert not watch.requested
+    assert not watch.reason
     clock.now = 4990.0
-    until(lambda: watch.requested)
+    until(lambda: watch.reason)
     assert StopOn(end=7.0).end_s == 7.0
 
 
@@ -320,7 +320,7 @@ def test_only_the_coordinator_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     watch = StopWatch(StopOn(signals=(), file=tmp_path, end=0), agreement, clock=lambda: float(next(looks)))
     watch.close()
     assert next(looks) == 0
-    assert not watch.requested
+    assert not watch.reason
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_loader_worker_that_died_of_the_stop_is_explained(
     died = RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
     watches().close(died)
     watch = watches(end=0, clock=clock)
-    until(lambda: watch.requested)
+    until(lambda: watch.reason)
     watch.close(ValueError("something else"))
     assert not caplog.records
     watch.close(died)
