@@ -223,7 +223,7 @@ def encode_leaf(key: str, buffer: object, *, allow_pickle: bool) -> Json | _Blob
         if isinstance(buffer, SavedValueBuffer):
             return _Blob("opaque", buffer.getvalue())
         if not allow_pickle:
-            raise InvalidStateError(f"{error.message}, or pass allow_pickle=True on both sides", key=key) from error
+            raise InvalidStateError(f"{error.message}; or pass allow_pickle=True on both sides", key=key) from error
         return _Blob("pickle", buffer.getvalue())
     text = msgspec.json.encode(json)
     return _Blob("json", text) if len(text) > MAX_VALUE_INLINE_BYTES else json

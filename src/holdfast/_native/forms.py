@@ -92,9 +92,8 @@ def encode_form(value: object, trail: Trail, encode: Encode) -> Json:
             return {tag: write(value, lambda part: encode(part, trail))}
     except NotStorable as fault:
         raise BadValue(str(fault), trail) from None
-    raise BadValue(
-        f"{class_name(type(value))} is not a type that a checkpoint holds; convert it or leave it out", trail
-    )
+    advice = "convert it, leave it out, or say how to store it (holdfast.register_type)"
+    raise BadValue(f"{class_name(type(value))} is not a type that a checkpoint holds; {advice}", trail)
 
 
 def _encode_mapping(value: Any, pairs: Callable[[Iterable[tuple[object, object]]], list[Json]]) -> Json:
