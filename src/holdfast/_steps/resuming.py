@@ -142,7 +142,7 @@ def _choose(
     listed = steps.steps()
     if not listed:
         return None, []
-    attempts = {step.attempt for step in listed}
+    attempts = {step.attempt for step in listed if not step.problem}
     note = _read_note(steps.root)
     if attempts - note.published:
         note.times.clear()

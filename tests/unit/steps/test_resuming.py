@@ -258,6 +258,14 @@ def crash(root: Path, *saves: int, **options: Any) -> int | None:
     return found.step
 
 
+def test_damage_to_an_older_step_is_no_news(root: Path) -> None:
+    made(root, 1, 2)
+    assert [crash(root), crash(root)] == [2, 2]
+    (root / "step-1" / "manifest.json").write_bytes(b"{}")
+    with manager(root) as checkpoints, pytest.raises(holdfast.CrashLoopError):
+        checkpoints.resume(state())
+
+
 def test_a_step_that_ends_the_run_again_and_again_is_a_crash_loop(root: Path) -> None:
     made(root, 1, 2)
     assert [crash(root), crash(root)] == [2, 2]
