@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Iterator
@@ -94,12 +95,19 @@ def described(value: Any) -> Any:
     return type(value), repr(value)
 
 
-def save(state: dict[Any, Any], path: str) -> None:
+@contextlib.contextmanager
+def keys_that_read_the_same_are_left_out() -> Iterator[None]:
+    """Reject the example where two keys read the same, as those of {"a.0": ...} and {"a": [...]}."""
     try:
-        holdfast.save(state, path)
+        yield
     except InvalidStateError as error:
-        assume("; rename one" not in error.message)  # two keys that read the same
+        assume("; rename one" not in error.message)
         raise
+
+
+def save(state: dict[Any, Any], path: str) -> None:
+    with keys_that_read_the_same_are_left_out():
+        holdfast.save(state, path)
 
 
 def is_container(value: Any) -> bool:
@@ -164,7 +172,8 @@ def test_empty_containers_are_filled(state: dict[Any, Any], data: st.DataObject)
     target = emptied(data, state)
     with tempfile.TemporaryDirectory() as path:
         save(state, path)
-        report = holdfast.load(target, path)
+        with keys_that_read_the_same_are_left_out():  # an empty container has a key of its own
+            report = holdfast.load(target, path)
     assert described(target) == described(state)
     assert report.differences == report.unexpected == ()
     assert set(report.made) <= set(report.loaded)
