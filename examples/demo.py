@@ -1,7 +1,7 @@
 """The main job, end to end: train on 4 ranks, be killed in the middle of a save, resume on 4 and on 2, lose nothing.
 
-torchrun's launcher starts the same training, FSDP2 and AdamW on the CPU, four times; all ranks are forked from here, so
-that torch is imported once. One run is left alone. Another gets SIGKILL on every rank while it writes a checkpoint.
+The same training, FSDP2 and AdamW on the CPU, is started four times; all ranks are forked from here, so that torch is
+imported once. One run is left alone. Another gets SIGKILL on every rank while it writes a checkpoint.
 What that leaves is resumed on 4 ranks, which must give the same losses bit by bit, and on 2 ranks, which must give them
 up to rounding. Exits with 0 only when all of that was seen to be so. Writes to ./demo-output, and leaves there the last
 checkpoint and a plot; no process is left.
@@ -18,10 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -32,13 +32,14 @@ import matplotlib.pyplot as plt
 import torch._dynamo  # FSDP2 imports it at its first use: here once, not on every rank
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch._C._distributed_c10d import TCPStore
 
 import elastic_training
 import holdfast.interop  # with all that ranks need, so that it is imported once
 from elastic_training import STEPS, STEPS_BETWEEN_SAVES
 from tiny_transformer import process_group
 
+FORK = multiprocessing.get_context("fork")
 OUTPUT = Path("demo-output")
 SAVES_BEFORE_THE_KILL = 2
 PAUSE_INSIDE_THE_SAVE_S = 0.005
@@ -71,8 +72,10 @@ class Kill:
     leftover_bytes: int
 
 
-def rank(name: str) -> None:
-    """What ``torchrun elastic_training.py`` does on one rank."""
+def rank(name: str, rank: int, ranks: int, port: Connection) -> None:
+    """What ``torchrun elastic_training.py`` does on one rank, once it is known where the ranks meet."""
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port.recv(), "RANK": rank, "WORLD_SIZE": ranks}
+    os.environ.update({key: str(value) for key, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
     with process_group():
         elastic_training.main(OUTPUT / name, OUTPUT / f"{name}.log")
@@ -82,26 +85,30 @@ def launch(name: str, ranks: int) -> None:
     """What ``torchrun --standalone`` does; what it and its ranks have to complain about goes to a file."""
     with (OUTPUT / f"{name}.errors").open("wb") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
-    elastic_launch(
-        LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=str(uuid.uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            start_method="fork",
-        ),
-        rank,
-    )(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    pipes = [FORK.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [FORK.Process(target=rank, args=(name, at, ranks, pipes[at][0])) for at in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        # The store has a thread of its own, so that it begins after the last fork.
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        for _, port in pipes:
+            port.send(store.port)
+        while running := [process.sentinel for process in processes if process.exitcode is None]:
+            wait(running)
+            if any(process.exitcode for process in processes):
+                sys.exit(1)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @contextmanager
 def started(name: str, ranks: int) -> Iterator[BaseProcess]:
     """A launcher and ``ranks`` ranks that train, their checkpoints in ``OUTPUT/name``. All have ended afterwards."""
     (OUTPUT / name).mkdir(exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=launch, args=(name, ranks))
+    process = FORK.Process(target=launch, args=(name, ranks))
     process.start()
     try:
         yield process
