@@ -41,14 +41,24 @@ class Forked(subprocess.Popen[bytes]):
 def launch(ranks: int, main: Callable[[], object], argument: str, environment: Mapping[str, str], log: Path) -> Forked:
     """torchrun, with ``main`` on each of its ranks, which finds ``argument`` where a program has its first one."""
 
-    def start_rank(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> Forked:
+    def agent() -> None:
+        # The store of the agent has a thread, which asks the resolver about every rank that connects. A copy that is
+        # made meanwhile would wait for the resolver's lock for ever: no rank begins before the last one is there.
+        waiting, begin = os.pipe()
+        copies: list[Forked] = []
+
         def rank() -> None:
+            os.close(begin)
+            os.read(waiting, 1)
             sys.argv = [sys.argv[0], argument]
             main()
 
-        return Forked(rank, environment)
+        def start_rank(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> Forked:
+            copies.append(Forked(rank, environment))
+            if len(copies) == ranks:
+                os.close(begin)
+            return copies[-1]
 
-    def agent() -> None:
         SubprocessHandler._popen = start_rank  # type: ignore[assignment, method-assign]
         run.main(["--standalone", f"--nproc-per-node={ranks}", "--no-python", "a copy"])
 

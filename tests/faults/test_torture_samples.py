@@ -80,7 +80,7 @@ def test_steps_of_one_run_in_eight_processes(crew: Crew, tmp_path: Path) -> None
 
 def test_stops_under_torchrun(crew: Crew, tmp_path: Path) -> None:
     result = sample(stops, crew, tmp_path)
-    assert result.injected == 6
+    assert result.injected == 4
     assert result.counts["started by the command line"] == 1
 
 

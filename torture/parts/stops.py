@@ -63,8 +63,8 @@ class Stop:
 def run(options: Options) -> PartResult:
     """Stop runs, chain by chain; then the same with a loop that is written by hand."""
     chance = random.Random(options.seed)
-    stops = [_random_stop(chance, number) for number in range(6 if options.quick else 200)]
-    length = 3 if options.quick else _CHAIN
+    stops = [_random_stop(chance, number) for number in range(4 if options.quick else 200)]
+    length = 2 if options.quick else _CHAIN
     chains = [stops[start : start + length] for start in range(0, len(stops), length)]
     same: Case = {"folder": str(options.folder), "steps": 500 if options.quick else 1500}
     for _, outcome in options.crew.each(leave_alone, [same], limit_s=_START_S):
