@@ -14,7 +14,7 @@ TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
 # More workers than cores: tests of several ranks wait a lot. Each file stays on one worker, which starts its ranks once;
 # files go out in the order of their folders, so that the long ones come first.
-PYTEST_WORKERS ?= 4
+PYTEST_WORKERS ?= 6
 PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

@@ -188,8 +188,7 @@ def run_into(output: int, *arguments: object) -> tuple[int, str]:
 COMMANDS = ["--help", "--version", "show", "show --json", "verify", "verify --json", "sweep", "convert"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("place", ["full", "closed"])
+@pytest.mark.parametrize(("command", "place"), list(zip(COMMANDS, ["full", "closed"] * 4, strict=True)))
 def test_output_that_cannot_be_written_is_at_most_one_line_and_exit_code_4(
     path: Path, command: str, place: str
 ) -> None:

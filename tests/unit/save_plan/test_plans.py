@@ -551,7 +551,7 @@ def stored(metadata: Metadata, key: str) -> TensorStorageMetadata:
 
 
 @given(jobs(), st.booleans())
-@settings(max_examples=1200)
+@settings(max_examples=400)
 def test_every_element_is_written_once_by_a_rank_that_holds_it(job: Job, to_lowest_rank: bool) -> None:
     plans, _ = plan_together(job.plans(), to_lowest_rank=to_lowest_rank)
     found = written(plans)
@@ -595,7 +595,7 @@ def test_the_same_plans_give_the_same_result(job: Job) -> None:
 
 
 @given(jobs(), st.data())
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_every_wanted_element_is_read_once_from_where_it_was_written(job: Job, data: st.DataObject) -> None:
     """Into another random layout of each tensor, on another number of ranks, with numbered contents."""
     _, metadata = plan_together(job.plans())
