@@ -148,6 +148,9 @@ class Operation(contextlib.AbstractContextManager["Operation"]):
     ``begun`` is when it began, by the monotonic clock; now, if not given.
     """
 
+    # The same for all operations: what came one after the other must not overlap because two clocks were asked.
+    _since_epoch = 0.0
+
     def __init__(
         self, name: str, path: object, *, attempt: str = "", step: object = None, begun: float | None = None
     ) -> None:
@@ -155,7 +158,9 @@ class Operation(contextlib.AbstractContextManager["Operation"]):
         self._path = str(path)
         self._number = next(_numbers)
         now = time.monotonic()
-        self._since_epoch = time.time() - now  # asked once, so that times and durations of one operation fit together
+        since_epoch = time.time() - now
+        if abs(since_epoch - Operation._since_epoch) > 1:  # the clock was set
+            Operation._since_epoch = since_epoch
         self._begun = now if begun is None else begun
         self.attempt = attempt
         self.step = step
