@@ -14,8 +14,10 @@ TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
 # More workers than cores: tests of several ranks wait a lot. Each file stays on one worker, which starts its ranks once;
 # files go out in the order of their folders, so that the long ones come first.
-PYTEST_WORKERS ?= 6
+PYTEST_WORKERS ?= 4
 PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# A hundred processes import the package, which is compiled once. They have one thread each: more would only wait for cores.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events clean
@@ -50,7 +52,7 @@ layers: $(STAMP) ## import-linter: imports point down only
 	$(BIN)/lint-imports
 
 unit: $(STAMP) ## pytest; PYTEST_OPTIONS='-k box -x' chooses, PYTEST_WORKERS=0 runs them in one process
-	$(BIN)/python -m pytest $(PYTEST_PARALLEL) --durations=15 $(PYTEST_OPTIONS)
+	$(PYTEST) $(PYTEST_PARALLEL) --durations=15 $(PYTEST_OPTIONS)
 
 bench: $(STAMP) ## all contestants side by side, torch's format and saves in the background; BENCH_OPTIONS=--quick: the first, a smoke run
 	@$(BIN)/python benchmarks/bench.py $(BENCH_OPTIONS)
