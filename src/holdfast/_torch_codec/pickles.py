@@ -36,6 +36,9 @@ from holdfast._values.deadline import KEY_S, Effort, TooMuchEffort
 from holdfast.errors import CorruptError, InvalidStateError, NotACheckpointError, NotFoundError, UnsafeError, first_line
 from holdfast.metadata import STATE_DICT_TYPE
 
+# Train states have buffers in them, as torchtitan's. To make one from its bytes runs no code of a file.
+torch.serialization.add_safe_globals([io.BytesIO])
+
 Globals = Callable[[str, str], object]
 """What stands for a module and a name in a stream; raises KeyError for what is not known."""
 

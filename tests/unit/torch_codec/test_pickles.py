@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import holdfast
 from holdfast._torch_codec.pickles import (
     check_opcodes,
     decode_message,
@@ -148,6 +149,15 @@ def test_honest_files_are_left_alone(zipped: bool, tmp_path: Path) -> None:
     }
     value = {"note": honest()["many"], "keys": honest()["again"]}
     assert deserialize_object(io.BytesIO(serialize_object(value)), key="k", allow_pickle=False) == value
+
+
+def test_a_buffer_in_a_state_of_torchs_format_comes_back_where_it_was(tmp_path: Path) -> None:
+    buffer = io.BytesIO(b"losses")
+    buffer.seek(2)
+    holdfast.save({"losses": buffer}, storage_writer=holdfast.FileSystemWriter(tmp_path / "c"))
+    target = {"losses": io.BytesIO()}
+    holdfast.load(target, storage_reader=holdfast.FileSystemReader(tmp_path / "c"))
+    assert (target["losses"].getvalue(), target["losses"].tell()) == (b"losses", 2)
 
 
 # --- tuples that refer to the one before twice: a few hundred bytes that would be hashed for ever ---------------------
