@@ -357,6 +357,7 @@ def deserialize_object(data: io.BytesIO, *, key: str, allow_pickle: bool) -> obj
 _Path = str | os.PathLike[str]
 _ARCHIVE_START = b"PK\x03\x04"
 _CHECKED_BYTES = 1 << 20
+_DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, ImportError, struct.error)
 
 
 def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> STATE_DICT_TYPE:
@@ -383,7 +384,7 @@ def read_pt(path: _Path, *, allow_pickle: bool = False, verify: bool = True) -> 
             f"{name!r} has more than weights and plain values in it, and loading it would run code; "
             "pass allow_pickle=True if you trust it"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
+    except _DAMAGED as error:
         reason = first_line(error)
         if is_archive and _has_pickle(name):
             raise CorruptError(f"{name!r} is damaged: {reason}; use another file", path=name) from error

@@ -160,6 +160,13 @@ def test_a_buffer_in_a_state_of_torchs_format_comes_back_where_it_was(tmp_path: 
     assert (target["losses"].getvalue(), target["losses"].tell()) == (b"losses", 2)
 
 
+@pytest.mark.parametrize("data", [b"\x80\x02t.", b"\x80\x02]a.", b"\x80\x02h\x05.", b"\x80\x02J\x01"])
+def test_a_file_whose_pickle_is_damaged_says_so(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(archive(data))
+    with pytest.raises(CorruptError, match=r"a\.pt.*damaged"):
+        read_pt(tmp_path / "a.pt")
+
+
 # --- tuples that refer to the one before twice: a few hundred bytes that would be hashed for ever ---------------------
 
 
