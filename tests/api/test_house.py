@@ -29,7 +29,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8"
 
 LIMITS = {
     "modules": 130,
-    "lines": 34_235,
+    "lines": 34_244,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
     "parameters of a function": 8,

@@ -259,9 +259,9 @@ def hide_shards(path: str) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     told = []
-    for name, value in (("a", Namespace(w=[weight])), ("b", deque([weight]))):
+    for value in (Namespace(w=[weight]), deque([weight])):
         with pytest.raises(holdfast.InvalidStateError) as caught:
-            holdfast.save({"plain": weight, "x": value}, storage_writer=holdfast.FileSystemWriter(f"{path}/{name}"))
+            holdfast.save({"plain": weight, "x": value}, storage_writer=holdfast.FileSystemWriter(path))
         told.append(str(caught.value))
     return told
 

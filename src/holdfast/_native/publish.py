@@ -348,7 +348,8 @@ def read_manifest_bytes(directory: str) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class WriterNumber:
-    """What the coordinator tells each rank through ``SavePlan.storage_data``: ``failed`` names attempts to be removed.
+    """What the coordinator tells each rank through ``SavePlan.storage_data``: ``failed`` names attempts to be removed,
+    ``not_there`` directories that there were not before.
 
     A planner that keeps its plans brings an old one back: ``is_spent`` is how it is known.
     """
@@ -356,6 +357,7 @@ class WriterNumber:
     attempt: str
     writer: int
     failed: tuple[str, ...] = ()
+    not_there: tuple[str, ...] = ()
     is_spent: bool = False
 
 

@@ -84,7 +84,7 @@ class NativeWriter(StorageWriter):
         self._unfinished: str | None = None
         self._failed: tuple[str, ...] = ()
         self._held: Held | None = None
-        self._not_there: list[str] = []
+        self._not_there: Sequence[str] = ()
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -109,7 +109,7 @@ class NativeWriter(StorageWriter):
             )
         self.is_coordinator = is_coordinator
         self._begin_attempt()
-        self._not_there = posix.missing_directories(self.path)  # before any rank makes them
+        self._not_there = ()
         if is_coordinator and not self.overwrite:
             check_unpublished(self.path)
         for name in RESERVED_NAMES:
@@ -135,10 +135,10 @@ class NativeWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans, each with the attempt and the number of its writer."""
         self._unfinished = self._attempt
+        # By now every rank has cleaned up after the save before, and none has begun to write.
+        number = partial(WriterNumber, failed=self._failed, not_there=tuple(posix.missing_directories(self.path)))
         return [
-            dataclasses.replace(
-                plan, storage_data=WriterNumber(attempt=self._attempt, writer=writer, failed=self._failed)
-            )
+            dataclasses.replace(plan, storage_data=number(attempt=self._attempt, writer=writer))
             for writer, plan in enumerate(plans)
         ]
 
@@ -189,9 +189,11 @@ class NativeWriter(StorageWriter):
         self.close()
         if number.is_spent:
             # Nobody could tell this rank the attempt; finish gives its files the names that they should have.
-            number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer)
+            not_there = tuple(posix.missing_directories(self.path))
+            number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer, not_there=not_there)
         else:
             self._attempt = number.attempt
+        self._not_there = number.not_there
         number.is_spent = True
         path = os.path.join(self.path, f"data-{number.attempt}-{number.writer}")
         return files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)

@@ -72,9 +72,10 @@ class StorageInfo:
 
 @dataclass(frozen=True)
 class StoragePrefix:
-    """How the names of one rank's files begin."""
+    """How the names of one rank's files begin; ``not_there`` are directories that there were not before."""
 
     prefix: str
+    not_there: tuple[str, ...] = ()
 
 
 def find_place(

@@ -108,7 +108,7 @@ class _FileSystemWriter(Located, StorageWriter):
         self.rank: int | None = None
         self.use_collectives = True
         self._files: FilePacker | StreamPacker | None = None
-        self._not_there: list[str] = []
+        self._not_there: Sequence[str] = ()
         forget_in_child(self)
 
     def forget_parent(self) -> None:
@@ -140,7 +140,7 @@ class _FileSystemWriter(Located, StorageWriter):
         """Take note of ``rank`` and ``use_collectives``; without collectives each rank has metadata of its own."""
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True) or self.rank is None
-        self._not_there = posix.missing_directories(self.path) if is_local(self.fs) else []
+        self._not_there = ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan`` with numpy arrays as the values that torch takes them for; refuses what could not be published."""
@@ -163,7 +163,10 @@ class _FileSystemWriter(Located, StorageWriter):
         ]
 
     def _prefixes(self, ranks: Sequence[int]) -> list[StoragePrefix]:
-        return list(map(StoragePrefix, file_prefixes(self.fs, self.path, ranks, save_id=self.save_id)))
+        # By now every rank has cleaned up after the save before, and none has begun to write.
+        not_there = tuple(posix.missing_directories(self.path)) if is_local(self.fs) else ()
+        prefixes = file_prefixes(self.fs, self.path, ranks, save_id=self.save_id)
+        return [StoragePrefix(prefix, not_there) for prefix in prefixes]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write the items of ``plan`` to files of this rank, durably where ``sync_files`` says so."""
@@ -174,7 +177,8 @@ class _FileSystemWriter(Located, StorageWriter):
         items = PlannedItems(plan, planner)
         rows = items.files(single_file=self.single_file_per_rank, thread_count=self.thread_count)
         if is_local(self.fs):
-            self.fs.mkdir(self.path)  # only now, when every rank knows whether it was there before
+            self._not_there = getattr(plan.storage_data, "not_there", ())
+            self.fs.mkdir(self.path)
         self._files = files = self._new_files(items)
         results: MutableSequence[WriteResult] = files.write(
             [(f"{prefix}{number}{DATA_SUFFIX}", each) for number, each in enumerate(rows)]
