@@ -124,7 +124,7 @@ def test_loads_leave_no_descriptor(tmp_path: Path, operation: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("operation", ["load", "async_save"])
 def test_an_interrupt_while_threads_are_started(tmp_path: Path, operation: str, when: str) -> None:
-    state = {"weight": torch.arange(200_000.0), "step": 7}  # so much that it is not read by one thread alone
+    state = {"weight": torch.arange(1e7), "step": 7}  # so much that it is not read by one thread alone, cached or not
     holdfast.save(state, tmp_path)
     start = threading.Thread.start
 
