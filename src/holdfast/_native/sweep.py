@@ -18,6 +18,8 @@ there are two that no note is about, that is a problem which only the user can s
 A reader that holds steps of a run (see ``_steps/following.py``) is told from a dead one by the lock of its file. The
 folder beside that file goes with it.
 
+The folder of an export (see ``_io/folders.py``) that is named as one of an attempt is dead if nobody holds its lock.
+
 An unpublished manifest exists only while its index is there and locked; without an index it will never be published.
 Never follows a link, never touches a file that is named otherwise, and never relies on a clock or on the age of files.
 """
@@ -31,10 +33,11 @@ import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from holdfast import events
 from holdfast._io import locks, posix
+from holdfast._io.folders import attempt_of, remove_folder
 from holdfast._io.locks import Directory, walk
 from holdfast._native.manifest import decode_manifest
 from holdfast._native.publish import MANIFEST_NAME, format_at, formats_at
@@ -147,6 +150,7 @@ def sweep_directory(
     except CorruptError as error:
         problems.append(error.message)
     yield from _sweep_notes(directory, delete=delete)
+    yield from _sweep_folder(directory, problems, delete=delete, named=named)
     for attempt, names in attempts_in(directory.names()).items():
         found = _Attempt(directory, attempt, names)
         leftover = found.examine(is_named=attempt in named)
@@ -201,6 +205,37 @@ def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
                 reason="one format has replaced the other",
                 removed=(note,) if delete else (),
             )
+
+
+def _sweep_folder(
+    directory: Directory, problems: list[str], *, delete: bool, named: Collection[str]
+) -> Iterator[Leftover]:
+    """The folder of an export without its name yet, or what it has replaced; its lock tells if somebody lives."""
+    attempt = attempt_of(os.path.basename(directory.path))
+    if attempt is None:
+        return
+    names, verdict, reason = directory.names(), "dead", "no writer holds its lock"
+    sizes = [status.st_size for status in map(directory.status, names) if status is not None]
+    is_reliable, kind = locks.are_reliable(directory.descriptor)
+    try:
+        if not locks.try_lock(directory.descriptor, directory.path):
+            verdict, reason = "living", "a writer holds its lock"
+        elif not is_reliable and attempt not in named:
+            verdict, reason = "unknown", f"locks of other hosts may be invisible on {kind}"
+        elif delete:
+            remove_folder(directory.path)
+    except StorageError as error:
+        verdict, reason = "unknown", error.message
+        problems.append(error.message)
+    yield Leftover(
+        directory=directory.path,
+        attempt=attempt,
+        files=tuple(names),
+        bytes=sum(sizes),
+        verdict=cast(Verdict, verdict),
+        reason=reason,
+        removed=tuple(names) if delete and verdict == "dead" else (),
+    )
 
 
 def attempts_in(names: Iterable[str]) -> dict[str, list[str]]:
