@@ -32,6 +32,7 @@ from holdfast._native.publish import MANIFEST_NAME, read_manifest_bytes
 from holdfast._native.sweep import READERS_NAME, sweep_directory
 from holdfast._native.values import decode_value
 from holdfast._native.verify import has_its_files
+from holdfast._process import Ending
 from holdfast._torch_codec.metadata_file import NOTE_PREFIX
 from holdfast._values.lazy import few
 from holdfast.errors import (
@@ -125,8 +126,10 @@ class Steps:
             data = msgspec.json.encode(_Reported(attempt=found.attempt, metrics=kept))
             # It is named like a note, because a sweep removes notes that are left.
             staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
-            posix.write_new(staged, data)
-            posix.replace(staged, os.path.join(found.path, METRICS_NAME))
+            removing = Ending(lambda: posix.remove(staged))
+            with removing, removing:
+                posix.write_new(staged, data)
+                posix.replace(staged, os.path.join(found.path, METRICS_NAME))
 
     def pin(self, step: int) -> None:
         """Protect ``step`` from being deleted, durably, until ``unpin``."""
