@@ -355,13 +355,17 @@ def list_names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def list_directories(path: str | os.PathLike[str], descriptor: int | None = None) -> list[str]:
-    """The names of the directories in ``path``, or in what is open as ``descriptor``; links to some are none."""
+    """The names of the directories in ``path``, or in what is open as ``descriptor``; links to some are none.
+
+    None where it is gone.
+    """
     place = path if descriptor is None else descriptor
-    with reporting("list", path), uninterrupted(os.scandir, place) as entries:
+    with reporting("list", path), contextlib.suppress(FileNotFoundError), uninterrupted(os.scandir, place) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def file_status(path: str | os.PathLike[str]) -> os.stat_result | None:
+    return []
     """The status of what has the name ``path`` (a link itself, not where it leads); None if nothing does."""
     with reporting("look at", path):
         try:

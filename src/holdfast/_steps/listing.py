@@ -196,8 +196,6 @@ class Steps:
         try:
             names = posix.list_directories(self.root)
         except StorageError as error:
-            if error.errno == errno.ENOENT:
-                return []
             if error.errno == errno.ENOTDIR and posix.exists(self.root):
                 raise NotACheckpointError(f"{self.root!r} is a file; the root of a run is a directory") from error
             raise
@@ -237,12 +235,7 @@ class Steps:
     @contextlib.contextmanager
     def _locked(self, step: int) -> Iterator[Step]:
         """The step. It cannot be deleted or replaced during the block; then the directory is synced."""
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(locks.locked_directory(self.path(step)))
-            except StorageError as error:
-                if error.errno not in _GONE:
-                    raise
+        with locks.locked_directory(self.path(step)):
             found = self._existing(step, strict=True)
             yield found
             posix.sync_directory(found.path)
@@ -250,18 +243,14 @@ class Steps:
 
 def held_steps(root: str) -> set[int]:
     """The steps of the run in ``root`` that readers hold. Where locks cannot be trusted, dead readers count too."""
-    try:
-        directory = locks.Directory.open(os.path.join(root, READERS_NAME))
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
+    readers = os.path.join(root, READERS_NAME)
+    if not posix.exists(readers):
         return set()
     held: set[str] = set()
-    with directory:
+    with locks.Directory.open(readers) as directory:
         for reader in sweep_directory(directory, [], delete=False):
-            folder = f"reader-{reader.attempt}"
-            if reader.verdict != "dead" and directory.status(folder) is not None:
-                held.update(posix.list_directories(directory.path_of(folder)))
+            if reader.verdict != "dead":
+                held.update(posix.list_directories(directory.path_of(f"reader-{reader.attempt}")))
     return {int(match[1]) for match in map(_NAME.fullmatch, held) if match is not None}
 
 
