@@ -6,9 +6,10 @@ index from before it looks at the data files for the last time until the checkpo
 
 1. The published manifest is read; the attempt that it names is not touched. Where it cannot be read, nothing is.
 2. If the lock of any data file, or of the index, is held, the attempt lives.
-3. To remove, the lock of the index is taken, and the index is made first where there is none: from now on nobody can
-   publish the attempt. Then the manifest and the directory are looked at again, in case it was published or grew
-   meanwhile; and the directory is synced, so that no power cut brings back a manifest that needs what is removed.
+3. To remove, the lock of a data file is taken: a writer that has just made it waits, and its attempt is not published
+   meanwhile. Then that of the index, which is made first where there is none: from now on nobody can publish the
+   attempt. The manifest and the directory are looked at again, in case it was published or grew meanwhile; and the
+   directory is synced, so that no power cut brings back a manifest that needs what is removed.
 4. Data files go first, each under its lock, then the unpublished manifest, the index last. A publisher that comes too
    late finds the index taken, or its data files gone, and fails; one that came early has been seen in step 2.
 
@@ -316,13 +317,13 @@ class _Attempt:
         made: list[Descriptor] = []
         forgetting = Ending(lambda: self._directory.remove(self._index) if made else None)
         with contextlib.ExitStack() as held, forgetting, forgetting:
-            self._claim(held, made)
+            first = self._claim(held, made)
             names = attempts_in(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
                 raise _NotDead("living", "it changed during the sweep")
             directory.sync()
             for name in self._data:
-                with self._locked(name) as is_there:
+                with contextlib.nullcontext(True) if name == first else self._locked(name) as is_there:
                     if is_there:
                         release_all(directory, name)
                         self._unlink(name, removed)
@@ -330,12 +331,17 @@ class _Attempt:
                 if name in self._names:
                     self._unlink(name, removed)
 
-    def _claim(self, held: contextlib.ExitStack, made: list[Descriptor]) -> None:
-        """Take the lock of the index, made if need be: nobody else can publish the attempt from here on."""
-        if self._directory.status(self._index) is None:
+    def _claim(self, held: contextlib.ExitStack, made: list[Descriptor]) -> str | None:
+        """Take the lock of the index, made if need be: nobody else can publish the attempt from here on.
+
+        Before that, the lock of a data file, which is returned: its writer may live and be about to take it.
+        """
+        first = next((name for name in self._data if held.enter_context(self._locked(name))), None)
+        if self._index not in self._names and (first or not self._data):
             self._directory.create(self._index, made)
         if not held.enter_context(self._locked(self._index)):
             raise _NotDead("living", "it changed during the sweep")
+        return first
 
     def check_dead(self) -> None:
         """_NotDead unless the locks of all files can be had."""
