@@ -281,7 +281,12 @@ class _Format(str, Enum):
 @app.command("convert", epilog=f"{_CONVERT_EXAMPLES}\n\n{_CODES}")
 def convert_command(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint, or a .pt or .safetensors file.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint, a Hugging Face folder, or a .pt or .safetensors file.",
+            show_default=False,
+        ),
     ],
     target: Annotated[
         str,

@@ -414,6 +414,8 @@ def _totals_lines(totals: Totals) -> list[str]:
     tied = f" ({totals.tied:,} tied)" if totals.tied else ""
     held = f"{counted(totals.tensors, 'tensor')}{tied}, {counted(totals.values, 'value')}"
     lines = [f"{held}, {shown_bytes(totals.bytes)} on disk in {counted(totals.files, 'file')}"]
+    if str(totals.format_version).startswith("safetensors"):
+        return [*lines, f"a Hugging Face folder: {totals.format_version}"]
     if totals.holdfast is None or totals.torch is None:
         attempt = "" if totals.attempt is None else f", save id {one_line(totals.attempt)}"
         return [*lines, f"in the format of torch.distributed.checkpoint{attempt}"]

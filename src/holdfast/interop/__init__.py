@@ -1,6 +1,7 @@
 """Living together with torch.distributed.checkpoint: native storage under torch's names, and conversions.
 
-Checkpoints go from one format to another (native, torch's, ``.pt`` files) without being loaded. Bytes pass in pieces
+Checkpoints go from one format to another (native, torch's, ``.pt`` files, and from Hugging Face folders) without being
+loaded. Bytes pass in pieces
 of at most one slab. So memory does not grow with the checkpoint or its largest tensor, but for quantised tensors and
 for ``.pt`` files of the time before torch 1.6. What is read is verified as far as the source's format goes. The target
 appears whole or not at all. Values keep their types; what only a pickle could keep is refused unless the caller allows
@@ -23,8 +24,8 @@ import torch
 from holdfast import events
 from holdfast._checkpoint import Checkpoint, QuantizedSource, StoredSource, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
+from holdfast._huggingface.folder import is_folder
 from holdfast._io import posix
-from holdfast._native.catalog import kind_of_file
 from holdfast._native.publish import formats_at
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
@@ -97,7 +98,7 @@ def convert(
     max_bytes: int | None = None,
     progress: bool | OnBytes = False,
 ) -> Conversion:
-    """Write ``source`` (a checkpoint, a ``.pt`` or a ``.safetensors`` file) to ``target``, in the format ``to``.
+    """Write ``source`` (a checkpoint, Hugging Face folder or ``.pt`` file) to ``target``, in the format ``to``.
 
     Args:
         source: what it is, is found out by looking at it.
@@ -135,10 +136,8 @@ def _convert(
 ) -> Conversion:
     started = time.monotonic()
     _check_target(target, to, overwrite=overwrite)
-    if os.path.isfile(source):
+    if os.path.isfile(source) and not is_folder(source):
         if to == "pt":
-            if kind_of_file(source) == ".safetensors":
-                raise ValueError(f"{source!r} is a .safetensors file; convert it to 'native' or 'torch' first")
             raise ValueError(f"{source!r} is a .pt file already; copy it")
         writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
         state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
