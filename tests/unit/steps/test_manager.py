@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import logging
 import math
@@ -170,6 +171,22 @@ def test_a_second_manager_on_the_root_is_refused_by_name_until_the_first_is_clos
     first.close()
     with manager(root) as second:
         assert numbers(second) == [1]
+
+
+def no_locks(*args: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_where_locks_do_not_show_a_second_manager_is_warned(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch("holdfast._io.locks.are_reliable", return_value=(False, "nfs4")):
+        with manager(root), pytest.raises(holdfast.BusyError):  # one host sees its own locks
+            manager(root)
+        with mock.patch.object(fcntl, "flock", no_locks), manager(root, keep=Latest(1)) as first, manager(root):
+            first.save(1, state())
+            first.save(2, state())
+            first.wait()
+            assert numbers(first) == [2]
+    assert caplog.text.count("locks of other hosts may be invisible on nfs4; have one manager only") == 4
 
 
 def test_a_manager_that_is_dropped_lets_go_of_the_run(root: Path) -> None:
