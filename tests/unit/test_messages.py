@@ -35,12 +35,15 @@ def test_swapped_arguments_are_told(path: str) -> None:
     state: Any = STATE
     for name, call in (("save", holdfast.save), ("async_save", holdfast.async_save)):
         assert said(lambda call=call: call(swapped, state), ValueError) == (
-            f"the path comes second: {name}(state, path); the second argument is a dict"
+            f"the path comes second: {name}(state, path), not a dict"
         )
+        assert said(lambda call=call: call(state, 5), ValueError).endswith("(state, path), not a int")
     assert said(lambda: holdfast.load(swapped, state), ValueError) == (
         "the state comes first: load(state, path); the first argument is a path"
     )
     assert said(lambda: holdfast.save(swapped), ValueError).endswith("save(state, path)")
+    step: Any = holdfast.Step(step=1, path=path)
+    assert said(lambda: holdfast.load({}, step), ValueError) == "the path comes second: load(state, path), not a Step"
 
 
 def test_what_is_no_dict_is_refused_by_save_and_async_save(path: str) -> None:
