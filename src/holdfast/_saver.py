@@ -281,6 +281,8 @@ class Saving:
         own = job_rank() if self.ranks.size > 1 else 0  # which is what meshes call it
         set_up = partial(self._set_up, state, before)
         self._planned = plan_save(self.planner, self.writer, self.ranks, set_up, job_rank=own)
+        if self.ranks.size > 1:
+            self.writer.meet(self._planned.plan, self.ranks)
         self.plan_s = time.monotonic() - self._planning_since - self.ranks.waited_s
         if self.operation is not None:
             self.operation.attempt = getattr(self._planned.plan.storage_data, "attempt", "")

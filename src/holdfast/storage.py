@@ -85,6 +85,9 @@ class StorageWriter(abc.ABC):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """All plans, with what the storage wants to tell each rank in ``storage_data``."""
 
+    def meet(self, plan: SavePlan, ranks: Ranks) -> None:  # noqa: B027 - most storages need nothing of other ranks
+        """Arrange with the other ranks, all of which are called, what this rank needs of them to write ``plan``."""
+
     @abc.abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write every item of ``plan``; the data comes from ``planner.resolve_data``, as late as possible."""

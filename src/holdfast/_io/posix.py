@@ -409,7 +409,7 @@ def _already_published(target: str | os.PathLike[str]) -> AlreadyPublishedError:
 
 
 def _rename_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    code = _renameat2(os.fsencode(source), os.fsencode(target))
+    code = renameat2(source, target, _RENAME_NOREPLACE)
     if code == errno.EEXIST:
         raise _already_published(target)
     if code in _RENAME_UNSUPPORTED:
@@ -423,15 +423,15 @@ def _rename_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
         raise OSError(code, os.strerror(code))
 
 
-def _renameat2(source: bytes, target: bytes) -> int:
-    """The errno of a rename that refuses to replace; 0 when it is done, ENOSYS where the C library lacks it."""
+def renameat2(source: str | os.PathLike[str], target: str | os.PathLike[str], flag: int) -> int:
+    """The errno of a rename by the Linux call with this flag; 0 when it is done, ENOSYS where there is no such call."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return errno.ENOSYS
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     function.restype = ctypes.c_int
     interrupted = False
-    while function(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE) != 0:
+    while function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             # The interrupted try may have moved it all the same; then nothing is left to be moved.

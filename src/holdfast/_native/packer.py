@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Job(PageJob):
+class BlockJob(PageJob):
     """Whole blocks of one file.
 
     A block: bytes from ``start`` to ``stop`` of a source, their place in the slab, the number of their digest.
@@ -178,8 +178,8 @@ class Packer:
             with contextlib.suppress(StorageError):
                 file.output.abandon()
 
-    def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> Iterator[_Job]:
-        job: _Job | None = None
+    def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> Iterator[BlockJob]:
+        job: BlockJob | None = None
         file: DataFile | None = None
         digests = self.digests
         for chunk in chunks:
@@ -192,7 +192,7 @@ class Packer:
                 file.make_room(chunk)
                 self.files.append(file)  # first: whatever comes, it is known
                 file.output.make(file.header_bytes + file.expected_bytes)
-                job = _Job(file.output, file.header_bytes, file.header_bytes)
+                job = BlockJob(file.output, file.header_bytes, file.header_bytes)
             source, nbytes = chunk.source, chunk.source.nbytes
             self.placed.append(Placed(len(self.files) - 1, file.end))
             file.enter(chunk)
@@ -215,11 +215,11 @@ class Packer:
     ) -> Iterator[Callable[[], None]]:
         for job in self._jobs(chunks, open_file):
             self._progress.check()
-            yield partial(write_pages, job, filled_slab(job, ring, self._fill), ring, self._progress)
+            yield partial(write_pages, job, filled_slab(job, ring, self.fill), ring, self._progress)
         if self._on_filled is not None:
             self._on_filled()
 
-    def _fill(self, job: _Job, slab: Slab) -> None:
+    def fill(self, job: BlockJob, slab: Slab) -> None:
         """Put the blocks of ``job`` into ``slab``, and take their digests there."""
         view, digests, filled = slab.view, self.digests, 0
         for number, (source, start, stop, at, slot) in enumerate(job.blocks):

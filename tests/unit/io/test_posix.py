@@ -631,7 +631,7 @@ def test_an_interrupted_rename_that_refuses_to_replace(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(posix.ctypes, "CDLL", lambda *args, **kwargs: Library())
     monkeypatch.setattr(posix.ctypes, "get_errno", lambda: answers.pop(0))
-    assert (posix._renameat2(b"source", b"target") == 0) is done
+    assert (posix.renameat2("source", "target", 1) == 0) is done
 
 
 def test_closing_that_fails_too_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

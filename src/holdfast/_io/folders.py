@@ -1,0 +1,180 @@
+"""Folders that become visible as a whole: filled under the name of an attempt, then given their own name in one step.
+
+Several processes fill a folder together. Each of them holds a shared lock of it while it writes: so a folder of an
+attempt that nobody holds is dead. At every moment the name has the old folder or the new one. Never follows a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+
+from holdfast._io import locks, posix
+from holdfast._io.direct import OutputFile
+from holdfast._process import opened
+from holdfast.errors import AlreadyPublishedError, StorageError
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+_INFIX = ".holdfast-"
+_TRIES = 100
+
+
+def attempt_path(path: str, attempt: str) -> str:
+    """Where the folder ``path`` is filled before it has its name: beside it, so that a rename is enough."""
+    return f"{path}{_INFIX}{attempt}"
+
+
+def attempt_of(name: str) -> str | None:
+    """The attempt whose folder has the name ``name``; None for other names."""
+    stem, infix, attempt = name.rpartition(_INFIX)
+    return attempt if stem and infix and len(attempt) == 16 and set(attempt) <= set("0123456789abcdef") else None
+
+
+class AttemptFolder(locks.LockedFile):
+    """The folder of an attempt, which this process fills beside others; its lock tells that one of them lives."""
+
+    def enter(self) -> None:
+        """Make the folder if it is not there yet, and hold its lock."""
+        for _ in range(_TRIES):
+            with posix.reporting("create", self.path), contextlib.suppress(FileExistsError):
+                posix.uninterrupted(os.mkdir, self.path)
+            with posix.reporting("open", self.path):
+                self._opened.append(opened(map(os.open, (self.path,), (posix.DIRECTORY_FLAGS | os.O_NOFOLLOW,))))
+            is_free = self._lock(fcntl.LOCK_SH)
+            # Between making it and locking it, a sweep may have taken it for a dead one.
+            if is_free and locks.has_name(self.descriptor, self.path):
+                return
+            posix.close_descriptor(self._opened.pop(), self.path)
+        raise StorageError(f"{self.path!r} was removed while being filled; save again", errno=errno.ENOENT)
+
+    def _lock(self, kind: int) -> bool:
+        with posix.reporting("lock", self.path):
+            try:
+                fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno not in locks.UNSUPPORTED:
+                    raise
+        return True
+
+    def abandon(self) -> None:
+        """Leave it; the last one that does removes it. What cannot be removed is left to a sweep."""
+        with contextlib.suppress(StorageError):
+            if self.descriptor >= 0 and not self._is_inherited and self._lock(fcntl.LOCK_EX):
+                remove_folder(self.path)
+        self.discard()
+
+
+class SharedOutputFile(OutputFile):
+    """A file that several processes fill together, each of them whole pages of its own."""
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    def make(self, expected_bytes: int) -> None:
+        """Have the file open, made and given its size by whoever comes first."""
+        with posix.reporting("create", self.path):
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = opened(map(os.open, (self.path,), (flags,), (0o666,)))
+        self._file = locks.LockedFile(self.path, descriptor)
+        self.reserve(expected_bytes)
+        with posix.reporting("truncate", self.path):
+            os.ftruncate(descriptor, expected_bytes)
+
+    def sync(self) -> None:
+        """Have what was written durable."""
+        posix.sync_file(self._file.descriptor, self.path)
+
+
+def fill_in(path: str, parts: Iterable[tuple[int, bytes]]) -> None:
+    """Put bytes at offsets of the file ``path``, durably: what is no whole page, and so not written past the cache."""
+    with posix.reporting("write", path):
+        descriptor = opened(map(os.open, (path,), (os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC,)))
+        try:
+            for offset, data in parts:
+                rest = memoryview(data)
+                while rest:
+                    count = os.pwrite(descriptor, rest, offset)
+                    rest, offset = rest[count:], offset + count
+            posix.sync_file(descriptor, path)
+        finally:
+            descriptor.close()
+
+
+def publish_folder(source: str, target: str, *, overwrite: bool, keep: Callable[[str], bool]) -> None:
+    """Give the folder ``source`` the name ``target`` in one step, durably.
+
+    What is there already is replaced if ``overwrite`` is set; of its own files, those for whose names ``keep`` is true
+    are in the new folder too, unless that has others of these names. An empty folder is nothing.
+    """
+    posix.sync_directory(source)
+    parent = os.path.dirname(target)
+    status = posix.file_status(target)
+    if status is not None and stat.S_ISDIR(status.st_mode) and not posix.list_names(target):
+        posix.remove_empty_directories([target])
+        status = posix.file_status(target)
+    if status is None:
+        code = posix.renameat2(source, target, 1)
+        if code in (
+            errno.EINVAL,
+            errno.ENOSYS,
+        ):  # no such call here: whoever comes second replaces an empty folder only
+            posix.replace(source, target)
+        elif code == errno.EEXIST:
+            raise _already_there(target)
+        elif code:
+            raise StorageError.from_os(OSError(code, os.strerror(code)), "publish", target)
+        posix.sync_directory(parent)
+        return
+    if not overwrite:
+        raise _already_there(target)
+    if not stat.S_ISDIR(status.st_mode):
+        raise AlreadyPublishedError(f"{target!r} is there and is no folder; use another name")
+    _carry_over(target, source, keep)
+    code = posix.renameat2(source, target, _EXCHANGE)
+    if code:
+        problem = "cannot replace a folder in one step" if code in (errno.EINVAL, errno.ENOSYS) else os.strerror(code)
+        advice = "export to a new name, or remove the old folder first"
+        raise StorageError(f"cannot replace {target!r}: the file system {problem}; {advice}", errno=code, path=target)
+    posix.sync_directory(parent)
+    remove_folder(source)  # which is the old one now
+
+
+def remove_folder(path: str) -> None:
+    """Guarantees that nothing has the name ``path``."""
+    with posix.reporting("remove", path), contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def _carry_over(old: str, new: str, keep: Callable[[str], bool]) -> None:
+    """Have the files and folders of ``old`` for which ``keep`` is true in ``new`` too, by links where they can be."""
+    for name in filter(keep, posix.list_names(old)):
+        source, target = os.path.join(old, name), os.path.join(new, name)
+        if posix.exists(target):
+            continue
+        with posix.reporting("copy", source):
+            if os.path.isdir(source) and not os.path.islink(source):
+                shutil.copytree(source, target, symlinks=True)
+            elif os.path.islink(source) or not posix.link(source, target):
+                shutil.copy2(source, target, follow_symlinks=False)
+    posix.sync_directory(new)
+
+
+def copy_into(folder: str, paths: Iterable[str]) -> None:
+    """Copy the files ``paths`` into ``folder``, durably."""
+    for path in paths:
+        copy = os.path.join(folder, os.path.basename(path))
+        with posix.reporting("copy", path), open(path, "rb") as source, open(copy, "xb") as target:
+            shutil.copyfileobj(source, target)
+            posix.sync_stream(target, path)
+
+
+def _already_there(target: str) -> AlreadyPublishedError:
+    return AlreadyPublishedError(f"{target!r} exists already and is not empty; use another name or overwrite=True")

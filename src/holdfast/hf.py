@@ -1,0 +1,171 @@
+"""Hugging Face folders: ``export`` writes one from any sharding, in one pass; ``Mapping`` says how names and tensors of
+a model in files relate to those of the model in memory.
+
+``holdfast.load``, ``open``, ``verify`` and ``convert`` read such folders as they read checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holdfast._async_saver import AsyncSave, async_save
+from holdfast._huggingface.writer import ExportForm, FolderWriter, is_asset
+from holdfast._io import posix
+from holdfast._saver import SaveOptions, save
+from holdfast._state.tensors import DTYPE_NAMES
+from holdfast._values.dtypes import DTYPES
+from holdfast.metadata import Metadata
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ExportOptions", "async_export", "export"]
+
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+Paths = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(SaveOptions):
+    """More options of an export; those of a save too.
+
+    Attributes:
+        shard_bytes: the most bytes in a file, if it has more than one tensor.
+        metadata: text to keep in the header of each file, beside ``format: pt``.
+        process_group: only these ranks take part.
+        no_dist: only this process takes part.
+    """
+
+    shard_bytes: int = 5_000_000_000
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+
+    def __post_init__(self) -> None:
+        super(ExportOptions, self).__post_init__()
+        if self.shard_bytes < 1:
+            raise ValueError(f"shard_bytes is at least 1, not {self.shard_bytes}")
+        if not all(isinstance(text, str) for pair in self.metadata.items() for text in pair):
+            raise ValueError("metadata is a dict of strings: safetensors keeps nothing else")
+
+
+_DEFAULTS = ExportOptions()
+
+
+def export(
+    state: Mapping[Any, Any],
+    path: Paths,
+    *,
+    dtype: Dtypes | None = None,
+    like: Paths | None = None,
+    assets: Paths | Iterable[Paths] | None = None,
+    overwrite: bool = False,
+    options: ExportOptions = _DEFAULTS,
+) -> Metadata:
+    """Write the tensors of ``state`` to ``path`` as a Hugging Face folder, whole or not at all.
+
+    In a job of several ranks, all of them call it, each with its own part of the state. No tensor is gathered: every
+    rank writes its bytes right into the final files. ``holdfast.json`` in the folder has the digests of all bytes, for
+    ``verify`` and later loads.
+
+    Args:
+        state: nested dicts of tensors; names in the files are their keys, joined by dots.
+        path: the folder. What is there is not touched, unless ``overwrite`` is set.
+        dtype: the floating type that all floating tensors get, or a dict from patterns, as "*.weight", to types: the
+            first that fits counts. Other tensors stay as they are.
+        like: a folder whose types, and whose division into files, are taken.
+        assets: files to copy into the folder, or a folder, of which all is copied that are no weights.
+        overwrite: replace a folder of that name, in one step. Of the old one, files that are no weights stay.
+        options: all other options.
+
+    Returns:
+        The metadata of what was written, as ``save`` does.
+
+    Raises:
+        InvalidStateError: the state has something that no such file can hold; it names all keys.
+        AlreadyPublishedError: the folder exists, is not empty, and ``overwrite`` is not set.
+        StorageError: the file system refused. The old folder is as it was.
+    """
+    writer = _writer(path, dtype=dtype, like=like, assets=assets, overwrite=overwrite, options=options)
+    return save(
+        dict(state),
+        storage_writer=writer,
+        process_group=options.process_group,
+        no_dist=options.no_dist,
+        options=options,
+    )
+
+
+def async_export(
+    state: Mapping[Any, Any],
+    path: Paths,
+    *,
+    dtype: Dtypes | None = None,
+    like: Paths | None = None,
+    assets: Paths | Iterable[Paths] | None = None,
+    overwrite: bool = False,
+    options: ExportOptions = _DEFAULTS,
+) -> AsyncSave:
+    """The same in the background, from a copy of ``state`` as it is now; the handle is that of ``async_save``."""
+    writer = _writer(path, dtype=dtype, like=like, assets=assets, overwrite=overwrite, options=options)
+    return async_save(
+        dict(state),
+        storage_writer=writer,
+        process_group=options.process_group,
+        no_dist=options.no_dist,
+        options=options,
+    )
+
+
+def _writer(
+    path: Paths,
+    *,
+    dtype: Dtypes | None,
+    like: Paths | None,
+    assets: Paths | Iterable[Paths] | None,
+    overwrite: bool,
+    options: ExportOptions,
+) -> FolderWriter:
+    form = ExportForm(
+        dtype=_dtype_rule(dtype), shard_bytes=options.shard_bytes, assets=_files(assets), metadata=options.metadata
+    )
+    return FolderWriter(path, form=form, overwrite=overwrite)
+
+
+def _dtype_rule(dtype: Dtypes | None) -> Callable[[str, str], str]:
+    """What says which dtype a key gets, given the one that it has."""
+    if dtype is None:
+        return lambda key, has: has
+    rules = list(({"*": dtype} if isinstance(dtype, torch.dtype) else dtype).items())
+    for _, wanted in rules:
+        if not isinstance(wanted, torch.dtype) or not DTYPES[DTYPE_NAMES[wanted]].is_floating:
+            raise ValueError(f"only floating types can be chosen, not {wanted}")
+
+    def rule(key: str, has: str) -> str:
+        wanted = next((wanted for pattern, wanted in rules if fnmatchcase(key, pattern)), None)
+        return has if wanted is None or not DTYPES[has].is_floating else DTYPE_NAMES[wanted]
+
+    return rule
+
+
+def _files(assets: Paths | Iterable[Paths] | None) -> Sequence[str]:
+    """The files that ``assets`` mean."""
+    if assets is None:
+        return ()
+    found: list[str] = []
+    for path in [assets] if isinstance(assets, (str, os.PathLike)) else assets:
+        name = posix.absolute(path)
+        if os.path.isdir(name):
+            inside = (os.path.join(name, each) for each in posix.list_names(name) if is_asset(each))
+            found += filter(os.path.isfile, inside)
+        elif os.path.isfile(name):
+            found.append(name)
+        else:
+            raise ValueError(f"the asset {name!r} is not there; name a file or a folder")
+    return found
