@@ -59,7 +59,7 @@ _DEFAULTS = ExportOptions()
 
 
 def export(
-    state: Mapping[Any, Any],
+    state: torch.nn.Module | Mapping[Any, Any],
     path: Paths,
     *,
     dtype: Dtypes | None = None,
@@ -75,7 +75,7 @@ def export(
     ``verify`` and later loads.
 
     Args:
-        state: nested dicts of tensors; names in the files are their keys, joined by dots.
+        state: a module, or nested dicts of tensors; names in the files are their keys, joined by dots.
         path: the folder. What is there is not touched, unless ``overwrite`` is set.
         dtype: the floating type that all floating tensors get, or a dict from patterns, as "*.weight", to types: the
             first that fits counts. Other tensors stay as they are.
@@ -94,7 +94,7 @@ def export(
     """
     writer = _writer(path, dtype=dtype, like=like, assets=assets, overwrite=overwrite, options=options)
     return save(
-        dict(state),
+        _tensors(state),
         storage_writer=writer,
         process_group=options.process_group,
         no_dist=options.no_dist,
@@ -103,7 +103,7 @@ def export(
 
 
 def async_export(
-    state: Mapping[Any, Any],
+    state: torch.nn.Module | Mapping[Any, Any],
     path: Paths,
     *,
     dtype: Dtypes | None = None,
@@ -115,12 +115,16 @@ def async_export(
     """The same in the background, from a copy of ``state`` as it is now; the handle is that of ``async_save``."""
     writer = _writer(path, dtype=dtype, like=like, assets=assets, overwrite=overwrite, options=options)
     return async_save(
-        dict(state),
+        _tensors(state),
         storage_writer=writer,
         process_group=options.process_group,
         no_dist=options.no_dist,
         options=options,
     )
+
+
+def _tensors(state: torch.nn.Module | Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(state.state_dict() if isinstance(state, torch.nn.Module) else state)
 
 
 def _writer(

@@ -89,6 +89,14 @@ def test_a_save_leaves_no_file_and_no_lock(tmp_path: Path, way: str) -> None:
     assert holdfast.load(tmp_path)["step"] == 7
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # listings say when they are dropped
+def test_reporting_leaves_no_file(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "step-1")
+    steps = holdfast.Steps(tmp_path)
+    assert interrupt_everywhere(lambda: steps.report(1, {"loss": 1.0}), "_io/posix.py", "_steps/", "_process.py") > 20
+    assert names(tmp_path / "step-1") == sorted([*names(tmp_path / "step-1")[:2], "manifest.json", "metrics.json"])
+
+
 def test_prewarming_leaves_no_turn(tmp_path: Path) -> None:
     assert interrupt_everywhere(lambda: holdfast.prewarm(STATE), "_async_saver.py", "_staging/", "_values/") > 20
     holdfast.save(STATE, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,52 @@ def test_a_save_under_way_is_never_swept(
         assert wait("end")["error"] is None, f"{call} {number}"
         assert version_of(holdfast.load(path)) == 2
     assert stopped >= 12
+
+
+def test_a_save_waits_for_a_sweep_that_took_it_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data file is there, and its lock not yet taken: the sweep makes an index, so that nobody else can publish."""
+    path = tmp_path / "checkpoint"
+    problems: list[str] = []
+    real_open, real_lock = os.open, fcntl.flock
+    is_made, is_claimed, has_come_on = threading.Event(), threading.Event(), threading.Event()
+
+    def save() -> None:
+        try:
+            holdfast.save({"weight": torch.ones(300)}, path)
+        except holdfast.CheckpointError as error:
+            problems.append(error.message)
+        finally:
+            is_made.set()
+            has_come_on.set()
+
+    def lock(descriptor: int, how: int) -> None:
+        if threading.current_thread() is saver:
+            is_made.set()
+            assert is_claimed.wait(300)
+        try:
+            real_lock(descriptor, how)
+        except BlockingIOError:
+            has_come_on.set()
+            raise
+
+    def open_file(name: Any, flags: int, *args: Any, **options: Any) -> int:
+        descriptor = real_open(name, flags, *args, **options)
+        if threading.current_thread() is not saver and flags & os.O_CREAT and str(name).startswith("index-"):
+            is_claimed.set()
+            assert has_come_on.wait(300)
+        return descriptor
+
+    saver = threading.Thread(target=save)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    monkeypatch.setattr(os, "open", open_file)
+    saver.start()
+    assert is_made.wait(300)
+    (leftover,) = sweep(path, delete=True).leftovers
+    is_claimed.set()
+    saver.join(300)
+    assert (leftover.verdict, problems) == ("dead", [])
+    assert sorted(os.listdir(path)) == expected_files(path)
+    assert torch.equal(holdfast.load(path)["weight"], torch.ones(300))
 
 
 def test_a_save_without_tensors_is_not_swept_while_it_publishes(

@@ -29,7 +29,15 @@ from holdfast._huggingface.places import ChunkTable, FolderPart, FolderReport, i
 from holdfast._huggingface.rank_work import RankWork
 from holdfast._huggingface.stripes import SLOTS_EACH, meet
 from holdfast._io import posix
-from holdfast._io.folders import AttemptFolder, SharedOutputFile, attempt_path, copy_into, fill_in, publish_folder
+from holdfast._io.folders import (
+    AttemptFolder,
+    SharedOutputFile,
+    attempt_path,
+    check_free,
+    copy_into,
+    fill_in,
+    publish_folder,
+)
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import uses_cuda
 from holdfast._native.index import check_index, encode_index
@@ -40,7 +48,7 @@ from holdfast._state.tensors import DTYPE_NAMES
 from holdfast._torch_classes.adapt import final_save_plan
 from holdfast._torch_classes.translate import save_plan_from_torch
 from holdfast._version import __version__
-from holdfast.errors import AlreadyPublishedError, InternalError, InvalidStateError
+from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, WriteColumns, write_columns
 from holdfast.storage import StorageWriter, WriteResult, finished
@@ -114,10 +122,8 @@ class FolderWriter(StorageWriter):
         self._attempt = secrets.token_hex(8)
         rank = kwargs.get("rank", 0)
         self._rank = rank if isinstance(rank, int) else 0
-        if is_coordinator and not self.overwrite and posix.exists(self.path) and posix.list_names(self.path):
-            raise AlreadyPublishedError(
-                f"{self.path!r} exists already and is not empty; use another name or overwrite=True"
-            )
+        if is_coordinator:
+            check_free(self.path, overwrite=self.overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """``plan``, unchanged; InvalidStateError that names all that a safetensors file cannot hold."""
@@ -239,8 +245,9 @@ class FolderWriter(StorageWriter):
         for file in table.layout.files:
             path = os.path.join(self._place, file.name)
             rest = [(fragment.offset, fragment.data) for fragment in fragments if fragment.name == file.name]
-            with contextlib.closing(SharedOutputFile(path)) as made:
-                made.make(file.nbytes)  # which nobody has done if it has no data
+            if file.nbytes == len(file.header):  # which nobody had anything for
+                with contextlib.closing(SharedOutputFile(path)) as made:
+                    made.make(file.nbytes)
             fill_in(path, [(0, file.header), *rest])
             self.progress.check()
         posix.write_new(os.path.join(self._place, INDEX_NAME), table.layout.index())

@@ -19,7 +19,8 @@ from holdfast._io.direct import OutputFile
 from holdfast._process import opened
 from holdfast.errors import AlreadyPublishedError, StorageError
 
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+_KEEP, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux
+_NO_SUCH_CALL = (errno.EINVAL, errno.ENOSYS)
 _INFIX = ".holdfast-"
 _TRIES = 100
 
@@ -116,35 +117,39 @@ def publish_folder(source: str, target: str, *, overwrite: bool, keep: Callable[
     """
     posix.sync_directory(source)
     parent = os.path.dirname(target)
-    status = posix.file_status(target)
-    if status is not None and stat.S_ISDIR(status.st_mode) and not posix.list_names(target):
+    if check_free(target, overwrite=overwrite):
         posix.remove_empty_directories([target])
-        status = posix.file_status(target)
-    if status is None:
-        code = posix.renameat2(source, target, 1)
-        if code in (
-            errno.EINVAL,
-            errno.ENOSYS,
-        ):  # no such call here: whoever comes second replaces an empty folder only
-            posix.replace(source, target)
+    if not overwrite or not posix.exists(target):
+        code = posix.renameat2(source, target, _KEEP)
+        if code in _NO_SUCH_CALL:
+            posix.replace(source, target)  # which replaces an empty folder at most
         elif code == errno.EEXIST:
             raise _already_there(target)
         elif code:
             raise StorageError.from_os(OSError(code, os.strerror(code)), "publish", target)
         posix.sync_directory(parent)
         return
-    if not overwrite:
-        raise _already_there(target)
-    if not stat.S_ISDIR(status.st_mode):
-        raise AlreadyPublishedError(f"{target!r} is there and is no folder; use another name")
     _carry_over(target, source, keep)
     code = posix.renameat2(source, target, _EXCHANGE)
     if code:
-        problem = "cannot replace a folder in one step" if code in (errno.EINVAL, errno.ENOSYS) else os.strerror(code)
+        problem = "cannot replace a folder in one step" if code in _NO_SUCH_CALL else os.strerror(code)
         advice = "export to a new name, or remove the old folder first"
         raise StorageError(f"cannot replace {target!r}: the file system {problem}; {advice}", errno=code, path=target)
     posix.sync_directory(parent)
     remove_folder(source)  # which is the old one now
+
+
+def check_free(target: str, *, overwrite: bool) -> bool:
+    """Whether the empty folder ``target`` is there; AlreadyPublishedError where something is that has to stay."""
+    status = posix.file_status(target)
+    if status is None:
+        return False
+    if not stat.S_ISDIR(status.st_mode):
+        raise AlreadyPublishedError(f"{target!r} is there and is no folder; use another name")
+    is_empty = not posix.list_names(target)
+    if not is_empty and not overwrite:
+        raise _already_there(target)
+    return is_empty
 
 
 def remove_folder(path: str) -> None:

@@ -156,11 +156,18 @@ class DirectoryLock(LockedFile):
 
 @contextlib.contextmanager
 def locked_directory(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of the directory ``path`` for the block, where directories have locks; errors as ``acquire``."""
+    """Hold the lock of the directory ``path`` for the block, where directories have locks; errors as ``acquire``.
+
+    Where there is no directory, nothing can be done to it that the lock would keep others from.
+    """
     lock = DirectoryLock(path)
     releasing = Ending(lock.release)
     with releasing, releasing:
-        lock.acquire()
+        try:
+            lock.acquire()
+        except StorageError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
         yield
 
 
@@ -250,8 +257,10 @@ class Directory:
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
-        with posix.reporting("list", self.path):
+        """The names in it; none once it is removed."""
+        with posix.reporting("list", self.path), contextlib.suppress(FileNotFoundError):
             return sorted(posix.uninterrupted(os.listdir, self.descriptor))
+        return []
 
     def enter(self, name: str) -> Directory:
         """The directory ``name`` in it; a StorageError when it is a link, or no directory any more."""

@@ -59,9 +59,12 @@ def reporting(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         _underway.pop(thread, None)
         _underway[thread], _last = work, name
         yield
-    except OSError as error:
-        raise StorageError.from_os(error, action, path) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
+        # From Python 3.12 on, this frame knows its caller, which knows the error: if that knew this frame, all of them
+        # would stay, with what they have open, until the cycle collector comes.
+        error.__traceback__ = getattr(error.__traceback__, "tb_next", None)
+        if isinstance(error, OSError):
+            raise StorageError.from_os(error, action, path) from error
         # A name with a NUL or a lone surrogate does not even reach the system.
         raise StorageError(f"cannot {action} {os.fspath(path)!r}: {error}", errno=errno.EINVAL, path=path) from error
     finally:
@@ -355,10 +358,14 @@ def list_names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def list_directories(path: str | os.PathLike[str], descriptor: int | None = None) -> list[str]:
-    """The names of the directories in ``path``, or in what is open as ``descriptor``; links to some are none."""
+    """The names of the directories in ``path``, or in what is open as ``descriptor``; links to some are none.
+
+    None where it is gone.
+    """
     place = path if descriptor is None else descriptor
-    with reporting("list", path), uninterrupted(os.scandir, place) as entries:
+    with reporting("list", path), contextlib.suppress(FileNotFoundError), uninterrupted(os.scandir, place) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return []
 
 
 def file_status(path: str | os.PathLike[str]) -> os.stat_result | None:

@@ -147,10 +147,7 @@ def _spans(catalog: Catalog, wanted: Wanted, number: int, *, verify: bool) -> tu
     shape = tuple(catalog.index.length[row, :dimensions].tolist())
     lo, length = (tuple(column[number, :dimensions].tolist()) for column in (wanted.lo, wanted.length))
     starts, stops = byte_spans(
-        shape,
-        Box(lo, length),
-        DTYPES[entry.dtype].itemsize,
-        max_gap=BLOCK_BYTES - 1 if verify else 0,
+        shape, Box(lo, length), DTYPES[entry.dtype].itemsize, max_gap=BLOCK_BYTES - 1 if verify else 0
     )
     if verify:
         blocks = touched_blocks(starts, stops, BLOCK_BYTES)
@@ -243,14 +240,7 @@ class SharedFetch(Fetch):
         job = share_between_hosts(by_host, places, most=exchange.hosts.slot_bytes, alignment=ALIGNMENT)
         is_own = read_numbers(job, host, wanted.shape[1]) < 0
         reads, numbers = choose_readers_beside(
-            job,
-            host,
-            wanted,
-            loads(wanted & is_own),
-            places,
-            most=most,
-            alignment=ALIGNMENT,
-            most_readers=most_readers,
+            job, host, wanted, loads(wanted & is_own), places, most=most, alignment=ALIGNMENT, most_readers=most_readers
         )
         self._of_job = job, numbers
         return reads

@@ -6,9 +6,10 @@ index from before it looks at the data files for the last time until the checkpo
 
 1. The published manifest is read; the attempt that it names is not touched. Where it cannot be read, nothing is.
 2. If the lock of any data file, or of the index, is held, the attempt lives.
-3. To remove, the lock of the index is taken, and the index is made first where there is none: from now on nobody can
-   publish the attempt. Then the manifest and the directory are looked at again, in case it was published or grew
-   meanwhile; and the directory is synced, so that no power cut brings back a manifest that needs what is removed.
+3. To remove, the lock of a data file is taken: a writer that has just made it waits, and its attempt is not published
+   meanwhile. Then that of the index, which is made first where there is none: from now on nobody can publish the
+   attempt. The manifest and the directory are looked at again, in case it was published or grew meanwhile; and the
+   directory is synced, so that no power cut brings back a manifest that needs what is removed.
 4. Data files go first, each under its lock, then the unpublished manifest, the index last. A publisher that comes too
    late finds the index taken, or its data files gone, and fails; one that came early has been seen in step 2.
 
@@ -17,6 +18,8 @@ there are two that no note is about, that is a problem which only the user can s
 
 A reader that holds steps of a run (see ``_steps/following.py``) is told from a dead one by the lock of its file. The
 folder beside that file goes with it.
+
+The folder of an export (see ``_io/folders.py``) that is named as one of an attempt is dead if nobody holds its lock.
 
 An unpublished manifest exists only while its index is there and locked; without an index it will never be published.
 Never follows a link, never touches a file that is named otherwise, and never relies on a clock or on the age of files.
@@ -31,10 +34,11 @@ import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from holdfast import events
 from holdfast._io import locks, posix
+from holdfast._io.folders import attempt_of, remove_folder
 from holdfast._io.locks import Directory, walk
 from holdfast._native.manifest import decode_manifest
 from holdfast._native.publish import MANIFEST_NAME, format_at, formats_at
@@ -147,6 +151,7 @@ def sweep_directory(
     except CorruptError as error:
         problems.append(error.message)
     yield from _sweep_notes(directory, delete=delete)
+    yield from _sweep_folder(directory, problems, delete=delete, named=named)
     for attempt, names in attempts_in(directory.names()).items():
         found = _Attempt(directory, attempt, names)
         leftover = found.examine(is_named=attempt in named)
@@ -201,6 +206,37 @@ def _sweep_notes(directory: Directory, *, delete: bool) -> Iterator[Leftover]:
                 reason="one format has replaced the other",
                 removed=(note,) if delete else (),
             )
+
+
+def _sweep_folder(
+    directory: Directory, problems: list[str], *, delete: bool, named: Collection[str]
+) -> Iterator[Leftover]:
+    """The folder of an export without its name yet, or what it has replaced; its lock tells if somebody lives."""
+    attempt = attempt_of(os.path.basename(directory.path))
+    if attempt is None:
+        return
+    names, verdict, reason = directory.names(), "dead", "no writer holds its lock"
+    sizes = [status.st_size for status in map(directory.status, names) if status is not None]
+    is_reliable, kind = locks.are_reliable(directory.descriptor)
+    try:
+        if not locks.try_lock(directory.descriptor, directory.path):
+            verdict, reason = "living", "a writer holds its lock"
+        elif not is_reliable and attempt not in named:
+            verdict, reason = "unknown", f"locks of other hosts may be invisible on {kind}"
+        elif delete:
+            remove_folder(directory.path)
+    except StorageError as error:
+        verdict, reason = "unknown", error.message
+        problems.append(error.message)
+    yield Leftover(
+        directory=directory.path,
+        attempt=attempt,
+        files=tuple(names),
+        bytes=sum(sizes),
+        verdict=cast(Verdict, verdict),
+        reason=reason,
+        removed=tuple(names) if delete and verdict == "dead" else (),
+    )
 
 
 def attempts_in(names: Iterable[str]) -> dict[str, list[str]]:
@@ -281,13 +317,13 @@ class _Attempt:
         made: list[Descriptor] = []
         forgetting = Ending(lambda: self._directory.remove(self._index) if made else None)
         with contextlib.ExitStack() as held, forgetting, forgetting:
-            self._claim(held, made)
+            first = self._claim(held, made)
             names = attempts_in(directory.names()).get(self._attempt, [])
             if _published(directory) == self._attempt or set(names) - {*self._names, self._index}:
                 raise _NotDead("living", "it changed during the sweep")
             directory.sync()
             for name in self._data:
-                with self._locked(name) as is_there:
+                with contextlib.nullcontext(True) if name == first else self._locked(name) as is_there:
                     if is_there:
                         release_all(directory, name)
                         self._unlink(name, removed)
@@ -295,12 +331,17 @@ class _Attempt:
                 if name in self._names:
                     self._unlink(name, removed)
 
-    def _claim(self, held: contextlib.ExitStack, made: list[Descriptor]) -> None:
-        """Take the lock of the index, made if need be: nobody else can publish the attempt from here on."""
-        if self._directory.status(self._index) is None:
+    def _claim(self, held: contextlib.ExitStack, made: list[Descriptor]) -> str | None:
+        """Take the lock of the index, made if need be: nobody else can publish the attempt from here on.
+
+        Before that, the lock of a data file, which is returned: its writer may live and be about to take it.
+        """
+        first = next((name for name in self._data if held.enter_context(self._locked(name))), None)
+        if self._index not in self._names and (first or not self._data):
             self._directory.create(self._index, made)
         if not held.enter_context(self._locked(self._index)):
             raise _NotDead("living", "it changed during the sweep")
+        return first
 
     def check_dead(self) -> None:
         """_NotDead unless the locks of all files can be had."""

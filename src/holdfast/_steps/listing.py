@@ -32,6 +32,7 @@ from holdfast._native.publish import MANIFEST_NAME, read_manifest_bytes
 from holdfast._native.sweep import READERS_NAME, sweep_directory
 from holdfast._native.values import decode_value
 from holdfast._native.verify import has_its_files
+from holdfast._process import Ending
 from holdfast._torch_codec.metadata_file import NOTE_PREFIX
 from holdfast._values.lazy import few
 from holdfast.errors import (
@@ -125,8 +126,10 @@ class Steps:
             data = msgspec.json.encode(_Reported(attempt=found.attempt, metrics=kept))
             # It is named like a note, because a sweep removes notes that are left.
             staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
-            posix.write_new(staged, data)
-            posix.replace(staged, os.path.join(found.path, METRICS_NAME))
+            removing = Ending(lambda: posix.remove(staged))
+            with removing, removing:
+                posix.write_new(staged, data)
+                posix.replace(staged, os.path.join(found.path, METRICS_NAME))
 
     def pin(self, step: int) -> None:
         """Protect ``step`` from being deleted, durably, until ``unpin``."""
@@ -193,8 +196,6 @@ class Steps:
         try:
             names = posix.list_directories(self.root)
         except StorageError as error:
-            if error.errno == errno.ENOENT:
-                return []
             if error.errno == errno.ENOTDIR and posix.exists(self.root):
                 raise NotACheckpointError(f"{self.root!r} is a file; the root of a run is a directory") from error
             raise
@@ -234,12 +235,7 @@ class Steps:
     @contextlib.contextmanager
     def _locked(self, step: int) -> Iterator[Step]:
         """The step. It cannot be deleted or replaced during the block; then the directory is synced."""
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(locks.locked_directory(self.path(step)))
-            except StorageError as error:
-                if error.errno not in _GONE:
-                    raise
+        with locks.locked_directory(self.path(step)):
             found = self._existing(step, strict=True)
             yield found
             posix.sync_directory(found.path)
@@ -247,18 +243,14 @@ class Steps:
 
 def held_steps(root: str) -> set[int]:
     """The steps of the run in ``root`` that readers hold. Where locks cannot be trusted, dead readers count too."""
-    try:
-        directory = locks.Directory.open(os.path.join(root, READERS_NAME))
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
+    readers = os.path.join(root, READERS_NAME)
+    if not posix.exists(readers):
         return set()
     held: set[str] = set()
-    with directory:
+    with locks.Directory.open(readers) as directory:
         for reader in sweep_directory(directory, [], delete=False):
-            folder = f"reader-{reader.attempt}"
-            if reader.verdict != "dead" and directory.status(folder) is not None:
-                held.update(posix.list_directories(directory.path_of(folder)))
+            if reader.verdict != "dead":
+                held.update(posix.list_directories(directory.path_of(f"reader-{reader.attempt}")))
     return {int(match[1]) for match in map(_NAME.fullmatch, held) if match is not None}
 
 

@@ -243,11 +243,7 @@ def save_plan_to_torch(plan: SavePlan) -> torchs.planner.SavePlan:
     items = [write_item_to_torch(item) for item in plan.items]
     if isinstance(plan, _TorchSavePlan):
         return dataclasses.replace(
-            plan.theirs,
-            items=items,
-            storage_data=plan.storage_data,
-            planner_data=plan.planner_data,
-            usable=plan.usable,
+            plan.theirs, items=items, storage_data=plan.storage_data, planner_data=plan.planner_data, usable=plan.usable
         )
     from holdfast._torch_classes.torchs import planner
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import socket
 import threading
@@ -227,6 +229,26 @@ def test_an_error_at_close_is_reported_and_leaves_nothing(tmp_path: Path, monkey
     assert caught.value.errno == errno.EDQUOT
     assert len(calls) == 1
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["missing", "with\0nul"])
+def test_an_error_that_is_handled_keeps_nothing(name: str) -> None:
+    """Nor does it wait for the cycle collector, which a training may have turned off."""
+    gc.disable()
+    try:
+        held = posix.open_regular(__file__)
+        before = len(os.listdir("/proc/self/fd"))
+
+        def fail(kept: object) -> None:
+            with posix.reporting("open", name):
+                os.stat(name)
+
+        with contextlib.suppress(StorageError):
+            fail(held)
+        del held
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["with\0nul", "with\ud800surrogate"])

@@ -100,6 +100,24 @@ def test_where_nothing_is_that_is_said(tmp_path: Path) -> None:
         holdfast.delete("memory://somewhere")
 
 
+def test_of_two_deletions_the_later_one_finds_nothing(tmp_path: Path) -> None:
+    """The other one ends when this one has opened the directory."""
+    real = os.open
+
+    def overtaken(path: Any, *args: Any, **options: Any) -> int:
+        descriptor = real(path, *args, **options)
+        if path == str(tmp_path / "step-1"):
+            with mock.patch.object(os, "open", real):
+                shutil.rmtree(path, ignore_errors=True)
+        return descriptor
+
+    for delete in (holdfast.delete, lambda path: holdfast.Steps(tmp_path).finish_deletions()):
+        save(tmp_path / "step-1")
+        with mock.patch.object(os, "open", overtaken), contextlib.suppress(holdfast.NotFoundError):
+            delete(tmp_path / "step-1")
+        assert os.listdir(tmp_path) == []
+
+
 def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     save(tmp_path / "one")
     (tmp_path / "link").symlink_to("one")

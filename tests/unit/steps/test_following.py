@@ -145,6 +145,23 @@ def test_a_released_step_may_go(tmp_path: Path) -> None:
     assert repr(second).startswith("HeldStep(step=2, path=")
 
 
+def test_a_reader_may_let_go_while_somebody_deletes(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    followed = holdfast.follow(tmp_path)
+    held = next(followed)
+    real = os.scandir
+
+    def scan(place: Any) -> Any:
+        if "reader-" in str(place):
+            held.release()
+        return real(place)
+
+    with mock.patch.object(os, "scandir", scan):
+        holdfast.Steps(tmp_path).delete(1)
+    assert not os.path.exists(held.path)
+    assert sorted(os.listdir(tmp_path)) == [".holdfast", "step-2"]
+
+
 def test_a_reader_that_ends_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     followed: Any = holdfast.follow(tmp_path)
