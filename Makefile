@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 INTEGRATIONS := .venv-integrations
 EVENTS := .venv-events
+HUGGINGFACE := .venv-huggingface
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -20,7 +21,7 @@ PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events clean
+.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events test-huggingface clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -83,6 +84,11 @@ test-events: ## events in W&B, TensorBoard, MLflow, Prometheus, OpenTelemetry an
 	@$(EVENTS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements-events.txt
 	@$(EVENTS)/bin/python integrations/events.py
 
+test-huggingface: ## transformers' models out and in on 4 ranks, other readers of exports; sets up $(HUGGINGFACE), not part of test
+	@test -x $(HUGGINGFACE)/bin/python || $(PYTHON) -m venv $(HUGGINGFACE)
+	@$(HUGGINGFACE)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements-huggingface.txt
+	@HF_HUB_OFFLINE=1 $(HUGGINGFACE)/bin/python integrations/huggingface.py
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

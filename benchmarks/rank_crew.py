@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from contestants import MAKERS, RAW, RAW_THREADS, Contestant
 from disk import bytes_from_disk, prepare_raw, read_raw, write_raw
+from hf_contestants import FOLDER_MAKERS
 from peak_memory import high_water_mark, reset_high_water_mark, resident
 from shards import local_parts, sharded_state, sharded_target
 from states import Shapes, State, clear, different_keys
@@ -121,7 +122,9 @@ class _Rank:
 
     def _contestant(self, short: str) -> Contestant:
         if short not in self._contestants:
-            self._contestants[short] = _raw_share(self._rank, self._mesh.size()) if short == "raw" else MAKERS[short]()
+            is_raw = short == "raw"
+            made = _raw_share(self._rank, self._mesh.size()) if is_raw else {**MAKERS, **FOLDER_MAKERS}[short]()
+            self._contestants[short] = made
         return self._contestants[short]
 
     def _state(self, job: Job) -> State:

@@ -29,6 +29,18 @@ def large_shapes(*, layers: int = 16) -> Shapes:
     return shapes
 
 
+def shapes_of_size(gigabytes: float) -> Shapes:
+    """Tensors of a language model, as many as fit."""
+    chosen: Shapes = {}
+    total = 0
+    for key, shape in large_shapes(layers=max(16, int(gigabytes * 16))).items():
+        size = byte_count({key: shape})
+        if total + size <= gigabytes * 1e9:
+            chosen[key] = shape
+            total += size
+    return chosen
+
+
 def eight_billion_shapes(*, total: int) -> Shapes:
     """The shapes of an 8-billion-parameter decoder (16 GB of bf16 at 32 layers), with layers until ``total`` bytes."""
     shapes: Shapes = {"embedding.weight": (128_256, 4096), "head.weight": (128_256, 4096), "norm.weight": (4096,)}

@@ -33,7 +33,7 @@ import holdfast
 from disk import drop_caches, empty_folder, fsync_path, require_space
 from holdfast.filesystem import FileSystemWriter
 from machine import describe_machine
-from states import State, byte_count, different_keys, empty_state, large_shapes, random_state, small_shapes
+from states import State, byte_count, different_keys, empty_state, random_state, shapes_of_size, small_shapes
 
 REQUIRED = 1.5
 THREADS = (1, 4)
@@ -153,7 +153,7 @@ def main() -> None:
     folder = arguments.dir / "holdfast-torch-format"
     folder.mkdir(parents=True, exist_ok=True)
     document: dict[str, object] = {"machine": asdict(describe_machine(folder)), "rounds": arguments.rounds}
-    shapes = {"large": _of_size(arguments.gb), "small": small_shapes(tensors=arguments.small)}
+    shapes = {"large": shapes_of_size(arguments.gb), "small": small_shapes(tensors=arguments.small)}
     try:
         for name, each in shapes.items():
             if not each:
@@ -171,18 +171,6 @@ def main() -> None:
     else:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text + "\n", encoding="utf-8")
-
-
-def _of_size(gigabytes: float) -> dict[str, tuple[int, ...]]:
-    """Tensors of a language model, as many as fit."""
-    chosen: dict[str, tuple[int, ...]] = {}
-    total = 0
-    for key, shape in large_shapes(layers=max(16, int(gigabytes * 16))).items():
-        size = byte_count({key: shape})
-        if total + size <= gigabytes * 1e9:
-            chosen[key] = shape
-            total += size
-    return chosen
 
 
 if __name__ == "__main__":
