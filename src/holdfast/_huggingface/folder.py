@@ -34,7 +34,6 @@ from holdfast._values.dtypes import (
     MAX_FILE_BYTES,
     MAX_FILES,
     MAX_HEADER_BYTES,
-    MAX_INDEX_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_TENSORS,
 )
@@ -49,7 +48,8 @@ WHOLE_NAME = f"model{SUFFIX}"
 _OF_A_SAVE = re.compile(r"(?:data-[0-9a-zA-Z_-]{1,64}(?:-(?:0|[1-9][0-9]*)){2}|index-[0-9a-zA-Z_-]{1,64})\.safetensors")
 # Neither separator, so that none leads out of the folder, whatever the system; nor the colon of a drive.
 _SAFE_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
-_NO_LINK = "links are not followed; use a folder that has the files themselves (cp -rL makes one)"
+_NO_LINK = "use a folder that has the files themselves (cp -rL makes one)"
+_SMALL_BYTES = 16 << 20
 
 
 class _FileBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +64,7 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
     """All that is read of a folder, but for holdfast.json; without an index its name is ''."""
 
     is_directory: bool
+    has_notes: bool
     index_name: str
     index: bytes
     files: tuple[_FileBytes, ...]
@@ -118,9 +119,10 @@ def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
         files.append(_read_header(directory, name, room))
         room -= len(files[-1].header)
     has_notes = is_directory and posix.exists(os.path.join(directory, NOTES_NAME))
-    limit = MAX_MANIFEST_BYTES + 2 * MAX_INDEX_BYTES
+    # Far more than the digests of all blocks and a few chunks for each tensor take.
+    limit = _SMALL_BYTES + (sum(file.size for file in files) >> 6) + 16 * (MAX_MANIFEST_BYTES - room)
     notes = _read_small(directory, NOTES_NAME, limit=limit) if has_notes else b""
-    found = _pack(_Found(is_directory, index_name, index, tuple(files)))
+    found = _pack(_Found(is_directory, has_notes, index_name, index, tuple(files)))
     # A tensor takes more than a byte of a header; what cuts it into more chunks has more digests.
     blocks = sum(file.size // BLOCK_BYTES for file in files) + len(found) + len(notes)
     return CatalogBytes(manifest=found, index=notes, most_blocks=blocks)
@@ -162,7 +164,7 @@ def _check_regular(path: str) -> None:
     if status is None:
         raise missing(path)
     if stat.S_ISLNK(status.st_mode):
-        raise _corrupt(path, "it is a link", advice=_NO_LINK)
+        raise _corrupt(path, "it is a link, which may lead anywhere", advice=_NO_LINK)
 
 
 def _read_header(directory: str, name: str, room: int) -> _FileBytes:
@@ -247,7 +249,7 @@ def decode_folder(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
     )
     check_index(index, files=files, tensors=entries, path=repr(directory))
     writer = WriterEntry(holdfast="", torch="", python="", world_size=1)
-    if data.index:
+    if found.has_notes:
         notes_path = os.path.join(directory, NOTES_NAME)
         notes = decode_notes(data.index, path=repr(notes_path))
         index = _noted_index(notes, found.files, index, entries, notes_path)
@@ -261,7 +263,7 @@ def decode_folder(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
         tensors=entries,
         values=(),
     )
-    return Catalog(directory=directory, manifest=manifest, index=index, has_digests=bool(data.index))
+    return Catalog(directory=directory, manifest=manifest, index=index, has_digests=found.has_notes)
 
 
 def _check_weight_map(
@@ -324,7 +326,9 @@ def _noted_index(
     try:
         check_index(index, files=notes.files, tensors=tensors, path=repr(path))
     except CorruptError as error:
-        raise _does_not_fit(path, error.message.removesuffix("; use another checkpoint"), error.key) from error
+        raise _does_not_fit(
+            path, error.message.partition(": ")[2].removesuffix("; use another checkpoint"), error.key
+        ) from error
     if len(headers) != len(tensors):
         raise _does_not_fit(path, "a tensor is in several parts")
     wrong = _misplaced(index, headers, tensors)
