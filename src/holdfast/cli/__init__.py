@@ -190,7 +190,7 @@ def verify_command(
     what is not listed. With --level or --sample it checks less, and says what it did not check. Of several checkpoints,
     the exit code is the highest.
 
-    Not everything in torch's own format can be checked; the report says what was not.
+    Not everything in torch's own format, or in a Hugging Face folder, can be checked; the report says what was not.
     """
     results: list[dict[str, object]] = []
     code = 0
@@ -282,11 +282,7 @@ class _Format(str, Enum):
 def convert_command(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SRC",
-            help="A checkpoint, a Hugging Face folder, or a .pt or .safetensors file.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="SRC", help="A checkpoint, Hugging Face folder or .pt file.", show_default=False),
     ],
     target: Annotated[
         str,
