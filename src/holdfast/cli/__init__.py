@@ -280,10 +280,7 @@ class _Format(str, Enum):
 
 @app.command("convert", epilog=f"{_CONVERT_EXAMPLES}\n\n{_CODES}")
 def convert_command(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="A checkpoint, Hugging Face folder or .pt file.", show_default=False),
-    ],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="What to convert; see above.", show_default=False)],
     target: Annotated[
         str,
         typer.Argument(metavar="DST", help="The result; must not exist, except with --overwrite.", show_default=False),
@@ -309,8 +306,8 @@ def convert_command(
 ) -> None:
     """Write a checkpoint in another format.
 
-    Finds out the format of SRC by itself. Copies tensors in pieces, so it needs little memory. Values keep their types.
-    DST appears whole or not at all.
+    SRC is a checkpoint of any format, a Hugging Face folder, or a .pt or .safetensors file; which, is found out. Copies
+    tensors in pieces, so it needs little memory. Values keep their types. DST appears whole or not at all.
     """
     with as_options(), progress_bar("converting") as progress:
         done = holdfast.convert(
