@@ -137,6 +137,12 @@ def exported(path: Path) -> None:
     write_notes(path)
 
 
+def flip_last(file: Path) -> None:
+    """One bit of the last byte changed."""
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 def whole(header: Header | bytes, data: bytes = b"") -> Make:
     """A folder with one file, which has this header."""
 

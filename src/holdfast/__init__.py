@@ -60,6 +60,7 @@ if _typing.TYPE_CHECKING:
     from holdfast.events import SaveReport
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
     from holdfast.fsspec_filesystem import FsspecReader, FsspecWriter
+    from holdfast.hf_storage import HuggingFaceStorageReader
     from holdfast.interop import Conversion, convert
     from holdfast.metadata import (
         BytesStorageMetadata,
@@ -83,6 +84,7 @@ if _typing.TYPE_CHECKING:
         WriteItem,
         WriteItemType,
     )
+    from holdfast.quantized_hf_storage import QuantizedHuggingFaceStorageReader
     from holdfast.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
     from holdfast.state_dict_loader import load_state_dict
     from holdfast.state_dict_saver import save_state_dict
@@ -122,6 +124,7 @@ __all__ = [
     "FsspecReader",
     "FsspecWriter",
     "HeldStep",
+    "HuggingFaceStorageReader",
     "InternalError",
     "InvalidStateError",
     "Latest",
@@ -138,6 +141,7 @@ __all__ = [
     "NotACheckpointError",
     "NotFoundError",
     "PerRank",
+    "QuantizedHuggingFaceStorageReader",
     "RankDisagreementError",
     "RankLostError",
     "ReadItem",
@@ -213,12 +217,14 @@ _LATER = {
         "events": "SaveReport",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
         "fsspec_filesystem": "FsspecReader FsspecWriter",
+        "hf_storage": "HuggingFaceStorageReader",
         "interop": "Conversion convert",
         "metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
         "TensorStorageMetadata",
         "optimizer": "load_sharded_optimizer_state_dict",
         "planner": "BytesIOWriteData LoadItemType LoadPlan LoadPlanner ReadItem SavePlan SavePlanner TensorWriteData "
         "WriteItem WriteItemType",
+        "quantized_hf_storage": "QuantizedHuggingFaceStorageReader",
         "staging": "AsyncStager BlockingAsyncStager DefaultStager StagingOptions",
         "state_dict_loader": "load_state_dict",
         "state_dict_saver": "save_state_dict",
@@ -229,8 +235,9 @@ _LATER = {
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "fsspec_filesystem"),
-    *("hf", "interop", "logger", "metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging"),
-    *("state_dict", "state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
+    *("hf", "hf_storage", "interop", "logger", "metadata", "optimizer", "planner", "planner_helpers"),
+    *("quantized_hf_storage", "resharding", "staging", "state_dict", "state_dict_loader", "state_dict_saver"),
+    *("stateful", "storage", "utils"),
 )
 
 

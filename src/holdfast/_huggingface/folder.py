@@ -52,7 +52,7 @@ _NO_LINK = "use a folder that has the files themselves (cp -rL makes one)"
 _SMALL_BYTES = 16 << 20
 
 
-class _FileBytes(msgspec.Struct, frozen=True, array_like=True):
+class _ReadFile(msgspec.Struct, frozen=True, array_like=True):
     """A file: its whole size, and its header, with the length that comes before it."""
 
     name: str
@@ -67,7 +67,7 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
     has_notes: bool
     index_name: str
     index: bytes
-    files: tuple[_FileBytes, ...]
+    files: tuple[_ReadFile, ...]
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -113,7 +113,7 @@ def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
         names = [os.path.basename(path)]
     if len(names) > MAX_FILES:
         raise _corrupt(path, f"it has {len(names)} files")
-    files: list[_FileBytes] = []
+    files: list[_ReadFile] = []
     room = MAX_MANIFEST_BYTES
     for name in names:
         files.append(_read_header(directory, name, room))
@@ -167,7 +167,7 @@ def _check_regular(path: str) -> None:
         raise _corrupt(path, "it is a link, which may lead anywhere", advice=_NO_LINK)
 
 
-def _read_header(directory: str, name: str, room: int) -> _FileBytes:
+def _read_header(directory: str, name: str, room: int) -> _ReadFile:
     """The header of a file, of which there are at most ``room`` bytes left for all that come."""
     path = os.path.join(directory, name)
     _check_regular(path)
@@ -187,7 +187,7 @@ def _read_header(directory: str, name: str, room: int) -> _FileBytes:
             raise _corrupt(path, f"the headers of all files have more than {MAX_MANIFEST_BYTES} bytes")
         header = bytearray(LENGTH_BYTES + length)
         file.read_into(memoryview(header), 0)
-        return _FileBytes(name, file.size, bytes(header))
+        return _ReadFile(name, file.size, bytes(header))
 
 
 def _weight_map(data: bytes, path: str) -> dict[str, str]:
@@ -267,7 +267,7 @@ def decode_folder(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
 
 
 def _check_weight_map(
-    weights: Mapping[str, str], by_key: Mapping[str, Sequence[_Row]], files: Sequence[_FileBytes], path: str
+    weights: Mapping[str, str], by_key: Mapping[str, Sequence[_Row]], files: Sequence[_ReadFile], path: str
 ) -> None:
     """CorruptError unless each key is in the file that the index names, and no file has another."""
     names = {(key, files[row.file].name) for key, rows in by_key.items() for row in rows}
@@ -316,7 +316,7 @@ def _chunk_index(tensors: list[list[_Row]]) -> ChunkIndex:
 
 
 def _noted_index(
-    notes: FolderNotes, files: Sequence[_FileBytes], headers: ChunkIndex, tensors: Sequence[TensorEntry], path: str
+    notes: FolderNotes, files: Sequence[_ReadFile], headers: ChunkIndex, tensors: Sequence[TensorEntry], path: str
 ) -> ChunkIndex:
     """The chunks of holdfast.json, with their digests; CorruptError where they are not those of the ``headers``."""
     if [(file.name, file.bytes) for file in notes.files] != [(file.name, file.size) for file in files]:

@@ -164,7 +164,7 @@ class CatalogReader(StorageReader):
         catalog = self.catalog
         files = self._files
         assert files is not None
-        delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
+        delivery = self.delivery(columns, planner)
         # What comes after the first read is this rank's alone: others may have nothing more to read.
         exchange = self._exchange if self._shares_next_read and not is_alone else None
         self._shares_next_read &= is_alone
@@ -179,6 +179,10 @@ class CatalogReader(StorageReader):
             progress=self.progress,
         )
         fetch.run()
+
+    def delivery(self, columns: ReadColumns, planner: LoadPlanner) -> ChunkDelivery:
+        """What hands the items in ``columns`` to ``planner``."""
+        return ChunkDelivery(self.catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
 
     def same_bytes(self, key: str, other: str) -> bool | None:
         """Known where both are the same tensor, or were stored in the same chunks: then their digests tell."""
@@ -212,25 +216,25 @@ class NativeReader(CatalogReader):
         return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
 
-class _Delivery:
+class ChunkDelivery:
     """Hands what is read to the planner: values at once, boxes through targets as they fill up."""
 
     def __init__(
         self, catalog: Catalog, columns: ReadColumns, planner: LoadPlanner, *, cast: bool, allow_pickle: bool
     ) -> None:
-        self._catalog = catalog
-        self._columns = columns
-        self._planner = planner
-        self._cast = cast
+        self.catalog = catalog
+        self.columns = columns
+        self.planner = planner
+        self.cast = cast
         self._allow_pickle = allow_pickle
-        self._items: list[int] = []
+        self.items: list[int] = []
         self._rows = np.zeros(0, dtype=np.int64)
         self._is_whole = np.zeros(0, dtype=bool)
         self._quantized: dict[int, torch.Tensor] = {}
 
     def wanted(self) -> Wanted:
         """The boxes to be fetched; values that need no fetching are delivered on the way."""
-        columns, catalog = self._columns, self._catalog
+        columns, catalog = self.columns, self.catalog
         is_value = np.array(columns.dimensions)[columns.key] < 0
         tensors = np.flatnonzero(~is_value)
         rows = self._index_rows(tensors)
@@ -238,42 +242,42 @@ class _Delivery:
         lo, length = np.zeros((len(tensors), width), np.int64), np.ones((len(tensors), width), np.int64)
         used = min(width, columns.length.shape[1])
         lo[:, :used], length[:, :used] = columns.storage_lo[tensors, :used], columns.length[tensors, :used]
-        self._items = tensors.tolist()
+        self.items = tensors.tolist()
         blobs = [item for item in np.flatnonzero(is_value).tolist() if not self._deliver_value(item)]
         if blobs:
             blob_rows = [catalog.rows_of(columns.storage_keys[columns.key[item]]) for item in blobs]
             chunks = np.concatenate([np.arange(rows.start, rows.stop) for rows in blob_rows])
-            self._items += blobs
+            self.items += blobs
             rows = np.concatenate([rows, chunks])
             lo = np.concatenate([lo, np.zeros((len(chunks), width), np.int64)])
             length = np.concatenate([length, catalog.index.length[chunks]])
         self._check_boxes(rows, lo, length)
         self._rows, self._is_whole = rows, (length == catalog.index.length[rows]).all(axis=1)
-        return Wanted(row=rows, lo=lo, length=length, address=self._addresses())
+        return Wanted(row=rows, lo=lo, length=length, address=self.addresses())
 
     @cached_property
     def _chunks(self) -> list[tuple[int, tuple[int, ...], bool]]:
         """The tensor of each box, the shape of its chunk, and whether all of that is wanted: to open targets."""
-        index = self._catalog.index
+        index = self.catalog.index
         shapes = map(tuple, index.length[self._rows].tolist())
         return list(zip(index.tensor[self._rows].tolist(), shapes, self._is_whole.tolist(), strict=True))
 
-    def _addresses(self) -> np.ndarray | None:
+    def addresses(self) -> np.ndarray | None:
         """Where each box goes that is all of a tensor and is taken as it is; 0 for others."""
-        columns, bounds = self._columns, self._catalog.row_bounds
-        memory = self._planner.plain_memory()
+        columns, bounds = self.columns, self.catalog.row_bounds
+        memory = self.planner.plain_memory()
         if not memory or columns.keys != columns.storage_keys:
             return None
         address = np.array([memory.get(key, _NOWHERE)[1] for key in columns.keys], dtype=np.int64)
         # Such memory may be written without a Target, which would tell autograd.
         torch.autograd.graph.increment_version([tensor for tensor, _ in memory.values()])
-        tensor = self._catalog.index.tensor[self._rows]
+        tensor = self.catalog.index.tensor[self._rows]
         is_all = self._is_whole & (bounds[tensor + 1] - bounds[tensor] == 1)
-        return np.where(is_all, address[columns.key[self._items]], 0)
+        return np.where(is_all, address[columns.key[self.items]], 0)
 
     def _index_rows(self, items: np.ndarray) -> np.ndarray:
         """The index row of each item's chunk: by its hint where that is right, else by its offset."""
-        columns, catalog = self._columns, self._catalog
+        columns, catalog = self.columns, self.catalog
         firsts = catalog.first_rows(columns.storage_keys)
         rows: np.ndarray = firsts[columns.key[items]] + columns.hint[items]
         used = min(columns.chunk_lo.shape[1], catalog.index.lo.shape[1])
@@ -293,17 +297,17 @@ class _Delivery:
         return rows
 
     def _check_boxes(self, rows: np.ndarray, lo: np.ndarray, length: np.ndarray) -> None:
-        outside = ((lo < 0) | (length < 0) | (lo + length > self._catalog.index.length[rows])).any(axis=1)
+        outside = ((lo < 0) | (length < 0) | (lo + length > self.catalog.index.length[rows])).any(axis=1)
         if outside.any():
-            item = self._items[int(np.flatnonzero(outside)[0])]
-            key = self._columns.storage_keys[self._columns.key[item]]
+            item = self.items[int(np.flatnonzero(outside)[0])]
+            key = self.columns.storage_keys[self.columns.key[item]]
             raise InternalError(f"the plan wants more of a chunk of {key!r} than there is")
 
     def _deliver_value(self, item: int) -> bool:
         """Give a value that the manifest holds to the planner; False for one that has to be fetched."""
-        read_item = self._columns.item(item)
+        read_item = self.columns.item(item)
         key = read_item.storage_index.fqn
-        entry = self._catalog.entry(key)
+        entry = self.catalog.entry(key)
         if entry is not None:
             if entry.kind == "pickle" and not self._allow_pickle:
                 raise UnsafeError(
@@ -312,16 +316,21 @@ class _Delivery:
                     key=key,
                 )
             return False
-        if key not in self._catalog.values:
+        if key not in self.catalog.values:
             raise InternalError(f"the plan wants the value {key!r}, which the checkpoint does not have")
-        value = decode_value(self._catalog.values[key], key=key, rebuild=partial(self._rebuilt, read_item))
-        self._planner.load_bytes(read_item, _value_buffer(value))
+        value = decode_value(self.catalog.values[key], key=key, rebuild=partial(self._rebuilt, read_item))
+        self.planner.load_bytes(read_item, _value_buffer(value))
         return True
+
+    def chunk_shape(self, number: int) -> tuple[int, ...]:
+        """The shape of the chunk that box ``number`` is in."""
+        tensor_id, shape, _ = self._chunks[number]
+        return shape[: len(self.catalog.manifest.tensors[tensor_id].shape)]
 
     def open_targets(self, numbers: list[int]) -> list[Target]:
         """Where these boxes go: what the planner gives, or a buffer for a value."""
-        columns, items, chunks = self._columns, self._items, self._chunks
-        entries, boxes, resolve = self._catalog.manifest.tensors, columns.boxes, self._planner.resolve_row
+        columns, items, chunks = self.columns, self.items, self._chunks
+        entries, boxes, resolve = self.catalog.manifest.tensors, columns.boxes, self.planner.resolve_row
         targets = []
         for number in numbers:
             item = items[number]
@@ -333,28 +342,28 @@ class _Delivery:
                 continue
             tensor = resolve(columns, item)
             if dtype != tensor.dtype or boxes[item][1] != tensor.shape:
-                check_resolved(columns, item, tensor, dtype, cast=self._cast)
+                check_resolved(columns, item, tensor, dtype, cast=self.cast)
             if tensor.is_quantized:
                 self._quantized[number] = tensor
-                tensor = empty_quantized(tensor.shape, dtype, self._catalog.quantizer(entry))
+                tensor = empty_quantized(tensor.shape, dtype, self.catalog.quantizer(entry))
             box = None if is_whole else Box(tuple(columns.storage_lo[item, : len(shape)].tolist()), boxes[item][1])
             targets.append(Target(tensor, dtype, shape, box))
         return targets
 
     def close_target(self, number: int, target: Target) -> None:
-        tensor, item = target.tensor, self._items[number]
-        if self._catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
-            read_item = self._columns.item(item)
-            self._planner.load_bytes(read_item, self._buffer_of(read_item, tensor))
+        tensor, item = target.tensor, self.items[number]
+        if self.catalog.manifest.tensors[self._chunks[number][0]].kind in BYTE_KINDS:
+            read_item = self.columns.item(item)
+            self.planner.load_bytes(read_item, self._buffer_of(read_item, tensor))
             return
         if number in self._quantized:
             # A quantised tensor takes over the quantizer of what is copied into it.
             tensor = self._quantized.pop(number).copy_(tensor)
-        self._planner.commit_row(self._columns, item, tensor)
+        self.planner.commit_row(self.columns, item, tensor)
 
     def _buffer_of(self, read_item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
         key = read_item.storage_index.fqn
-        entry = self._catalog.entry(key)
+        entry = self.catalog.entry(key)
         data = tensor.numpy().tobytes()
         if entry is None:
             raise CorruptError(f"{key!r} has no entry in the manifest", key=key)
@@ -368,7 +377,7 @@ class _Delivery:
         """What ``record`` is loaded as."""
         if record.kind == "torch.Generator":
             return generator_of(record, read_item.storage_index.fqn)
-        return self._planner.rebuilt(read_item.dest_index.fqn, record)
+        return self.planner.rebuilt(read_item.dest_index.fqn, record)
 
 
 def _value_buffer(value: object) -> ValueBuffer:

@@ -194,7 +194,7 @@ def verify_command(
     what is not listed. With --level or --sample it checks less, and says what it did not check. Of several checkpoints,
     the exit code is the highest.
 
-    Not everything in torch's own format can be checked; the report says what was not.
+    Not everything in torch's own format, or in a Hugging Face folder, can be checked; the report says what was not.
     """
     results: list[dict[str, object]] = []
     code = 0

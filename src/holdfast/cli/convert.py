@@ -34,11 +34,7 @@ class _Format(str, Enum):
 def convert_command(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SRC",
-            help="A checkpoint, a Hugging Face folder, or a .pt or .safetensors file.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="SRC", help="What to convert; see above.", show_default=False),
     ],
     target: Annotated[
         str,
@@ -81,8 +77,8 @@ def convert_command(
 ) -> None:
     """Write a checkpoint in another format.
 
-    Finds out the format of SRC by itself. Copies tensors in pieces, so it needs little memory. Values keep their types.
-    DST appears whole or not at all.
+    SRC is a checkpoint of any format, a Hugging Face folder, or a .pt or .safetensors file; which, is found out. Copies
+    tensors in pieces, so it needs little memory. Values keep their types. DST appears whole or not at all.
     """
     form = {"dtype": dtype, "like": like, "assets": assets}
     if to is not _Format.HF and any(value is not None for value in form.values()):
