@@ -32,7 +32,19 @@ from holdfast.errors import (
 )
 
 if _typing.TYPE_CHECKING:
-    from holdfast import api, cli, events, format_utils, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
+    from holdfast import (  # noqa: F401
+        api,
+        cli,
+        events,
+        format_utils,
+        interop,
+        logger,
+        mapping,
+        optimizer,
+        resharding,
+        state_dict,
+        utils,
+    )
     from holdfast._async_saver import (
         AsyncCheckpointerType,
         AsyncSave,
@@ -44,6 +56,7 @@ if _typing.TYPE_CHECKING:
     )
     from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
     from holdfast._loader import LoadOptions, LoadReport, load, read
+    from holdfast._mapping.mappings import Mapping
     from holdfast._native.delete import DeleteReport, delete
     from holdfast._native.reader import NativeReader
     from holdfast._native.sweep import SweepReport, sweep
@@ -130,6 +143,7 @@ __all__ = [
     "LoadPlan",
     "LoadPlanner",
     "LoadReport",
+    "Mapping",
     "Metadata",
     "MetadataIndex",
     "MismatchError",
@@ -197,6 +211,7 @@ _LATER = {
         "_async_saver": "AsyncCheckpointerType AsyncSave AsyncSaveResponse async_save guard prewarm release",
         "_checkpoint": "Checkpoint StoredTensor VerifyReport open verify",
         "_loader": "LoadOptions LoadReport load read",
+        "_mapping.mappings": "Mapping",
         "_native.delete": "DeleteReport delete",
         "_native.reader": "NativeReader",
         "_native.sweep": "SweepReport sweep",
@@ -229,8 +244,8 @@ _LATER = {
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "fsspec_filesystem"),
-    *("interop", "logger", "metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging"),
-    *("state_dict", "state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
+    *("interop", "logger", "mapping", "metadata", "optimizer", "planner", "planner_helpers", "resharding"),
+    *("staging", "state_dict", "state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
 )
 
 
