@@ -134,7 +134,8 @@ class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         for side in ("outside", "inside", "operations"):
             given = getattr(self, side)
             if not isinstance(given, str):
-                msgspec.structs.force_setattr(self, side, tuple(given))
+                given = given[0] if len(given) == 1 and side != "operations" else tuple(given)
+                msgspec.structs.force_setattr(self, side, given)
         if not 0 < len(self.outsides) <= _MAX_PATTERNS or not 0 < len(self.insides) <= _MAX_PATTERNS:
             raise ValueError(f"a Move has one pattern or more on each side: {self}")
         if len(self.operations) > _MAX_OPERATIONS:
