@@ -32,7 +32,20 @@ from holdfast.errors import (
 )
 
 if _typing.TYPE_CHECKING:
-    from holdfast import api, cli, events, format_utils, hf, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
+    from holdfast import (  # noqa: F401
+        api,
+        cli,
+        events,
+        format_utils,
+        hf,
+        interop,
+        logger,
+        mapping,
+        optimizer,
+        resharding,
+        state_dict,
+        utils,
+    )
     from holdfast._async_saver import (
         AsyncCheckpointerType,
         AsyncSave,
@@ -44,6 +57,7 @@ if _typing.TYPE_CHECKING:
     )
     from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
     from holdfast._loader import LoadOptions, LoadReport, load, read
+    from holdfast._mapping.mappings import Mapping
     from holdfast._native.delete import DeleteReport, delete
     from holdfast._native.reader import NativeReader
     from holdfast._native.sweep import SweepReport, sweep
@@ -133,6 +147,7 @@ __all__ = [
     "LoadPlan",
     "LoadPlanner",
     "LoadReport",
+    "Mapping",
     "Metadata",
     "MetadataIndex",
     "MismatchError",
@@ -201,6 +216,7 @@ _LATER = {
         "_async_saver": "AsyncCheckpointerType AsyncSave AsyncSaveResponse async_save guard prewarm release",
         "_checkpoint": "Checkpoint StoredTensor VerifyReport open verify",
         "_loader": "LoadOptions LoadReport load read",
+        "_mapping.mappings": "Mapping",
         "_native.delete": "DeleteReport delete",
         "_native.reader": "NativeReader",
         "_native.sweep": "SweepReport sweep",
@@ -235,7 +251,7 @@ _LATER = {
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "fsspec_filesystem"),
-    *("hf", "hf_storage", "interop", "logger", "metadata", "optimizer", "planner", "planner_helpers"),
+    *("hf", "hf_storage", "interop", "logger", "mapping", "metadata", "optimizer", "planner", "planner_helpers"),
     *("quantized_hf_storage", "resharding", "staging", "state_dict", "state_dict_loader", "state_dict_saver"),
     *("stateful", "storage", "utils"),
 )

@@ -102,7 +102,9 @@ def async_save(
             checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=options.allow_pickle, user_metadata=kept
         )
         those = ranks if use_collectives else Ranks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
-        saving = Saving(writer, planner or planner_for(options.replica_check), those, use_collectives=use_collectives)
+        if planner is not None and options.mapping is not None:
+            raise ValueError("mapping is an option of the planner; pass it to the planner")
+        saving = Saving(writer, planner or planner_for(options), those, use_collectives=use_collectives)
         saving.begun, saving.handle = begun, handle
         if events.subscriptions:
             background.operation = stack.enter_context(saving.tell_as("async_save"))

@@ -25,8 +25,8 @@ from holdfast._values.deadline import Progress
 from holdfast._values.lazy import few
 from holdfast._values.records import check_types
 from holdfast.default_planner import DefaultLoadPlanner
-from holdfast.default_planner.key_maps import KeyMap, check_key_map, names_for_target
-from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients, settle_ties
+from holdfast.default_planner.other_keys import AnyMapping, check_mapping, finish_reading, names_for_target
+from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients
 from holdfast.errors import CheckpointError, CorruptError, Difference, InvalidStateError, NotFoundError
 from holdfast.events.progress import check_progress, followed
 from holdfast.metadata import Metadata, restorable_paths
@@ -57,9 +57,9 @@ class LoadOptions:
         deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
         share: "host": one rank reads what several ranks of its host want, and passes it on in memory. "job": one host
             also reads what four or more hosts want, and sends it to the others. "off": every rank reads for itself.
-        key_map: leads from a key of the target to the key in the checkpoint, for ``load``: a function, or a dict of
-            prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"} where only
-            the stored ones do. Prefixes end at a dot; the longest counts.
+        mapping: leads from the target to the checkpoint, for ``load``: a ``Mapping`` of rules; a function of a key; or
+            a dict of prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"}
+            where only the stored ones do. Prefixes end at a dot; the longest counts.
         types: dataclasses, named tuples and enums to make instances of, instead of a ``holdfast.Record``.
         progress: True shows a bar on the terminal of the coordinator: phase, bytes, speed, the slowest rank. A function
             is called now and then, on every rank, with a value that has ``phase``, ``bytes_done`` and ``bytes_total``.
@@ -70,12 +70,12 @@ class LoadOptions:
     allow_pickle: bool = False
     deadline_s: float = DEADLINE_S
     share: Literal["host", "job", "off"] = "host"
-    key_map: KeyMap | None = None
+    mapping: AnyMapping | None = None
     types: Collection[type] = ()
     progress: bool | Callable[..., object] = False
 
     def __post_init__(self) -> None:
-        check_key_map(self.key_map)
+        check_mapping(self.mapping)
         check_deadline(self.deadline_s)
         check_progress(self.progress)
         if self.share not in ("host", "job", "off"):
@@ -90,7 +90,7 @@ _DEFAULTS = LoadOptions()
 class LoadReport:
     """What a load did: keys loaded, keys that only the checkpoint has, differences, casts, bytes and seconds.
 
-    ``made`` has the loaded keys for which the target had only an empty container. With a ``key_map``, all keys are
+    ``made`` has the loaded keys for which the target had only an empty container. With a ``mapping``, all keys are
     those of the checkpoint. ``per_rank`` says what became of each ``PerRank``, ``unchecked`` what had no digests.
     """
 
@@ -187,9 +187,9 @@ def load(
         find_reader = reader_finder(checkpoint_id, storage_reader, options)
         if planner is None:
             chosen = {"strict": strict, "cast": options.cast, "allow_pickle": options.allow_pickle}
-            planner = DefaultLoadPlanner(**chosen, key_map=options.key_map, types=options.types)
-        elif not strict or options.key_map is not None or options.types:
-            raise ValueError("strict, key_map and types are options of the planner; pass them to the planner")
+            planner = DefaultLoadPlanner(**chosen, mapping=options.mapping, types=options.types)
+        elif not strict or options.mapping is not None or options.types:
+            raise ValueError("strict, mapping and types are options of the planner; pass them to the planner")
         return load_with(state_dict, find_reader, planner, ranks, options)
 
 
@@ -206,8 +206,8 @@ def read(
     With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not in
     the checkpoint raises MismatchError. ``types`` adds to ``options.types``. Other errors are those of ``load``.
     """
-    if options.key_map is not None:
-        raise ValueError("key_map is for load(state, path), which has a target; read gives what is stored")
+    if options.mapping is not None:
+        raise ValueError("mapping is for load(state, path), which has a target; read gives what is stored")
     check_types(types)
     ranks = Ranks()
     with Door(), followed(options.progress, path, ranks.overview, ranks.is_coordinator):
@@ -246,7 +246,7 @@ def load_with(
             reader.check_files()  # room for all, and what is not there may be more than there is
         if ours is None or not ours.flatten_state_dict:
             return expose(state)  # which nobody fills where it is empty
-        names = names_for_target(metadata.state_dict_metadata, ours.key_map)
+        names = names_for_target(metadata.state_dict_metadata, ours.mapping)
         saved = SavedRanks(names=names, place=(ranks.rank, ranks.size), found=per_rank)
         ours.owners = Owners(modules=saved.want_nothing, refused=saved.refused, room_for=saved.room_for)
         return expose(state, ours.owners)
@@ -414,8 +414,8 @@ def _read(reader: StorageReader, planner: LoadPlanner, plan: LoadPlan) -> LoadPl
     as_before = grad_mode()
     with as_before, as_before, torch.no_grad():
         reader.read_data(plan, planner).wait()
-        if isinstance(planner, DefaultLoadPlanner) and planner.ties:
-            settle_ties(planner, reader, plan)
+        if isinstance(planner, DefaultLoadPlanner):
+            finish_reading(planner, reader, plan)
     return plan
 
 
@@ -423,7 +423,7 @@ def _report(loaded: _Loaded, planner: LoadPlanner, seconds: float) -> LoadReport
     columns, stored = read_columns(loaded.plan.items), loaded.metadata.state_dict_metadata
     # Other planners have nothing to tell.
     ours = planner if isinstance(planner, DefaultLoadPlanner) else DefaultLoadPlanner()
-    asked = {*columns.storage_keys, *ours.stored(ours.state_dict)}
+    asked = {*columns.storage_keys, *ours.stored(ours.state_dict), *ours.dropped}
     # A rank that holds no element of a tensor has nothing to read, and has it all.
     there = ours.stored((*columns.keys, *ours.keys_without_elements()))
     return LoadReport(
@@ -442,9 +442,9 @@ def _hand_back(state: Target, loaded: _Loaded, planner: LoadPlanner) -> None:
     """Give the state what was loaded; modules' state_dicts in it say with which versions that was saved."""
     target, versions = loaded.target, loaded.metadata.versions
     if isinstance(planner, DefaultLoadPlanner):
-        if planner.key_map is not None and planner.metadata is not None:
+        if planner.mapping is not None and planner.metadata is not None:
             versions = planner.metadata.versions
         tell_versions(planner.versioned, versions, {difference.key for difference in planner.differences})
-        if planner.made and planner.key_map is None:
+        if planner.made and planner.mapping is None:
             target = add_versions(target, versions)
     hand_back(state, target)

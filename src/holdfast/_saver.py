@@ -24,6 +24,7 @@ from holdfast._torch_classes.adapt import as_save_planner, as_writer, id_and_sto
 from holdfast._torch_format.writer import FsspecWriter
 from holdfast._values.deadline import Progress
 from holdfast.default_planner import DefaultSavePlanner
+from holdfast.default_planner.other_keys import AnyMapping, check_mapping, check_moves_only
 from holdfast.errors import CheckpointError
 from holdfast.events.progress import check_progress, followed
 from holdfast.metadata import Metadata
@@ -59,6 +60,8 @@ class SaveOptions:
             list of keys or patterns names what may differ; a sample of the rest is compared. Buffers of modules may
             always differ: those of the lowest rank are saved, and ``differing`` of the metadata has their keys.
         deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
+        mapping: leads from the state to the checkpoint: a ``Mapping`` of rules, a function, or a dict of prefixes, as
+            for ``LoadOptions``. Rules that change numbers, Cast and Offset, are for exports only.
         progress: True shows a bar on the terminal of the coordinator: phase, bytes, speed, the slowest rank. A function
             is called as the save goes on, on every rank: with the handle of ``async_save``, and for ``save`` with a
             value that has the same ``phase``, ``bytes_done`` and ``bytes_total``.
@@ -82,6 +85,7 @@ class SaveOptions:
     allow_pickle: bool = False
     replica_check: ReplicaCheck = "sample"
     deadline_s: float = DEADLINE_S
+    mapping: AnyMapping | None = None
     progress: bool | Callable[..., object] = False
     stage: Mode = "copy"
     copy_now: Sequence[str] = ()
@@ -100,6 +104,8 @@ class SaveOptions:
             raise ValueError(f"replica_check is 'sample', 'all', 'off' or a list of keys, not {self.replica_check!r}")
         check_deadline(self.deadline_s)
         check_progress(self.progress)
+        check_mapping(self.mapping)
+        check_moves_only(self.mapping)
 
 
 _DEFAULTS = SaveOptions()
@@ -163,17 +169,20 @@ def save(
             user_metadata=user_metadata,
         )
         if planner is None:
-            planner = planner_for(options.replica_check)
+            planner = planner_for(options)
+        elif options.mapping is not None:
+            raise ValueError("mapping is an option of the planner; pass it to the planner")
         if options.progress:
             stack.enter_context(followed(options.progress, checkpoint_id, ranks.overview, ranks.is_coordinator))
         return save_with(state_dict, writer, planner, ranks, use_collectives=use_collectives)
 
 
-def planner_for(replica_check: ReplicaCheck) -> DefaultSavePlanner:
+def planner_for(options: SaveOptions) -> DefaultSavePlanner:
     """The planner that is used when none is given."""
+    replica_check, mapping = options.replica_check, options.mapping
     if isinstance(replica_check, str):
-        return DefaultSavePlanner(replica_check=cast(Literal["sample", "all", "off"], replica_check))
-    return DefaultSavePlanner(may_differ=replica_check)
+        return DefaultSavePlanner(replica_check=cast(Literal["sample", "all", "off"], replica_check), mapping=mapping)
+    return DefaultSavePlanner(may_differ=replica_check, mapping=mapping)
 
 
 def writer_for(

@@ -131,7 +131,7 @@ class Difference:
     ``kind`` is one of ``missing``, ``shape``, ``dtype``, ``kind`` (tensor against value), ``type``, ``fields`` and
     ``member`` (of an instance of a class), ``context`` (of a tensor subclass), ``place`` (there is an empty container,
     into which what is stored cannot go: ``wanted`` says why), ``tied`` (it has the memory of another key, and other
-    data) and ``ranks`` (it was saved by other ranks than load it).
+    data), ``ranks`` (it was saved by other ranks than load it) and ``mapping`` (it does not fit; ``wanted`` says why).
     """
 
     key: str
@@ -142,6 +142,8 @@ class Difference:
     def __str__(self) -> str:
         if self.kind == "missing":
             return f"{self.key!r} is not in the checkpoint"
+        if self.kind == "mapping":
+            return f"{self.key!r} {self.wanted}"
         if self.kind == "place":
             return f"{self.key!r} of the checkpoint cannot be put into the target: {self.wanted}"
         kind = "" if self.kind in ("tied", "ranks") else f"{self.kind} "

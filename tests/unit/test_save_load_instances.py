@@ -293,10 +293,10 @@ def test_meta_tensors_and_ties_in_an_instance(path: str) -> None:
     assert torch.equal(run.weight, torch.ones(2))
 
 
-def test_a_key_map_leads_into_instances(path: str) -> None:
+def test_a_mapping_leads_into_instances(path: str) -> None:
     holdfast.save({"run": Train(3, torch.ones(2))}, path)
     target = {"module": {"run": Train(0, torch.zeros(2))}}
-    holdfast.load(target, path, options=holdfast.LoadOptions(key_map={"module": ""}))
+    holdfast.load(target, path, options=holdfast.LoadOptions(mapping={"module": ""}))
     assert repr(target["module"]["run"]) == repr(Train(3, torch.ones(2)))
 
 

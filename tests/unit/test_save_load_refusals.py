@@ -342,7 +342,7 @@ def test_arguments_that_contradict_each_other(path: str) -> None:
         holdfast.load(state)
     with pytest.raises(ValueError, match="verify is an option of the storage"):
         holdfast.load(state, storage_reader=holdfast.NativeReader(path), options=holdfast.LoadOptions(verify=False))
-    with pytest.raises(ValueError, match="strict, key_map and types are options"):
+    with pytest.raises(ValueError, match="strict, mapping and types are options"):
         holdfast.load(state, path, planner=holdfast.DefaultLoadPlanner(), strict=False)
     with pytest.raises(ValueError, match=r"load\(path\) takes no checkpoint_id"):
         holdfast.load(path, path)  # type: ignore[call-overload]

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast._plan.balance import Parts
-from holdfast._values.box import Split, runs_of
+from holdfast._values.box import MeshSplit, runs_of
 
 _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
@@ -328,7 +328,7 @@ def _numbers(count: int) -> _Int64s:
     return numbers
 
 
-def boxes_on_mesh(size: Sequence[int], mesh: Sequence[int], splits: Sequence[Sequence[Split]]) -> HeldRows:
+def boxes_on_mesh(size: Sequence[int], mesh: Sequence[int], splits: Sequence[Sequence[MeshSplit]]) -> HeldRows:
     """What each member of a mesh of that shape, counted row by row, holds of a tensor of ``size``.
 
     A member without elements has no box, except that a tensor which has none at all is one empty box on all of them.
@@ -355,7 +355,7 @@ def boxes_on_mesh(size: Sequence[int], mesh: Sequence[int], splits: Sequence[Seq
     return HeldRows(rank=held, lo=lo[held], length=length[held])
 
 
-def _in_runs(size: Sequence[int], mesh: Sequence[int], splits: Sequence[Sequence[Split]]) -> HeldRows:
+def _in_runs(size: Sequence[int], mesh: Sequence[int], splits: Sequence[Sequence[MeshSplit]]) -> HeldRows:
     """The same where a member may hold several runs of a dimension, and the boxes that they make together."""
     known: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     members: list[int] = []

@@ -23,7 +23,7 @@ from holdfast._save_plan.together import JointPlan, joint_plan
 from holdfast._state.nested import TupleIndex, TypedKey
 from holdfast._state.pieces import Spread
 from holdfast._state.tensors import DTYPE_NAMES, torch_dtype
-from holdfast._values.box import Split
+from holdfast._values.box import MeshSplit
 from holdfast._values.digest import box_words, name_words
 from holdfast._values.lazy import cached_property
 from holdfast.metadata import Path
@@ -45,7 +45,7 @@ _NOWHERE = Mesh((), ())
 
 class Rule(msgspec.Struct, frozen=True, array_like=True, tag="spread"):
     mesh: int
-    splits: tuple[tuple[Split, ...], ...]
+    splits: tuple[tuple[MeshSplit, ...], ...]
 
 
 class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
@@ -202,7 +202,7 @@ def _made_of(
 
 def layout_of(local: LocalLeaves, paths: dict[str, Path] | None) -> Layout:
     """The layout of these leaves; of those whose pieces follow no rule, the boxes are listed."""
-    rules: dict[tuple[int, tuple[tuple[Split, ...], ...]] | Listed, int] = {}
+    rules: dict[tuple[int, tuple[tuple[MeshSplit, ...], ...]] | Listed, int] = {}
     meshes: dict[Mesh, int] = {}
     known: dict[int, int] = {}  # the same by identity, which is looked up sooner
     numbers = [WHOLE] * len(local.spreads)

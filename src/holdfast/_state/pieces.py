@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from holdfast._values.box import Box, Run, Split, length_of, runs_of, whole
+from holdfast._values.box import Box, MeshSplit, Run, length_of, runs_of, whole
 from holdfast.errors import InvalidStateError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Spread(NamedTuple):
     """
 
     mesh: DeviceMesh
-    splits: tuple[tuple[Split, ...], ...]
+    splits: tuple[tuple[MeshSplit, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,28 +251,28 @@ def _of_distributed(key: str, value: DTensor) -> Pieces:
     return Pieces(value.shape, value.dtype, value.requires_grad, pieces, True, spread)
 
 
-def _splits_of(key: str, value: DTensor) -> list[list[Split]]:
+def _splits_of(key: str, value: DTensor) -> list[list[MeshSplit]]:
     """The splits of every tensor dimension, in mesh order."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = value.device_mesh
-    splits: list[list[Split]] = [[] for _ in range(value.ndim)]
+    splits: list[list[MeshSplit]] = [[] for _ in range(value.ndim)]
     for mesh_dim, placement in enumerate(value.placements):
         if placement.is_partial():
             said = f"has the placement {placement}, which still has to be reduced; reduce it first (redistribute)"
             raise _invalid(key, said)
         if isinstance(placement, (Shard, _StridedShard)):
             blocks = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            splits[placement.dim % value.ndim].append(Split(mesh_dim, mesh.size(mesh_dim), blocks))
+            splits[placement.dim % value.ndim].append(MeshSplit(mesh_dim, mesh.size(mesh_dim), blocks))
         elif not isinstance(placement, Replicate):
             raise _invalid(key, f"has the placement {placement}, which this version does not know; redistribute it")
     return splits
 
 
 def _runs_per_dimension(
-    key: str, value: DTensor, local_shape: torch.Size, splits: list[list[Split]], coordinate: Sequence[int]
-) -> tuple[list[list[Split]], list[list[Run]]]:
+    key: str, value: DTensor, local_shape: torch.Size, splits: list[list[MeshSplit]], coordinate: Sequence[int]
+) -> tuple[list[list[MeshSplit]], list[list[Run]]]:
     """The splits in the order in which they were made, and the index runs that the local tensor holds, by dimension.
 
     Placements with strided shards have two readings that differ where the sizes are uneven. FSDP2 over tensor
@@ -281,7 +281,7 @@ def _runs_per_dimension(
     them made the tensor. Where it fits both, the tensor is what full_tensor would make of it. A process that holds
     nothing may do so although another length is due.
     """
-    made: list[list[Split]] = []
+    made: list[list[MeshSplit]] = []
     runs: list[list[Run]] = []
     for dim, (size, length) in enumerate(zip(value.shape, local_shape, strict=True)):
         for chosen in (_in_order_of_sharding(value, dim, splits[dim]) or splits[dim], splits[dim]):
@@ -297,7 +297,7 @@ def _runs_per_dimension(
     return made, runs
 
 
-def _in_order_of_sharding(value: DTensor, dim: int, splits: list[Split]) -> list[Split] | None:
+def _in_order_of_sharding(value: DTensor, dim: int, splits: list[MeshSplit]) -> list[MeshSplit] | None:
     """The splits as plain ones in the order in which they were made; None where strided shards stand for no order."""
     if len(splits) < 2 and all(split.blocks == 1 for split in splits):
         return splits
@@ -308,7 +308,7 @@ def _in_order_of_sharding(value: DTensor, dim: int, splits: list[Split]) -> list
     if not value._spec.use_strided_shard_as_shard_order:
         return None
     # Each split comes after as many parts of the mesh dimensions to its right as it has blocks.
-    order: list[Split] = []
+    order: list[MeshSplit] = []
     for split in reversed(splits):
         parts_before = itertools.accumulate((other.parts for other in order), int.__mul__, initial=1)
         place = next((at for at, parts in enumerate(parts_before) if parts == split.blocks), None)
@@ -342,7 +342,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
+class Tied:
     """Keys that share memory, each with another one, in the order of the target.
 
     ``is_exact`` where each has just the memory of each other, for the same part of the stored tensor.
@@ -352,7 +352,7 @@ class Tie:
     is_exact: bool
 
 
-def ties_of(plain: Mapping[str, tuple[torch.Tensor, int]], others: Sequence[Place], order: Iterable[str]) -> list[Tie]:
+def ties_of(plain: Mapping[str, tuple[torch.Tensor, int]], others: Sequence[Place], order: Iterable[str]) -> list[Tied]:
     """The ties among ``plain`` tensors, which are whole, contiguous and come with their addresses, and ``others``."""
     others = [place for place in others if place.tensor.numel()]
     start = np.array([address for _, address in plain.values()] + [each.tensor.data_ptr() for each in others], np.int64)
@@ -377,7 +377,7 @@ def ties_of(plain: Mapping[str, tuple[torch.Tensor, int]], others: Sequence[Plac
         if key in groups.parents:
             tied.setdefault(groups.root(key), []).append(key)
     return [
-        Tie(keys=tuple(keys), is_exact=all(layouts[key] == layouts[keys[0]] for key in keys)) for keys in tied.values()
+        Tied(keys=tuple(keys), is_exact=all(layouts[key] == layouts[keys[0]] for key in keys)) for keys in tied.values()
     ]
 
 

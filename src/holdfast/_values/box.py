@@ -112,7 +112,7 @@ Run = tuple[int, int]
 """The first index, and how many follow each other."""
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """A mesh dimension that cuts a tensor dimension: into equal ``parts``, as torch cuts them; strided ones cut each of
     several equal ``blocks``.
     """
@@ -122,7 +122,7 @@ class Split(NamedTuple):
     blocks: int = 1
 
 
-def runs_of(size: int, splits: Iterable[tuple[Split, int]]) -> list[Run]:
+def runs_of(size: int, splits: Iterable[tuple[MeshSplit, int]]) -> list[Run]:
     """What one member holds of ``range(size)``, in local order: each split in turn keeps the part with that number."""
     runs = [(0, size)]
     for split, index in splits:

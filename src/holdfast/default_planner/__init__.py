@@ -28,6 +28,7 @@ from holdfast._values.box import Box, whole
 from holdfast._values.lazy import LazyList
 from holdfast._values.records import emptied
 from holdfast.default_planner.load_planner import NO_METADATA, DefaultLoadPlanner
+from holdfast.default_planner.other_keys import AnyMapping, check_mapping, saved_outside
 from holdfast.default_planner.targets import chosen_keys, empty_state
 from holdfast.errors import InvalidStateError
 from holdfast.metadata import (
@@ -87,6 +88,7 @@ class DefaultSavePlanner(SavePlanner):
         replica_check: how ranks compare what they should have in common.
         may_differ: keys, what keys begin with, or patterns of them, whose contents may differ between ranks, as those
             of buffers of modules may: the lowest rank's are saved, and the metadata tells.
+        mapping: as in SaveOptions.
     """
 
     def __init__(
@@ -99,7 +101,11 @@ class DefaultSavePlanner(SavePlanner):
         *,
         replica_check: Literal["sample", "all", "off"] = "sample",
         may_differ: Collection[str] = (),
+        mapping: AnyMapping | None = None,
     ) -> None:
+        if mapping is not None:
+            check_mapping(mapping)
+        self.mapping = mapping
         if dedup_replicated_tensors is not None:
             warnings.warn(
                 "dedup_replicated_tensors has no effect: what several ranks hold is always written once",
@@ -137,6 +143,10 @@ class DefaultSavePlanner(SavePlanner):
             if not self.keeps_empty_dicts:
                 for key in empty_dicts(state_dict):
                     del state_dict[key], self.mappings[key]
+        if self.mapping is not None:
+            state_dict, self.mappings, self.buffers = saved_outside(
+                self.mapping, state_dict, self.mappings, self.buffers
+            )
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
@@ -275,8 +285,8 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, keys: Collection[str] | None = None, *args: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.key_map is not None:
-            raise ValueError("a target that is made from the checkpoint has its keys; leave out key_map")
+        if self.mapping is not None:
+            raise ValueError("a target that is made from the checkpoint has its keys; leave out mapping")
         self.keys = keys
 
     def set_up_planner(

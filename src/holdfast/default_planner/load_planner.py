@@ -17,14 +17,14 @@ import torch
 
 from holdfast._state.nested import flatten, set_element
 from holdfast._state.per_rank import ADVICE
-from holdfast._state.pieces import Pieces, Place, Tie, is_labelled, is_meta, is_sharded, piece_at, pieces_of, ties_of
+from holdfast._state.pieces import Pieces, Place, Tied, is_labelled, is_meta, is_sharded, piece_at, pieces_of, ties_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, ComposedTensor, check_fillable, empty_tensor, plain_address
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_codec.pickles import deserialize_object
 from holdfast._values.lazy import LazyList
 from holdfast._values.records import Record, class_difference, class_name, classes_in, emptied, rebuilt
-from holdfast.default_planner.key_maps import KeyMap, check_key_map, renamed, suggestion
+from holdfast.default_planner.other_keys import AnyMapping, check_mapping, see_outside, suggestion
 from holdfast.default_planner.targets import fill_empty_containers, is_empty_container, take_whole_values, tied
 from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import (
@@ -63,7 +63,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     ``strict`` makes every difference between target and checkpoint an error before anything is touched; without it
     what fits is loaded and ``differences`` tells the rest. ``allow_partial_load`` excuses missing keys only. ``cast``
-    allows loading one floating type into another. ``key_map`` and ``types`` are as in LoadOptions; ``names`` has the
+    allows loading one floating type into another. ``mapping`` and ``types`` are as in LoadOptions; ``names`` has the
     stored key for each of the target. ``flatten_sharded_tensors`` is there for torch's sake: shards that are themselves
     sharded are always taken apart. Empty containers are filled, with the help of ``owners``; ``made`` has their keys.
     """
@@ -77,12 +77,13 @@ class DefaultLoadPlanner(LoadPlanner):
         strict: bool = True,
         cast: bool = False,
         allow_pickle: bool = False,
-        key_map: KeyMap | None = None,
+        mapping: AnyMapping | None = None,
         types: Iterable[type] = (),
     ) -> None:
-        check_key_map(key_map)
-        self.key_map = key_map
+        check_mapping(mapping)
+        self.mapping = mapping
         self.names: dict[str, str] = {}
+        self.dropped, self.wrapped = set[str](), list[torch.Tensor]()
         self.state_dict: STATE_DICT_TYPE = {}
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
@@ -105,7 +106,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self._memory: dict[str, Memory] = {}
         self._wrappers: list[torch.Tensor] = []
         self.same_bytes: SameBytes | None = None  # where ties are settled after the load
-        self.ties: list[Tie] = []
+        self.ties: list[Tied] = []
         self.left_out: set[str] = set()
         self._is_plain = False
 
@@ -115,30 +116,29 @@ class DefaultLoadPlanner(LoadPlanner):
         """Take the target, flattened; meta tensors are materialised on the CPU, empty containers asked to be filled."""
         self.original_state_dict = state_dict
         self.differences, containers = [], dict[Path, object]()
-        stored = {} if metadata is None or self.key_map is not None else metadata_from_torch(metadata).containers
+        stored = {} if metadata is None or self.mapping is not None else metadata_from_torch(metadata).containers
         if self.flatten_state_dict:
             self.versioned = {}
             state_dict, self.mappings = flatten(state_dict, self.versioned, containers, stored)
         self._materials, self._pieces = {}, {}
-        self.made, self._refused = [], []
+        self.made, self.wrapped = [], []
         self.state_dict = {
             key: leaf if type(leaf) is torch.Tensor and not leaf.is_meta else self._materialised(key, leaf)
             for key, leaf in state_dict.items()
         }
         metadata = None if metadata is None else self.understood(metadata)
-        if metadata is not None and self.key_map is not None:
-            paths = {key: self.mappings.get(key, (key,)) for key in self.state_dict}
-            metadata, self.names = renamed(metadata, paths, self.key_map)
-        self.metadata = metadata
+        if metadata is not None and self.mapping is not None:
+            metadata = see_outside(self, metadata, self.mapping)
+        self.metadata, self._refused = metadata, [*self.differences]
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
                 take_whole_values(self.state_dict, self.mappings, metadata, containers)
-            self.made, self._refused = fill_empty_containers(
+            self.made, refused = fill_empty_containers(
                 self.original_state_dict, self.state_dict, self.mappings, metadata, self.owners
             )
             found = (class_difference(stored.get(at), emptied(like), path_key(at)) for at, like in containers.items())
-            self._refused += [*self.differences, *filter(None, found)]
+            self._refused += [*refused, *filter(None, found)]
 
     def understood(self, metadata: Metadata) -> Metadata:
         """``metadata`` in our classes, with an empty instance for each container whose class is among ``types``."""
@@ -172,10 +172,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return filled
 
     def _set_in_target(self, key: str, value: object) -> None:
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[key], value)
-        else:
-            self.original_state_dict[key] = value
+        set_element(self.original_state_dict, self.mappings.get(key, (key,)), value)
 
     def create_local_plan(self) -> LoadPlan:
         """What to read for each leaf of the target; MismatchError with every difference when ``strict``."""
@@ -225,7 +222,7 @@ class DefaultLoadPlanner(LoadPlanner):
         faults = [each for each in self.differences if each.kind != "missing" or not self.allow_partial_load]
         if self.strict and faults:
             missing = [each.key for each in faults if each.kind == "missing"]
-            hint = suggestion(missing, self.state_dict, entries) if self.key_map is None else ""
+            hint = suggestion(missing, self.state_dict, entries) if self.mapping is None else ""
             hint += f" {ADVICE}" if self.owners.refused else ""
             raise MismatchError.of(self.told(faults), advice=_FIX + cast_advice(faults, cast=self.cast) + hint)
         return LoadPlan(LazyList(self.as_stored(columns)))
@@ -351,7 +348,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """``central_plan``, unchanged; autograd is told that the target changes, as it is of each part."""
-        torch.autograd.graph.increment_version(self._wrappers)
+        torch.autograd.graph.increment_version(self._wrappers + self.wrapped)
         return central_plan
 
     def rebuilt(self, key: str, record: Record) -> object:

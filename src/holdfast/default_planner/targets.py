@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast._state.nested import set_element, unflatten
-from holdfast._state.pieces import Place, Tie, is_meta, is_sharded, pieces_of
+from holdfast._state.pieces import Place, Tied, is_meta, is_sharded, pieces_of
 from holdfast._state.stateful_values import Owners
 from holdfast._state.tensors import CONTEXT_KEY, empty_quantized, empty_tensor, is_composed
 from holdfast._values.box import Box, flat_range_boxes, whole
@@ -320,7 +320,7 @@ def settle_ties(planner: DefaultLoadPlanner, reader: StorageReader, plan: LoadPl
         _settle(planner, _AsideReader(planner, reader, plan), tie)
 
 
-def _settle(planner: DefaultLoadPlanner, aside: _AsideReader, tie: Tie) -> None:
+def _settle(planner: DefaultLoadPlanner, aside: _AsideReader, tie: Tied) -> None:
     """Leave the last key of the tie whole in the memory; the others have what that leaves of them."""
     first, *others = tie.keys
     if tie.is_exact:

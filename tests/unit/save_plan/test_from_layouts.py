@@ -44,7 +44,7 @@ from holdfast._save_plan.from_layouts import (
 )
 from holdfast._save_plan.plans import LocalLeaves, local_leaves, plan_together, properties_of
 from holdfast._save_plan.together import JointPlan
-from holdfast._values.box import Split
+from holdfast._values.box import MeshSplit
 from holdfast._values.digest import name_words, rows_digest
 from holdfast._values.lazy import LazyDict, LazyList
 from holdfast.errors import InvalidStateError, RankDisagreementError
@@ -58,7 +58,7 @@ Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
 # What members of a mesh hold.
 
 
-def split_indices(size: int, splits: Sequence[Split], place: Sequence[int]) -> list[int]:
+def split_indices(size: int, splits: Sequence[MeshSplit], place: Sequence[int]) -> list[int]:
     """The indices that are left after each split in turn: of each block the part at the member's place."""
     left = list(range(size))
     for split in splits:
@@ -75,21 +75,21 @@ def _cut(indices: list[int], parts: int) -> list[list[int]]:
 
 
 @st.composite
-def meshes_and_splits(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[Split, ...], ...]]:
+def meshes_and_splits(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[MeshSplit, ...], ...]]:
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     size = tuple(draw(st.lists(st.integers(0, 13), max_size=3)))
-    splits: list[list[Split]] = [[] for _ in size]
+    splits: list[list[MeshSplit]] = [[] for _ in size]
     for mesh_dim in draw(st.permutations(range(len(mesh)))):
         if size and draw(st.booleans()):
             dimension = draw(st.integers(0, len(size) - 1))
-            splits[dimension].append(Split(mesh_dim, mesh[mesh_dim], draw(st.integers(1, 3))))
+            splits[dimension].append(MeshSplit(mesh_dim, mesh[mesh_dim], draw(st.integers(1, 3))))
     return size, mesh, tuple(map(tuple, splits))
 
 
 @given(meshes_and_splits())
 @settings(max_examples=300)
 def test_every_member_holds_the_indices_that_are_left_to_it(
-    case: tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[Split, ...], ...]],
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[MeshSplit, ...], ...]],
 ) -> None:
     size, mesh, splits = case
     found = boxes_on_mesh(size, mesh, splits)
@@ -250,10 +250,10 @@ def _layout(
         heads.append(
             TensorHead(properties_of(dtype, draw(st.booleans()) and dtype.is_floating_point), torch.Size(size))
         )
-        splits: list[list[Split]] = [[] for _ in size]
+        splits: list[list[MeshSplit]] = [[] for _ in size]
         for mesh_dim in (0, 1):
             if size and draw(st.booleans()):
-                splits[draw(st.integers(0, len(size) - 1))].append(Split(mesh_dim, mesh[mesh_dim]))
+                splits[draw(st.integers(0, len(size) - 1))].append(MeshSplit(mesh_dim, mesh[mesh_dim]))
         if draw(st.booleans()):
             rules.append(WHOLE)
         else:
@@ -353,7 +353,7 @@ def test_so_it_is_on_thousands_of_ranks(replicas: int) -> None:
         [f"w{number}" for number in range(len(sizes))] + ["step"],
         texts_of([*heads, None]),
         [0, 0, 0, 0, WHOLE],
-        spreads=[Rule(0, ((Split(1, mesh[1]),), ()))],
+        spreads=[Rule(0, ((MeshSplit(1, mesh[1]),), ()))],
         meshes=[Mesh(mesh, tuple(range(ranks)))],
     )
     assert_planned_alike(

@@ -146,7 +146,7 @@ def test_one_that_was_never_saved_is_missing(path: str) -> None:
 def test_it_is_found_under_another_key(path: str) -> None:
     holdfast.save({"run": {"loader": holdfast.PerRank({"seen": 4})}}, path)
     value = holdfast.PerRank({"seen": 0})
-    holdfast.load({"loader": value}, path, options=holdfast.LoadOptions(key_map={"": "run"}))
+    holdfast.load({"loader": value}, path, options=holdfast.LoadOptions(mapping={"": "run"}))
     assert value.value == {"seen": 4}
 
 

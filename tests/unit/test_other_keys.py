@@ -1,4 +1,4 @@
-"""Targets whose keys are not those of the checkpoint: LoadOptions(key_map=...), and the hint to pass it."""
+"""Targets whose keys are not those of the checkpoint: LoadOptions(mapping=...), and the hint to pass it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def numbered(count: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float32)
 
 
-def load(target: dict[Any, Any], path: str, key_map: Any, *, strict: bool = True) -> holdfast.LoadReport:
-    return holdfast.load(target, path, strict=strict, options=LoadOptions(key_map=key_map))
+def load(target: dict[Any, Any], path: str, mapping: Any, *, strict: bool = True) -> holdfast.LoadReport:
+    return holdfast.load(target, path, strict=strict, options=LoadOptions(mapping=mapping))
 
 
 Save = Callable[[Mapping[str, Any]], None]
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "key_map"),
+    ("stored", "wanted", "mapping"),
     [
         ("w", "module.w", {"module": ""}),
         ("w", "module.w", {"module.": ""}),
@@ -50,11 +50,11 @@ Save = Callable[[Mapping[str, Any]], None]
     ],
 )
 def test_prefixes_are_stripped_added_and_exchanged(
-    path: str, save: Save, stored: str, wanted: str, key_map: Any
+    path: str, save: Save, stored: str, wanted: str, mapping: Any
 ) -> None:
     save({stored: numbered(5, 3)})
     target = {wanted: torch.zeros(5)}
-    report = load(target, path, key_map)
+    report = load(target, path, mapping)
     assert target[wanted].tolist() == [3, 4, 5, 6, 7]
     assert report.loaded == (stored,)
     assert report.unexpected == report.differences == ()
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_told_by_the_stored_key(path: str, save: Save) -> N
         load(dict(target), path, {"": "m"})
     assert [each.key for each in caught.value.differences] == ["m.w", "m.half", "m.none"]
     assert "'m.none' is not in the checkpoint" in str(caught.value)
-    options = LoadOptions(key_map={"": "m"}, cast=True)
+    options = LoadOptions(mapping={"": "m"}, cast=True)
     report = holdfast.load(target, path, strict=False, options=options)
     assert report.loaded == ("m.half",)
     assert [each.key for each in report.casts] == ["m.half"]
@@ -185,21 +185,21 @@ def test_planners_of_ours_take_a_map(path: str, save: Save) -> None:
             return super().transform_tensor(read_item, tensor)
 
     target = {"w": torch.zeros(3)}
-    holdfast.load(target, path, planner=Planner(key_map={"": "m"}))
+    holdfast.load(target, path, planner=Planner(mapping={"": "m"}))
     assert target["w"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="options of the planner; pass them to the planner"):
-        holdfast.load(target, path, planner=Planner(), options=LoadOptions(key_map={"": "m"}))
+        holdfast.load(target, path, planner=Planner(), options=LoadOptions(mapping={"": "m"}))
 
 
 def test_what_is_no_map_is_refused(path: str) -> None:
     holdfast.save({"w": numbered(3)}, path)
     wrong: Any
     for wrong in ("module", {"a": 1}, {1: "a"}, 5):
-        with pytest.raises(ValueError, match="key_map is a function, or a dict"):
-            LoadOptions(key_map=wrong)
-    with pytest.raises(ValueError, match="key_map is for load"):
-        holdfast.read(path, options=LoadOptions(key_map={"a": "b"}))
-    with pytest.raises(holdfast.InvalidStateError, match="key_map gave a NoneType for 'w'"):
+        with pytest.raises(ValueError, match=r"mapping is a holdfast\.Mapping"):
+            LoadOptions(mapping=wrong)
+    with pytest.raises(ValueError, match="mapping is for load"):
+        holdfast.read(path, options=LoadOptions(mapping={"a": "b"}))
+    with pytest.raises(holdfast.InvalidStateError, match="mapping gave a NoneType for 'w'"):
         load({"w": torch.zeros(3)}, path, lambda key: None)
 
 
@@ -207,7 +207,7 @@ LAYERS = [f"layers.{number}.{part}" for number in range(4) for part in ("attenti
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted", "key_map"),
+    ("stored", "wanted", "mapping"),
     [
         ("{}", "module.{}", {"module": ""}),
         ("module.{}", "{}", {"": "module"}),
@@ -216,20 +216,20 @@ LAYERS = [f"layers.{number}.{part}" for number in range(4) for part in ("attenti
         ("teacher.{}", "student.net.{}", {"student.net": "teacher"}),
     ],
 )
-def test_keys_that_nearly_fit_are_hinted_at(path: str, stored: str, wanted: str, key_map: dict[str, str]) -> None:
+def test_keys_that_nearly_fit_are_hinted_at(path: str, stored: str, wanted: str, mapping: dict[str, str]) -> None:
     holdfast.save({**{stored.format(key): numbered(2) for key in LAYERS}, "step": 1}, path)
     target = {wanted.format(key): torch.zeros(2) for key in LAYERS}
     hint = f"Did you mean {stored.format(LAYERS[0])!r} for {wanted.format(LAYERS[0])!r}? "
-    with pytest.raises(MismatchError, match=re.escape(f"{hint}Pass LoadOptions(key_map={key_map}).")):
+    with pytest.raises(MismatchError, match=re.escape(f"{hint}Pass LoadOptions(mapping={mapping}).")):
         holdfast.load(target, path)
-    load(target, path, key_map)
+    load(target, path, mapping)
 
 
 def test_wrappers_in_the_middle_of_keys_are_hinted_at(path: str) -> None:
     holdfast.save({key: numbered(2) for key in LAYERS}, path)
     target = {key.replace("layers.", "layers._orig_mod.").replace(".bias", "._orig_mod.bias"): 0 for key in LAYERS}
     target = {key: torch.zeros(2) for key in target}
-    with pytest.raises(MismatchError, match=r"key_map=lambda key: key\.replace\('_orig_mod\.', ''\)\)\.$"):
+    with pytest.raises(MismatchError, match=r"mapping=lambda key: key\.replace\('_orig_mod\.', ''\)\)\.$"):
         holdfast.load(target, path)
     load(target, path, lambda key: key.replace("_orig_mod.", ""))
 

@@ -26,7 +26,7 @@ def save_and_load_renamed(path: str, storage: str) -> list[object]:
     holdfast.save(state, storage_writer=writer)
     other = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(1)])
     target = {"module": {"w": other, "same": distribute_tensor(torch.zeros(8, 3), mesh, [Replicate()]), "n": 0}}
-    report = holdfast.load(target, path, options=holdfast.LoadOptions(key_map={"module": "model"}))
+    report = holdfast.load(target, path, options=holdfast.LoadOptions(mapping={"module": "model"}))
     try:
         holdfast.load(target, path)
         hint = ""
@@ -38,6 +38,6 @@ def save_and_load_renamed(path: str, storage: str) -> list[object]:
 
 @pytest.mark.parametrize("storage", ["native", "torch"])
 def test_ranks_load_by_a_map(pool: Crew, tmp_path: Path, storage: str) -> None:
-    hint = "Pass LoadOptions(key_map={'module': 'model'})."
+    hint = "Pass LoadOptions(mapping={'module': 'model'})."
     for told in pool.run(3, save_and_load_renamed, str(tmp_path / "a"), storage):
         assert told == [True, 7, ["model.n", "model.same", "model.w"], hint]

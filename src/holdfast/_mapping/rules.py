@@ -1,0 +1,290 @@
+"""The rules of a mapping: how the tensors of files (outside) and those of a state (inside) belong together.
+
+One list of rules serves both directions. A rule is a frozen value, and a mapping is JSON as well as Python: there is
+nothing in it but names, numbers and the operations below, all of which only say where elements go. A rule that exists
+was checked, and is bounded. What rules mean for the keys of a state is found out elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast._state.tensors import TORCH_DTYPES
+
+_MAX_PATTERN = 1024
+_MAX_PATTERNS = 4096
+_MAX_OPERATIONS = 16
+_MAX_NUMBER = 1 << 31
+
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]{0,31})(\.\.\.)?\}")
+
+
+class Concat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="concat"
+):
+    """Several tensors outside are one inside, one after the other in dimension ``dim``.
+
+    ``parts`` says in which proportion they share it, as (4, 1, 1) for queries, keys and values; by default they are
+    equally long.
+    """
+
+    dim: int = 0
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_dims(self.dim)
+        if any(not 0 < part < _MAX_NUMBER for part in self.parts):
+            raise ValueError(f"the parts of a Concat are positive numbers, not {self.parts}")
+
+
+class Split(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="split"
+):
+    """One tensor outside is several inside, which lie in it one after the other in dimension ``dim``."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dims(self.dim)
+
+
+class Stack(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="stack"
+):
+    """The tensors of a numbered list outside are one inside, which has dimension ``dim`` for their number."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dims(self.dim)
+
+
+class Unstack(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="unstack"
+):
+    """One tensor outside is a numbered list of tensors inside: what it has at each index of dimension ``dim``."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dims(self.dim)
+
+
+class Transpose(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="transpose"
+):
+    """Two dimensions change places."""
+
+    first: int = 0
+    second: int = 1
+
+    def __post_init__(self) -> None:
+        _check_dims(self.first, self.second)
+
+
+class _Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation"):
+    """What both orders have: in dimension ``dim`` there are equal ``groups``, and equal ``parts`` in each.
+
+    With one group for each head and two parts, these are the row orders of RoPE: in halves, or in pairs. ``only`` has
+    the numbers of the tensors that are meant, where several pass and not all of them are.
+    """
+
+    dim: int = 0
+    groups: int = 1
+    parts: int = 2
+    only: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_dims(self.dim, *self.only)
+        if not 0 < self.groups < _MAX_NUMBER or not 0 < self.parts < _MAX_NUMBER:
+            raise ValueError(f"groups and parts are positive numbers, not {self.groups} and {self.parts}")
+
+
+class Interleave(
+    _Order, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="interleave"
+):
+    """Outside, the parts of each group lie one after the other; inside, the first of each part, then the second..."""
+
+
+class Deinterleave(
+    _Order, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="deinterleave"
+):
+    """Inside, the parts of each group lie one after the other; outside, the first of each part, then the second..."""
+
+
+Operation = Concat | Split | Stack | Unstack | Transpose | Interleave | Deinterleave
+
+
+class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="move"):
+    """Tensors that have other names, or are laid out in another way, outside and inside.
+
+    ``operations`` lead from outside to inside, one after the other. In a pattern, ``{i}`` (one letter) stands for a
+    number, ``{name}`` for what is between two dots, ``{name...}`` for one or more of these. A name stands for the same
+    text in all patterns of the rule. Only the number of a list is missing on the side where the list is one tensor.
+    """
+
+    outside: str | tuple[str, ...]
+    inside: str | tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+
+    def __post_init__(self) -> None:
+        for side in ("outside", "inside", "operations"):
+            given = getattr(self, side)
+            if not isinstance(given, str):
+                given = given[0] if len(given) == 1 and side != "operations" else tuple(given)
+                msgspec.structs.force_setattr(self, side, given)
+        if not 0 < len(self.outsides) <= _MAX_PATTERNS or not 0 < len(self.insides) <= _MAX_PATTERNS:
+            raise ValueError(f"a Move has one pattern or more on each side: {self}")
+        if len(self.operations) > _MAX_OPERATIONS:
+            raise ValueError(f"a Move has at most {_MAX_OPERATIONS} operations: {self.outside!r}")
+        names = [{name for name, _ in places_of(pattern)} for pattern in (*self.outsides, *self.insides)]
+        outside, inside = names[0], names[-1]
+        if any(each != outside for each in names[: len(self.outsides)]) or inside != names[len(self.outsides)]:
+            raise ValueError(
+                f"all patterns of one side have the same names in braces: {self.outside!r}, {self.inside!r}"
+            )
+        if any(each != inside for each in names[len(self.outsides) :]) or len(outside ^ inside) > 1:
+            raise ValueError(f"both sides have the same names in braces: {self.outside!r}, {self.inside!r}")
+        if (self.number is None) == any(isinstance(each, (Stack, Unstack)) for each in self.operations):
+            raise ValueError(f"a number for the list, and Stack or Unstack: both or none of them, in {self.outside!r}")
+        _check_chain(self)
+
+    @property
+    def outsides(self) -> tuple[str, ...]:
+        return (self.outside,) if isinstance(self.outside, str) else self.outside
+
+    @property
+    def insides(self) -> tuple[str, ...]:
+        return (self.inside,) if isinstance(self.inside, str) else self.inside
+
+    @property
+    def number(self) -> str | None:
+        """The name of the number of the list that is one tensor on the other side."""
+        one, other = ({name for name, _ in places_of(side[0])} for side in (self.outsides, self.insides))
+        return next(iter(one ^ other), None)
+
+
+def _check_chain(move: Move) -> None:
+    """ValueError unless the operations make as many tensors, and lists of them, as the patterns name."""
+    count = len(move.outsides)
+    is_list = move.number is not None and any(name == move.number for name, _ in places_of(move.outsides[0]))
+    for operation in move.operations:
+        if isinstance(operation, Concat):
+            if operation.parts and len(operation.parts) != count:
+                raise ValueError(f"{len(operation.parts)} parts for {count} tensors of {move.outside!r}")
+            count = 1
+        elif isinstance(operation, Split):
+            if count != 1:
+                raise ValueError(f"a Split is of one tensor, not of {count}: {move.outside!r}")
+            count = len(move.insides)
+        elif isinstance(operation, (Stack, Unstack)):
+            if is_list != isinstance(operation, Stack):
+                raise ValueError(f"a Stack is of a list, an Unstack is of one tensor: {move.outside!r}")
+            is_list = not is_list
+    if count != len(move.insides) or is_list != any(name == move.number for name, _ in places_of(move.insides[0])):
+        raise ValueError(f"the operations for {move.outside!r} do not make {move.inside!r}")
+
+
+class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="tie"):
+    """``inside`` has the contents of ``same_as``, which is inside too, and no tensor of its own outside.
+
+    When it is saved, both must be equal. When it is loaded, both are filled.
+    """
+
+    inside: str
+    same_as: str
+
+    def __post_init__(self) -> None:
+        if {*places_of(self.inside)} != {*places_of(self.same_as)}:
+            raise ValueError(f"both sides of a Tie have the same names in braces: {self.inside!r}, {self.same_as!r}")
+
+
+class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="drop"):
+    """What is not loaded (``outside``), or neither saved nor loaded (``inside``)."""
+
+    outside: str = ""
+    inside: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.outside) == bool(self.inside):
+            raise ValueError("a Drop names what is outside, or what is inside: one of both")
+        places_of(self.outside or self.inside)
+
+
+class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="cast"):
+    """An export writes the floating tensors of these names in the type ``dtype``, as "bfloat16"."""
+
+    outside: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        places_of(self.outside)
+        found = TORCH_DTYPES.get(self.dtype)
+        if found is None or not found.is_floating_point:
+            raise ValueError(f"a Cast is to a floating dtype such as 'bfloat16', not to {self.dtype!r}")
+
+
+class Offset(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="offset"
+):
+    """Inside, the elements of these tensors are by ``number`` larger than outside."""
+
+    outside: str
+    number: float
+
+    def __post_init__(self) -> None:
+        places_of(self.outside)
+
+
+Rule = Move | Tie | Drop | Cast | Offset
+
+
+def _check_dims(*dims: int) -> None:
+    if any(not -64 <= dim < 64 for dim in dims):
+        raise ValueError(f"{dims} are no dimensions of a tensor")
+
+
+def places_of(pattern: str) -> list[tuple[str, bool]]:
+    """The names in the braces of ``pattern``, each with whether it stands for several steps; ValueError for others."""
+    if not 0 < len(pattern) <= _MAX_PATTERN:
+        raise ValueError(f"a pattern has 1 to {_MAX_PATTERN} characters, not {len(pattern)}")
+    if re.search(r"[{}]", _PLACE.sub("", pattern)):
+        raise ValueError(f"{pattern!r} has braces that are no name, as {{i}}, {{name}} or {{name...}}")
+    found = [(match[1], bool(match[2])) for match in _PLACE.finditer(pattern)]
+    if sum(several for _, several in found) > 1:
+        raise ValueError(f"{pattern!r} has two names that stand for several steps; it may have one")
+    return found
+
+
+def expression_of(pattern: str, *, any_number: bool = False) -> re.Pattern[str]:
+    """What the keys that ``pattern`` stands for match; with ``any_number``, its own numbers stand for any number."""
+    parts: list[str] = []
+    seen: set[str] = set()
+    end = 0
+    for match in _PLACE.finditer(pattern):
+        parts.append(_literal(pattern[end : match.start()], any_number))
+        name = match[1]
+        meant = r".+" if match[2] else r"(?:0|[1-9][0-9]{0,8})" if len(name) == 1 else r"[^.]+"
+        parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{meant})")
+        seen.add(name)
+        end = match.end()
+    parts.append(_literal(pattern[end:], any_number))
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def _literal(text: str, any_number: bool) -> str:
+    return re.sub(r"[0-9]+", "[0-9]+", re.escape(text)) if any_number else re.escape(text)
+
+
+class Template:
+    """Makes the key that ``pattern`` stands for from the texts of its names, given in the order of ``names``."""
+
+    def __init__(self, pattern: str, names: Sequence[str]) -> None:
+        self._format = _PLACE.sub("%s", pattern.replace("%", "%%"))
+        self._order = [names.index(name) for name, _ in places_of(pattern)]
+
+    def key(self, texts: Sequence[str]) -> str:
+        return self._format % tuple([texts[place] for place in self._order])
