@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -74,6 +75,9 @@ def _run(function: Callable[[], object], environment: Mapping[str, str], log: Pa
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         faulthandler.unregister(signal.SIGUSR1)
+        # As in an interpreter of its own. The one that was copied was spawned, and so would its loader workers be: they
+        # would take seconds to begin.
+        multiprocessing.set_start_method(None, force=True)
         os.environ.clear()
         os.environ.update(environment)
         if log is not None:

@@ -380,7 +380,12 @@ CHECKED = {
     ),
     "_native/paths.py": ("tests/unit/native/test_paths.py",),
     "_native/merge.py": ("tests/unit/native/test_merge.py", "tests/unit/native/test_report.py"),
-    "_io/direct.py": ("tests/unit/io", *_DAMAGE, "tests/unit/native/test_environment_errors.py"),
+    "_io/direct.py": (
+        "tests/unit/io",
+        *_DAMAGE,
+        "tests/unit/native/test_environment_errors.py",
+        "tests/unit/events/test_listeners.py",
+    ),
     "_io/posix.py": ("tests/unit/io", "tests/unit/test_arguments.py"),
     "_native/publish.py": (*_PUBLISH, *_FORMATS, "tests/faults/test_storage_failures.py"),
     "_save_plan/plans.py": ("tests/unit/save_plan/test_plans.py",),

@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +61,18 @@ class Batches(Dataset[torch.Tensor]):
         return torch.randn(8, _WIDTH, generator=generator)
 
 
+def _note(notes: str, name: str, text: object = "") -> None:
+    draft = Path(notes, f".{name}")
+    draft.write_text(str(text))
+    draft.rename(Path(notes, name))
+
+
+def _begin_loading(notes: str, rank: int, worker: int) -> None:
+    """What a loader worker does first. Before that, it dies of the signals that its rank gets."""
+    ignore_stop_signals()
+    _note(notes, f"loading-{worker}-{rank}")
+
+
 class Training:
     """The model, and one step of it at a time, on all ranks."""
 
@@ -101,9 +115,7 @@ class Training:
 
     def note(self, name: str, text: object = "") -> None:
         """Let whoever watches know that this rank has come so far."""
-        draft = Path(self._run.notes, f".{name}-{self.rank}")
-        draft.write_text(str(text))
-        draft.rename(Path(self._run.notes, f"{name}-{self.rank}"))
+        _note(self._run.notes, f"{name}-{self.rank}", text)
 
     def evaluate(self, is_over: Callable[[], bool]) -> None:
         """Take long, without a word to the other ranks, unless somebody says that it is over."""
@@ -125,7 +137,7 @@ def with_holdfast(run: Run, training: Training) -> int | None:
     ) as checkpoints:
         training.note("ready", os.getpid())
         first = checkpoints.resume(state).next_step
-        for step, batch in training.batches(first, ignore_stop_signals):
+        for step, batch in training.batches(first, partial(_begin_loading, run.notes, training.rank)):
             training.step(step, batch)
             checkpoints.save(step, state)
             if run.evaluates and step == first + 1:
@@ -173,14 +185,18 @@ def without_checkpoints(run: Run, training: Training) -> None:
 
 
 def main() -> None:
-    """What one rank does."""
+    """What one rank does; if it fails, it notes why, because what torchrun says in the end does not."""
     run = Run(**json.loads(sys.argv[1]))
-    dist.init_process_group("gloo")
-    training = Training(run)
-    stopped = {"holdfast": with_holdfast, "torch": by_hand, "": without_checkpoints}[run.library](run, training)
-    training.note("over", stopped)
-    dist.barrier()  # ranks end in good order, or gloo may abort one
-    dist.destroy_process_group()
+    try:
+        dist.init_process_group("gloo")
+        training = Training(run)
+        stopped = {"holdfast": with_holdfast, "torch": by_hand, "": without_checkpoints}[run.library](run, training)
+        training.note("over", stopped)
+        dist.barrier()  # ranks end in good order, or gloo may abort one
+        dist.destroy_process_group()
+    except BaseException:
+        _note(run.notes, f"died-{os.environ['RANK']}", traceback.format_exc())
+        raise
 
 
 if __name__ == "__main__":

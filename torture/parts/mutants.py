@@ -70,9 +70,9 @@ def run_tests(*, folder: str, bug: str | None, tests: list[str]) -> Case:
 def _pytest(source: Path, tests: list[str], log: Path) -> int:
     """The exit status of pytest in this process, which has imported what is slow to import but not the package."""
     os.chdir(REPOSITORY)
-    os.environ["PYTHONPATH"] = str(source)
     os.environ.pop("LD_PRELOAD", None)
     sys.path[:] = [str(source), str(REPOSITORY), *(path for path in sys.path if path != str(REPOSITORY / "src"))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the tests start interpreters
     assert not any(name.partition(".")[0] == "holdfast" for name in sys.modules)
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)

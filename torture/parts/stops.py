@@ -1,8 +1,9 @@
 """A run of four ranks under torchrun is asked to stop, at any moment after it has begun.
 
 The signal goes to torchrun's agent or to one of the ranks, or a file is made; while ranks resume, train, save or
-evaluate, with loader workers or without. Every launch goes on where the one before was stopped, and every loss that any
-of them writes down is compared with that of a run that nobody has disturbed.
+evaluate, with loader workers or without. Loader workers have begun by then: the signal ends one that has not, and its
+rank with it, which the library cannot prevent. Every launch goes on where the one before was stopped, and every loss
+that any of them writes down is compared with that of a run that nobody has disturbed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _WORKERS = 2
 _PAUSE_S = 0.01
 _LONGEST_DELAY_S = 1.5
 _START_S = 300.0
+_SHOWN_LINES = 20
 _STOP_S = 30.0  # what torchrun gives
 _FORKED = 5  # of so many launches, one is started by the command line: that takes some ten seconds of processor time
 _TO = ("agent", "worker", "file")
@@ -150,7 +152,10 @@ def stop_again_and_again(*, folder: str, steps: int, library: str, number: int, 
         )
         agent = _launch(notes, told, is_forked=stop.is_forked)
         try:
-            _until(agent, [notes / f"{'evaluating' if stop.evaluates else 'ready'}-{rank}" for rank in range(RANKS)])
+            waited_for = ["evaluating" if stop.evaluates else "ready"]
+            if library == "holdfast":
+                waited_for += [f"loading-{worker}" for worker in range(stop.loader_workers)]
+            _until(agent, [notes / f"{name}-{rank}" for name in waited_for for rank in range(RANKS)])
             time.sleep(stop.delay_s)
             asked_at = time.monotonic()
             _ask(stop, agent, notes)
@@ -213,7 +218,8 @@ def _launch(notes: Path, told: Run, *, is_forked: bool) -> subprocess.Popen[byte
     """torchrun, with a run on each of its ranks."""
     notes.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src")])
+    places = [str(REPOSITORY), str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     environment.pop("LD_PRELOAD", None)
     argument = json.dumps(asdict(told))
     if is_forked:
@@ -259,8 +265,11 @@ def _losses(notes: Path) -> list[dict[int, str]]:
 
 
 def _log_of(notes: Path) -> str:
-    said = (notes / "log").read_text(errors="replace").splitlines()
-    return f"; its log ends with {' | '.join(said[-8:])}"
+    """Why the first rank died, as it has noted; the others may have died of that. Else the end of the common log."""
+    died = sorted(notes.glob("died-*"), key=lambda path: path.stat().st_mtime_ns)
+    said = (died[0] if died else notes / "log").read_text(errors="replace").splitlines()
+    whose = f"rank {died[0].name.removeprefix('died-')} of {len(died)} with an error" if died else "its log"
+    return f"; {whose} ends with {' | '.join(line.strip() for line in said[-_SHOWN_LINES:])}"
 
 
 def _in_words(problems: Counter[str]) -> str:

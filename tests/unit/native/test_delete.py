@@ -126,6 +126,21 @@ def test_a_link_to_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     assert holdfast.verify(tmp_path / "one").ok
 
 
+def test_a_directory_that_cannot_be_opened_is_not_taken_for_a_link(tmp_path: Path) -> None:
+    save(tmp_path / "one")
+    real = os.open
+
+    def refused(path: Any, *args: Any, **options: Any) -> int:
+        if path == str(tmp_path / "one"):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *args, **options)
+
+    with mock.patch.object(os, "open", refused), pytest.raises(holdfast.StorageError) as caught:
+        holdfast.delete(tmp_path / "one")
+    assert caught.value.errno == errno.EACCES
+    assert holdfast.verify(tmp_path / "one").ok
+
+
 def test_a_checkpoint_that_is_pinned_stays_unless_forced(tmp_path: Path) -> None:
     save(tmp_path / "one")
     (tmp_path / "one" / "pinned").touch()

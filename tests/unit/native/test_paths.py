@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+
 import pytest
 
-from holdfast._native.paths import MAX_EMPTY_POSITIONS, check_key, check_paths, split_planner_data
+from holdfast._native.paths import (
+    MAX_EMPTY_POSITIONS,
+    check_key,
+    check_paths,
+    split_planner_data,
+    stored_containers,
+)
 from holdfast._native.paths import StoredElement as PathElement
 from holdfast._values.dtypes import MAX_KEY_BYTES, MAX_PATH_DEPTH
-from holdfast.errors import InvalidStateError
+from holdfast.errors import CorruptError, InvalidStateError
 
 NAN = {"float": "nan"}
 
@@ -142,6 +150,17 @@ def test_equal_keys_of_one_dict_are_a_fault(paths: list[list[PathElement]]) -> N
 
 def test_a_key_of_too_many_digits_is_a_fault() -> None:
     assert "damaged" in str(fault(["a", key({"int": hex(10**5000)})]))
+
+
+@pytest.mark.parametrize(
+    "containers",
+    ["x", {"a": OrderedDict()}, {(-1,): deque()}, {(1.0,): deque()}, {("a",): OrderedDict(b=1)}, {("a",): {}}],
+    ids=str,
+)
+def test_containers_that_no_writer_has_put_there_are_damage(containers: object) -> None:
+    with pytest.raises(CorruptError, match=r"'holdfast\.containers' in the metadata is damaged"):
+        stored_containers({"holdfast.containers": containers})
+    assert stored_containers({"holdfast.containers": {("a", 1): deque()}}) == {("a", 1): deque()}
 
 
 def test_metadata_that_only_looks_like_versions_is_the_users() -> None:

@@ -294,6 +294,20 @@ def test_a_reader_needs_to_write_to_the_root(tmp_path: Path) -> None:
         next(holdfast.follow(tmp_path))
 
 
+def test_a_step_that_cannot_be_held_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    real, calls = os.link, itertools.count()
+
+    def link(*args: Any, **kwargs: Any) -> None:
+        if next(calls):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*args, **kwargs)
+
+    with mock.patch.object(os, "link", link), pytest.raises(holdfast.StorageError, match="No space left"):
+        next(holdfast.follow(tmp_path))
+    assert readers(tmp_path) == []
+
+
 def test_the_lock_is_held_while_a_step_is_not(tmp_path: Path) -> None:
     """A reader between two steps lives, and its folder must not be taken from it."""
     save(tmp_path, 1)

@@ -207,6 +207,8 @@ def test_what_is_no_number_is_no_metric(tmp_path: Path, value: object) -> None:
     assert holdfast.Steps(tmp_path).steps()[0].metrics == {}
     with pytest.raises(ValueError, match="the name of a metric is a text"):
         holdfast.Steps(tmp_path).report(1, {3: 1.0})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="metrics is a dict of numbers by name"):
+        holdfast.Steps(tmp_path).report(1, [("loss", 1.0)])  # type: ignore[arg-type]
 
 
 def test_metrics_of_a_step_that_is_saved_again_no_longer_count(tmp_path: Path) -> None:
@@ -377,6 +379,21 @@ def test_what_cannot_be_looked_at_is_not_taken_for_damaged(tmp_path: Path, code:
                 act()
             assert caught.value.errno == code
     assert [step.problem for step in steps.steps()] == ["", ""]
+
+
+def test_metrics_that_cannot_be_read_now_are_not_written_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    steps, real = holdfast.Steps(tmp_path), os.open
+    steps.report(1, {"loss": 1.0})
+
+    def refused(name: Any, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(name) == "metrics.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(name, *args, **kwargs)
+
+    with mock.patch.object(os, "open", refused), pytest.raises(holdfast.StorageError, match=r"metrics\.json"):
+        steps.report(1, {"accuracy": 0.5})
+    assert steps.steps()[0].metrics == {"loss": 1.0}
 
 
 def test_what_killed_deletions_left_is_removed(tmp_path: Path) -> None:
