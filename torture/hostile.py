@@ -26,7 +26,7 @@ import holdfast
 from holdfast._native.verify import verify_checkpoint
 from holdfast._torch_format.reader import verify_torch_checkpoint
 from holdfast.interop import convert
-from torture import hostile_keys, hostile_native, hostile_torch, watch
+from torture import hostile_folders, hostile_keys, hostile_native, hostile_torch, watch
 from torture.forge import Change, Forgery, honest
 from torture.samples import chunks_of
 
@@ -79,6 +79,7 @@ def _convert(path: Path) -> None:
 
 NATIVE_LOOKS: dict[str, Look] = {"open": _read_all, "load": holdfast.load, "verify": _verify}
 TORCH_LOOKS: dict[str, Look] = {"open": _read_all}
+FOLDER_LOOKS: dict[str, Look] = {"open": _read_all, "load": holdfast.load, "verify": holdfast.verify}
 PT_LOOKS: dict[str, Look] = {"convert": _convert}
 
 
@@ -124,6 +125,13 @@ def torch_cases(folder: Path) -> Iterator[Case]:
         yield Case(name=f"torch: {name}", make=make, looks=TORCH_LOOKS)
     for name, make in hostile_torch.slow_cases(folder).items():
         yield Case(name=f"torch: {name}", make=make, looks=TORCH_LOOKS, seconds=SLOW_SECONDS)
+
+
+def folder_cases() -> Iterator[Case]:
+    """All hostile Hugging Face folders."""
+    yield Case(name="folder: honest", make=hostile_folders.exported, looks=FOLDER_LOOKS)
+    for name, make in hostile_folders.CASES.items():
+        yield Case(name=f"folder: {name}", make=make, looks=FOLDER_LOOKS)
 
 
 def pt_cases(folder: Path) -> Iterator[Case]:
@@ -180,6 +188,8 @@ def main(folder: Path, formats: list[str], *, is_quick: bool) -> None:
         cases += native_cases(folder)
     if "torch" in formats:
         cases += torch_cases(folder)
+    if "folder" in formats:
+        cases += folder_cases()
     if "pt" in formats:
         cases += pt_cases(folder)
     if is_quick:
@@ -209,7 +219,9 @@ def main(folder: Path, formats: list[str], *, is_quick: bool) -> None:
             problems = [f"the case itself failed: {type(error).__name__}: {error}"]
         finally:
             signal.alarm(0)
-            shutil.rmtree(path, ignore_errors=True)
+            for each in (path, folder / "outside", folder / "other"):
+                shutil.rmtree(each, ignore_errors=True)
+                each.unlink(missing_ok=True)
         print(json.dumps({"name": case.name, "looks": len(case.looks), "problems": problems}), flush=True)
 
 
@@ -224,4 +236,4 @@ def _virtual_bytes() -> int:
 
 if __name__ == "__main__":
     formats = [argument for argument in sys.argv[2:] if argument != "--quick"]
-    main(Path(sys.argv[1]), formats or ["native", "torch", "pt"], is_quick="--quick" in sys.argv)
+    main(Path(sys.argv[1]), formats or ["native", "torch", "folder", "pt"], is_quick="--quick" in sys.argv)

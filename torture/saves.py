@@ -18,6 +18,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast._async_saver import AsyncCheckpointerType, async_save
+from holdfast._huggingface.writer import FolderWriter
 from holdfast._io.slabs import SLAB_BYTES
 
 MODES = ("fresh", "fresh, may overwrite", "replacing")
@@ -32,9 +33,12 @@ TOLD_MODES = ("told, replacing", "told, async, replacing")
 ACROSS_MODES = ("torch's format over native, replacing", "native over torch's format, replacing")
 """One format in the place of the other."""
 
+EXPORT_MODES = ("export, fresh", "export, replacing")
+"""A folder as Hugging Face has it, of the tensors alone."""
+
 BEFORE = {
     mode: 1 if mode.endswith("replacing") else None
-    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES, *TOLD_MODES, *ACROSS_MODES)
+    for mode in (*MODES, *ASYNC_MODES, *PROCESS_MODES, *TORCH_FORMAT_MODES, *TOLD_MODES, *ACROSS_MODES, *EXPORT_MODES)
 }
 """Which version is published before the save of version 2."""
 
@@ -62,18 +66,37 @@ def state_of(version: int, shape: str = "small") -> dict[str, Any]:
     return state
 
 
+def exported(version: int, shape: str = "small") -> dict[str, Any]:
+    """The tensors of a state of a version, as a folder has them."""
+    state = state_of(version, shape)
+    tensors = {"step": torch.tensor(version)}
+    if "model" in state:
+        tensors["model.weight"], (tensors["model.layers.0"],) = state["model"]["weight"], state["model"]["layers"]
+    return tensors
+
+
+def _state(mode: str, version: int, shape: str) -> dict[str, Any]:
+    return (exported if mode in EXPORT_MODES else state_of)(version, shape)
+
+
 class Torn(Exception):
     """What was loaded is of no one version."""
 
 
 def version_of(state: dict[str, Any], shape: str = "small") -> int:
     """The version of a loaded state; Torn unless it is whole."""
-    step = state.get("step")
+    step, make = state.get("step"), state_of
+    if isinstance(step, torch.Tensor):
+        step, make = int(step), exported
     if type(step) is not int:
         raise Torn(f"the step is {step!r}")
     try:
-        wanted = state_of(step, shape)
-        same = list(state) == list(wanted) and all(equal(state[key], wanted[key]) for key in wanted)
+        wanted = make(step, shape)
+        same = (
+            state.keys() == wanted.keys()
+            and (make is exported or list(state) == list(wanted))
+            and all(equal(state[key], wanted[key]) for key in wanted)
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Torn(f"not a state of the shape {shape!r}: {error}") from error
     if not same:
@@ -96,15 +119,18 @@ def prepare(path: Path, mode: str, shape: str = "small") -> None:
     """Make what is there before the save: nothing, or version 1."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if BEFORE[mode] is not None:
-        kind = "torch" if first_mode(mode) in TORCH_FORMAT_MODES else "native"
+        first = first_mode(mode)
+        kind = next(kind for kind in ("torch's", "export", "") if first.startswith(kind))
         template = path.parent.parent / f"template-{kind}-{shape}-{os.getpid()}"
         if not template.exists():
-            save(template, first_mode(mode), shape, version=1)
+            save(template, first, shape, version=1)
         shutil.copytree(template, path)
 
 
 def first_mode(mode: str) -> str:
     """How the checkpoint that a save in ``mode`` replaces was saved: nothing was there."""
+    if mode in EXPORT_MODES:
+        return EXPORT_MODES[0]
     return TORCH_FORMAT_MODES[0] if mode in (*TORCH_FORMAT_MODES, ACROSS_MODES[1]) else MODES[0]
 
 
@@ -114,14 +140,15 @@ def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attem
         with told_on_a_full_disk():
             save(path, mode.removeprefix("told, "), shape, version=version, attempt=attempt)
         return
-    writer = _writer(path, mode, overwrite=mode not in (MODES[0], TORCH_FORMAT_MODES[0]), attempt=attempt)
+    is_new = mode in (MODES[0], TORCH_FORMAT_MODES[0], EXPORT_MODES[0])
+    writer = _writer(path, mode, overwrite=not is_new, attempt=attempt)
     if mode in PROCESS_MODES:
         in_process = AsyncCheckpointerType.PROCESS
         async_save(state_of(version, shape), storage_writer=writer, async_checkpointer_type=in_process).result()
     elif "async" in mode:
         async_save(state_of(version, shape), storage_writer=writer).result()
     else:
-        holdfast.save(state_of(version, shape), storage_writer=writer)
+        holdfast.save(_state(mode, version, shape), storage_writer=writer)
 
 
 @contextlib.contextmanager
@@ -143,6 +170,8 @@ def told_on_a_full_disk() -> Iterator[None]:
 def _writer(path: Path, mode: str, *, overwrite: bool, attempt: str | None = None) -> holdfast.StorageWriter:
     if mode.startswith("torch's format"):
         return holdfast.FileSystemWriter(path, overwrite=overwrite, thread_count=2)
+    if mode in EXPORT_MODES:
+        return FolderWriter(path, overwrite=overwrite)
     return holdfast.NativeWriter(path, overwrite=overwrite, attempt=attempt)
 
 
@@ -172,7 +201,7 @@ def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: 
     try:
         # What is not visible does not forbid a save either.
         writer = _writer(path, mode, overwrite=version is not None)
-        holdfast.save(state_of(3, shape), storage_writer=writer)
+        holdfast.save(_state(mode, 3, shape), storage_writer=writer)
         after = found_version(path, shape)
     except (Torn, holdfast.CheckpointError) as error:
         return f"the next save failed: {type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ from holdfast.errors import (
 )
 
 if _typing.TYPE_CHECKING:
-    from holdfast import api, cli, events, format_utils, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
+    from holdfast import api, cli, events, format_utils, hf, interop, logger, optimizer, resharding, state_dict, utils  # noqa: F401
     from holdfast._async_saver import (
         AsyncCheckpointerType,
         AsyncSave,
@@ -229,7 +229,7 @@ _LATER = {
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "fsspec_filesystem"),
-    *("interop", "logger", "metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging"),
+    *("hf", "interop", "logger", "metadata", "optimizer", "planner", "planner_helpers", "resharding", "staging"),
     *("state_dict", "state_dict_loader", "state_dict_saver", "stateful", "storage", "utils"),
 )
 

@@ -164,7 +164,7 @@ class BackgroundSave:
 
     def _stage(self, snapshot: _Files | _Items) -> Begun:
         saving, handle, options = self.saving, self._handle, self.options
-        handle._expect(snapshot.nbytes, self.written)
+        handle.bytes_total, handle._written = snapshot.nbytes, self.written
         handle._enter("staging")
         if options.max_host_bytes is not None and snapshot.nbytes > options.max_host_bytes:
             CUDA.drain(snapshot.copies)

@@ -1,4 +1,4 @@
-"""open: a checkpoint of either format as a lazy, read-only mapping from keys to tensors that read only what is asked of
+"""open: a checkpoint of any format as a lazy, read-only mapping from keys to tensors that read only what is asked of
 them. verify: whether it is whole, and all that is damaged if it is not.
 """
 
@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from holdfast import events
+from holdfast._huggingface.folder import is_folder
+from holdfast._huggingface.reader import HuggingFaceReader, verify_folder
 from holdfast._io import posix
 from holdfast._native.publish import format_at
-from holdfast._native.reader import NativeReader
+from holdfast._native.reader import CatalogReader, NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
 from holdfast._ranks.ranks import Ranks
 from holdfast._state.tensor_bytes import Buffer, DistantSource, Source, source_of
@@ -48,6 +50,11 @@ def is_torch_format(path: str | os.PathLike[str]) -> bool:
     return is_remote(path) or format_at(path) == "torch"
 
 
+def is_hugging_face(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` holds no checkpoint, but safetensors files of somebody's."""
+    return not is_remote(path) and format_at(path) is None and is_folder(path)
+
+
 def torch_reader(
     path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
 ) -> FileSystemReader:
@@ -61,9 +68,9 @@ def torch_reader(
 
 def reader_for(
     path: str | os.PathLike[str], *, verify: bool = True, cast: bool = False, allow_pickle: bool = False
-) -> NativeReader | FileSystemReader:
+) -> CatalogReader | FileSystemReader:
     """The reader of the checkpoint at ``path``; where nothing is, the native one, which says so when it reads."""
-    reader = torch_reader if is_torch_format(path) else NativeReader
+    reader = torch_reader if is_torch_format(path) else HuggingFaceReader if is_hugging_face(path) else NativeReader
     return reader(path, verify=verify, cast=cast, allow_pickle=allow_pickle)
 
 
@@ -207,7 +214,7 @@ class Checkpoint(Mapping[str, Any]):
     raises a StorageError (ESTALE), or NotFoundError. Close it, or use it in a ``with`` block.
     """
 
-    def __init__(self, reader: NativeReader | FileSystemReader) -> None:
+    def __init__(self, reader: CatalogReader | FileSystemReader) -> None:
         self._reader = reader
         self._bytes_read: int | None = None
         self.metadata: Metadata = reader.read_metadata()
@@ -270,7 +277,7 @@ class Checkpoint(Mapping[str, Any]):
             if not self._reader.was_replaced():
                 raise
             path = os.fspath(self._reader.path)
-            if format_at(path) is None:
+            if format_at(path) is None and not is_folder(path):
                 raise NotFoundError(f"the checkpoint at {path!r} was deleted since it was opened") from error
             raise StorageError(
                 f"the checkpoint at {path!r} was replaced by another one since it was opened, and its files are gone; "
@@ -296,10 +303,10 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> Checkpoint:
-    """Open the checkpoint at ``path``, in the native format or torch's; tensors are read when you index them.
+    """Open the checkpoint at ``path``, in any format, or a Hugging Face folder; tensors are read when you index them.
 
-    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it, only the bytes wanted. In torch's
-    format a read takes only the bytes wanted, and checks them if they are a whole chunk.
+    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it, or where a folder has no digests, only
+    the bytes wanted. In torch's format a read takes only the bytes wanted, and checks them if they are a whole chunk.
     """
     with Door():
         while True:
@@ -321,10 +328,10 @@ def verify(
 ) -> VerifyReport:
     """Check every byte of the checkpoint at ``path``, and report all damage; nothing is changed or decoded.
 
-    Not everything in torch's own format can be checked; the report says what was not.
+    Not everything in torch's own format, or in a Hugging Face folder, can be checked; the report says what was not.
 
     Args:
-        path: the directory of the checkpoint.
+        path: the directory of the checkpoint, or a safetensors file.
         level: "sizes" checks that each file exists and has its size; "coverage" also reads the index, and checks that
             the chunks cover every tensor and every file; "digests" reads everything.
         sample: the part of the data that "digests" reads, chosen at random each time.
@@ -349,7 +356,9 @@ def verify(
         events.Operation("verify", posix.absolute(path)) as operation,
         following_bytes(progress, name) as on_progress,
     ):
-        if is_torchs:
+        if is_hugging_face(path):
+            report = verify_folder(path, level=level, sample=sample, on_progress=on_progress)
+        elif is_torchs:
             report = verify_torch_checkpoint(path, reads_data=level == "digests", on_progress=on_progress)
         else:
             report = verify_checkpoint(path, level=level, sample=sample, on_progress=on_progress)

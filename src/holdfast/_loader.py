@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -41,6 +41,7 @@ __all__ = ["LoadOptions", "LoadReport", "load", "read"]
 Part = TypeVar("Part")
 State = dict[Any, Any]
 Target = MutableMapping[Any, Any]
+_MakeTarget = Callable[[StorageReader, Metadata], State]
 FindReader = Callable[[], StorageReader]
 """Gives the storage for what is there when it is called; again after that was replaced by another checkpoint."""
 
@@ -90,7 +91,7 @@ class LoadReport:
     """What a load did: keys loaded, keys that only the checkpoint has, differences, casts, bytes and seconds.
 
     ``made`` has the loaded keys for which the target had only an empty container. With a ``key_map``, all keys are
-    those of the checkpoint. ``per_rank`` has what became of each ``PerRank`` of the target, by its key there.
+    those of the checkpoint. ``per_rank`` says what became of each ``PerRank``, ``unchecked`` what had no digests.
     """
 
     loaded: tuple[str, ...]
@@ -101,11 +102,12 @@ class LoadReport:
     seconds: float
     made: tuple[str, ...] = ()
     per_rank: Mapping[str, str] = field(default_factory=dict)
+    unchecked: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("loaded", "unexpected", "differences", "casts", "made")}
         shown = ", ".join(f"{name}={few(keys, len(keys))}" for name, keys in fields.items() if keys)
-        shown += f", per_rank={self.per_rank}" if self.per_rank else ""
+        shown += "".join(f", {name}={told}" for name in ("per_rank", "unchecked") if (told := getattr(self, name)))
         return f"LoadReport({shown}{shown and ', '}bytes_read={self.bytes_read}, seconds={self.seconds:.3g})"
 
     @property
@@ -278,17 +280,14 @@ def read_with(
     return _load(make_target, find_reader, planner, ranks, finish, is_callers=False)
 
 
-_MakeTarget = Callable[[StorageReader, Metadata], State]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Loaded:
+class _Loaded(NamedTuple):
     """What was loaded: the target, filled, the metadata of the checkpoint, and what this rank has read."""
 
     target: State
     metadata: Metadata
     plan: LoadPlan
     bytes_read: int
+    unchecked: tuple[str, ...]
 
 
 def _load(
@@ -322,7 +321,7 @@ def _load(
                 operation.attempt = (meta and meta.save_id) or ""
                 is_touched = True
                 plan = _on_all(ranks, "reading the checkpoint", partial(_read, reader, planner, plan))
-                loaded = _Loaded(target=target, metadata=metadata, plan=plan, bytes_read=reader.bytes_read)
+                loaded = _Loaded(target, metadata, plan, reader.bytes_read, reader.unchecked)
                 break
             except (CorruptError, NotFoundError) as error:
                 ranks.again()
@@ -435,6 +434,7 @@ def _report(loaded: _Loaded, planner: LoadPlanner, seconds: float) -> LoadReport
         bytes_read=loaded.bytes_read,
         seconds=seconds,
         made=tuple(ours.stored(ours.made)),
+        unchecked=loaded.unchecked,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast._async_saver import AsyncSave, async_save
+from holdfast._huggingface.reader import HuggingFaceReader
 from holdfast._huggingface.writer import ExportForm, FolderWriter, is_asset
 from holdfast._io import posix
 from holdfast._saver import SaveOptions, save
@@ -25,7 +27,7 @@ from holdfast.metadata import Metadata
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ExportOptions", "async_export", "export"]
+__all__ = ["ExportOptions", "FolderForm", "async_export", "export"]
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 Paths = str | os.PathLike[str]
@@ -77,9 +79,9 @@ def export(
     Args:
         state: a module, or nested dicts of tensors; names in the files are their keys, joined by dots.
         path: the folder. What is there is not touched, unless ``overwrite`` is set.
-        dtype: the floating type that all floating tensors get, or a dict from patterns, as "*.weight", to types: the
-            first that fits counts. Other tensors stay as they are.
-        like: a folder whose types, and whose division into files, are taken.
+        dtype: the floating type that all floating tensors get, but for those of 8 bits; or a dict from patterns, as
+            "*.weight", to types: the first that fits counts. Other tensors stay as they are.
+        like: a folder whose types, and whose division into files, are taken; ``dtype`` counts more.
         assets: files to copy into the folder, or a folder, of which all is copied that are no weights.
         overwrite: replace a folder of that name, in one step. Of the old one, files that are no weights stay.
         options: all other options.
@@ -92,10 +94,10 @@ def export(
         AlreadyPublishedError: the folder exists, is not empty, and ``overwrite`` is not set.
         StorageError: the file system refused. The old folder is as it was.
     """
-    writer = _writer(path, dtype=dtype, like=like, assets=assets, overwrite=overwrite, options=options)
+    form = FolderForm(dtype=dtype, like=like, assets=assets, shard_bytes=options.shard_bytes, metadata=options.metadata)
     return save(
         _tensors(state),
-        storage_writer=writer,
+        storage_writer=form.writer(path, overwrite=overwrite),
         process_group=options.process_group,
         no_dist=options.no_dist,
         options=options,
@@ -113,10 +115,10 @@ def async_export(
     options: ExportOptions = _DEFAULTS,
 ) -> AsyncSave:
     """The same in the background, from a copy of ``state`` as it is now; the handle is that of ``async_save``."""
-    writer = _writer(path, dtype=dtype, like=like, assets=assets, overwrite=overwrite, options=options)
+    form = FolderForm(dtype=dtype, like=like, assets=assets, shard_bytes=options.shard_bytes, metadata=options.metadata)
     return async_save(
         _tensors(state),
-        storage_writer=writer,
+        storage_writer=form.writer(path, overwrite=overwrite),
         process_group=options.process_group,
         no_dist=options.no_dist,
         options=options,
@@ -127,25 +129,55 @@ def _tensors(state: torch.nn.Module | Mapping[Any, Any]) -> dict[Any, Any]:
     return dict(state.state_dict() if isinstance(state, torch.nn.Module) else state)
 
 
-def _writer(
-    path: Paths,
-    *,
-    dtype: Dtypes | None,
-    like: Paths | None,
-    assets: Paths | Iterable[Paths] | None,
-    overwrite: bool,
-    options: ExportOptions,
-) -> FolderWriter:
-    form = ExportForm(
-        dtype=_dtype_rule(dtype), shard_bytes=options.shard_bytes, assets=_files(assets), metadata=options.metadata
-    )
-    return FolderWriter(path, form=form, overwrite=overwrite)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderForm:
+    """What a folder is to look like, for ``convert``: the arguments of ``export`` that say so.
+
+    Attributes:
+        dtype: as for ``export``.
+        like: as for ``export``.
+        assets: as for ``export``.
+        shard_bytes: as in ``ExportOptions``.
+        metadata: as in ``ExportOptions``.
+    """
+
+    dtype: Dtypes | None = None
+    like: Paths | None = None
+    assets: Paths | Iterable[Paths] | None = None
+    shard_bytes: int = 5_000_000_000
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def writer(self, path: Paths, *, overwrite: bool) -> FolderWriter:
+        """The storage that writes such a folder to ``path``."""
+        files, dtypes = ({}, {}) if self.like is None else _like(self.like)
+        rule = _dtype_rule(self.dtype)
+        form = ExportForm(
+            dtype=lambda key, has: rule(key, dtypes.get(key, has)),
+            shard_bytes=self.shard_bytes,
+            files=files,
+            assets=_files(self.assets),
+            metadata=self.metadata,
+        )
+        return FolderWriter(path, form=form, overwrite=overwrite)
+
+
+def _like(path: Paths) -> tuple[dict[str, str], dict[str, str]]:
+    """The file and the dtype of each key of the folder ``path``."""
+    with closing(HuggingFaceReader(path)) as reader:
+        catalog = reader.catalog
+    manifest, index = catalog.manifest, catalog.index
+    files = {
+        manifest.tensors[tensor].key: manifest.files[file].name
+        for tensor, file in zip(index.tensor, index.file, strict=True)
+    }
+    return files, {entry.key: entry.dtype for entry in manifest.tensors}
 
 
 def _dtype_rule(dtype: Dtypes | None) -> Callable[[str, str], str]:
     """What says which dtype a key gets, given the one that it has."""
     if dtype is None:
         return lambda key, has: has
+    is_general = isinstance(dtype, torch.dtype)
     rules = list(({"*": dtype} if isinstance(dtype, torch.dtype) else dtype).items())
     for _, wanted in rules:
         if not isinstance(wanted, torch.dtype) or not DTYPES[DTYPE_NAMES[wanted]].is_floating:
@@ -153,7 +185,9 @@ def _dtype_rule(dtype: Dtypes | None) -> Callable[[str, str], str]:
 
     def rule(key: str, has: str) -> str:
         wanted = next((wanted for pattern, wanted in rules if fnmatchcase(key, pattern)), None)
-        return has if wanted is None or not DTYPES[has].is_floating else DTYPE_NAMES[wanted]
+        # Numbers of 8 bits have scales elsewhere, and mean nothing without them.
+        stays = not DTYPES[has].is_floating or (is_general and DTYPES[has].itemsize == 1)
+        return has if wanted is None or stays else DTYPE_NAMES[wanted]
 
     return rule
 

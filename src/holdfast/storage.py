@@ -143,6 +143,11 @@ class StorageReader(abc.ABC):
     is_always_whole: bool = False
     """Whether the chunks in its metadata are known to make up every tensor, and no rank has metadata of its own."""
 
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What of the open checkpoint there is nothing to check by: for the report."""
+        return ()
+
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load, from ``checkpoint_id`` when it is given."""

@@ -84,6 +84,7 @@ def test_a_torch_newer_than_those_that_were_tested_is_one_line_in_the_log() -> N
     said = f"newer than {MAJOR}.{MINOR}, the newest that this version of holdfast was tested with"
     assert {version: len(lines) for version, lines in told.items()} == dict.fromkeys(KNOWN, 0) | dict.fromkeys(NEWER, 1)
     assert all(said in line for version in NEWER for line in told[version])
+    assert f"(tested up to {MAJOR}.{MINOR};" in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_modules_and_names_that_others_import_from_torchs_package_are_there() -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,22 @@ def test_who_is_asked_makes_all_stop_at_one_step(
     assert found is not None
     assert found.step == steps[0]
     assert holdfast.load(found.path)["step"] == steps[0]
+
+
+def messages_of_idle_steps(root: str) -> int:
+    """How many messages this rank sent in a hundred steps at which nothing was due."""
+    with manager(root, save=Every(steps=10**9, seconds=10**6)) as checkpoints:
+        train(checkpoints, 0)
+        dist.barrier()
+        with mock.patch("holdfast._ranks.connections.Connections.post") as post:
+            for step in range(1, 101):
+                assert not train(checkpoints, step, together=False)
+            dist.barrier()
+        return post.call_count
+
+
+def test_steps_at_which_nothing_is_due_send_nothing(tmp_path: Path, pool: Crew) -> None:
+    assert pool.run(2, messages_of_idle_steps, str(tmp_path), timeout_s=TIMEOUT_S) == [0, 0]
 
 
 def stop_at_a_save(root: str) -> int:

@@ -183,6 +183,12 @@ def test_the_readme_explains_every_option(function: Any) -> None:
     assert missing == []
 
 
+def test_the_guide_has_every_error() -> None:
+    guide = (ROOT / "docs" / "guides" / "saving-and-loading.md").read_text().partition("## Errors to catch")[2]
+    there = set(re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE))
+    assert there == set(holdfast.errors.__all__) - {"CheckpointError", "CheckpointException", "Difference"}
+
+
 def test_architecture_stays_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
 

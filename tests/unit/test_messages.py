@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 import os
-import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -36,12 +35,15 @@ def test_swapped_arguments_are_told(path: str) -> None:
     state: Any = STATE
     for name, call in (("save", holdfast.save), ("async_save", holdfast.async_save)):
         assert said(lambda call=call: call(swapped, state), ValueError) == (
-            f"the path comes second: {name}(state, path); the second argument is a dict"
+            f"the path comes second: {name}(state, path), not a dict"
         )
+        assert said(lambda call=call: call(state, 5), ValueError).endswith("(state, path), not a int")
     assert said(lambda: holdfast.load(swapped, state), ValueError) == (
         "the state comes first: load(state, path); the first argument is a path"
     )
     assert said(lambda: holdfast.save(swapped), ValueError).endswith("save(state, path)")
+    step: Any = holdfast.Step(step=1, path=path)
+    assert said(lambda: holdfast.load({}, step), ValueError) == "the path comes second: load(state, path), not a Step"
 
 
 def test_what_is_no_dict_is_refused_by_save_and_async_save(path: str) -> None:
@@ -177,14 +179,12 @@ def calls_at(path: str) -> list[Callable[[], object]]:
 
 
 def test_files_of_other_programs_are_called_by_their_names(tmp_path: Path) -> None:
-    one, two, other = tmp_path / "it's.pt", tmp_path / "m.safetensors", tmp_path / "notes.txt"
+    one, other = tmp_path / "it's.pt", tmp_path / "notes.txt"
     torch.save(STATE, one)
-    save_file({"w": torch.ones(3)}, two)
     other.write_text("PKW")
-    for file, kind in ((one, ".pt"), (two, ".safetensors")):
-        for call in calls_at(str(file)):
-            message = said(call, NotACheckpointError)
-            assert f"is a {kind} file, not a checkpoint; make one of it: holdfast convert " in message
+    for call in calls_at(str(one)):
+        message = said(call, NotACheckpointError)
+        assert "is a .pt file, not a checkpoint; make one of it: holdfast convert " in message
     for call in calls_at(str(other)):
         assert said(call, NotACheckpointError).endswith("is a file; a checkpoint is a directory")
 
@@ -195,21 +195,11 @@ def test_a_pipe_is_not_opened_to_find_out_what_it_is(tmp_path: Path) -> None:
         assert said(call, NotACheckpointError).endswith("is a file; a checkpoint is a directory")
 
 
-def test_a_hugging_face_folder_is_called_so(tmp_path: Path) -> None:
+def test_a_reader_of_native_checkpoints_says_who_reads_a_hugging_face_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    for call in calls_at(str(tmp_path)):
-        message = said(call, NotACheckpointError)
-        assert "is a Hugging Face folder, not a checkpoint; load it with transformers" in message
-        command = re.search(r"holdfast convert (\S+) DST --to native$", message)
-        assert command is not None
-        assert command[1] == str(tmp_path / "model.safetensors")
-
-
-def test_safetensors_are_not_called_a_pt_file(tmp_path: Path) -> None:
-    source = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(3)}, source)
-    message = said(lambda: holdfast.convert(source, tmp_path / "out.pt", to="pt"), ValueError)
-    assert message == f"{str(source)!r} is a .safetensors file; convert it to 'native' or 'torch' first"
-    holdfast.convert(source, tmp_path / "native", to="native")
-    assert torch.equal(holdfast.read(tmp_path / "native")["w"], torch.ones(3))
+    for path, kind in ((tmp_path, "Hugging Face folder"), (tmp_path / "model.safetensors", ".safetensors file")):
+        reader = holdfast.NativeReader(path)
+        message = said(lambda reader=reader: holdfast.load({}, storage_reader=reader), NotACheckpointError)  # type: ignore[misc]
+        assert f"is a {kind}, not a " in message
+        assert message.endswith("holdfast.load, open and convert find that out from the path and read it as it is")

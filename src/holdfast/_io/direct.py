@@ -54,10 +54,6 @@ class OutputFile:
         After a failure ``abandon`` it.
         """
         self._file.create()
-        self.reserve(expected_bytes)
-
-    def reserve(self, expected_bytes: int) -> None:
-        """Have room for so many bytes, and write past the page cache, where that can be had."""
         if hasattr(os, "posix_fallocate") and expected_bytes > 0:
             with posix.reporting(f"reserve {expected_bytes} bytes for", self.path):
                 try:

@@ -72,22 +72,28 @@ class AttemptFolder(locks.LockedFile):
         self.discard()
 
 
+class _SharedFile(locks.LockedFile):
+    """A file that whoever comes first makes; its folder has the lock."""
+
+    def create(self) -> None:
+        with posix.reporting("create", self.path):
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._opened.append(opened(map(os.open, (self.path,), (flags,), (0o666,))))
+
+
 class SharedOutputFile(OutputFile):
     """A file that several processes fill together, each of them whole pages of its own."""
 
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.path)
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._file = _SharedFile(path)
+        self.name = os.path.basename(path)
 
     def make(self, expected_bytes: int) -> None:
-        """Have the file open, made and given its size by whoever comes first."""
-        with posix.reporting("create", self.path):
-            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = opened(map(os.open, (self.path,), (flags,), (0o666,)))
-        self._file = locks.LockedFile(self.path, descriptor)
-        self.reserve(expected_bytes)
+        """Have the file open, of its final size."""
+        super().make(expected_bytes)
         with posix.reporting("truncate", self.path):
-            os.ftruncate(descriptor, expected_bytes)
+            os.ftruncate(self._file.descriptor, expected_bytes)
 
     def sync(self) -> None:
         """Have what was written durable."""

@@ -48,11 +48,15 @@ from holdfast.metadata import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Catalog:
-    """Manifest and index of one checkpoint, and ways to look things up in them."""
+    """Manifest and index of one checkpoint, and ways to look things up in them.
+
+    Without ``has_digests`` nothing tells whether the data is what was written; the index has zeros for digests then.
+    """
 
     directory: str
     manifest: Manifest
     index: ChunkIndex
+    has_digests: bool = True
 
     @cached_property
     def tensor_ids(self) -> dict[str, int]:
@@ -100,7 +104,7 @@ class Catalog:
             return True
         index, tensors = self.index, self.manifest.tensors
         entries = tensors[self.storing_id(key)], tensors[self.storing_id(other)]
-        if len({(each.dtype, each.shape, each.quantizer) for each in entries}) > 1:
+        if not self.has_digests or len({(each.dtype, each.shape, each.quantizer) for each in entries}) > 1:
             return None
         rows = slice(first.start, first.stop), slice(second.start, second.stop)
         if not all(np.array_equal(column[rows[0]], column[rows[1]]) for column in (index.lo, index.length)):
@@ -182,10 +186,15 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CatalogBytes:
-    """Manifest and index as they are in their files; ``decoded`` where somebody had to look into the manifest."""
+    """What a catalog is made of, as it is in its files: manifest and index, or what stands for them in another format.
+
+    ``most_blocks`` is at least the number of all blocks: for who makes room. ``decoded`` is the manifest where somebody
+    had to look into it.
+    """
 
     manifest: bytes
     index: bytes
+    most_blocks: int = 0
     decoded: Manifest | None = None
 
 
@@ -205,7 +214,9 @@ def read_catalog_bytes(path: str | os.PathLike[str]) -> CatalogBytes:
         data = _read_manifest_bytes(directory)
         manifest = decode_manifest(data, path=os.path.join(directory, MANIFEST_NAME))
         try:
-            return CatalogBytes(manifest=data, index=_read_index_bytes(directory, manifest), decoded=manifest)
+            index = _read_index_bytes(directory, manifest)
+            # The index has a byte or more for every block.
+            return CatalogBytes(manifest=data, index=index, most_blocks=len(index), decoded=manifest)
         except CorruptError:
             if not was_replaced(directory, manifest.attempt):
                 raise
@@ -245,6 +256,9 @@ def _read_manifest_bytes(directory: str) -> bytes:
         raise _nothing_there(directory) from error
 
 
+_AS_IT_IS = "holdfast.load, open and convert find that out from the path and read it as it is"
+
+
 def _nothing_there(directory: str) -> NotFoundError:
     try:
         names = posix.list_names(directory)
@@ -253,12 +267,8 @@ def _nothing_there(directory: str) -> NotFoundError:
     # What a killed save has left does not make it something else: whoever resumes starts fresh.
     if all(name.startswith(("data-", "index-", "manifest-")) or is_of_a_save(name) for name in names):
         return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")
-    weights = sorted(name for name in names if name.endswith(".safetensors"))
-    if "config.json" in names and weights:
-        # Of several files, each would become a checkpoint of its own.
-        conversion = f", or {_conversion(os.path.join(directory, weights[0]))}" if len(weights) == 1 else ""
-        advice = f"load it with transformers{conversion}"
-        return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a checkpoint; {advice}")
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a native checkpoint; {_AS_IT_IS}")
     below = next((name for name in sorted(names) if posix.exists(os.path.join(directory, name, MANIFEST_NAME))), None)
     advice = "" if below is None else f"; there are checkpoints below it, such as {os.path.join(directory, below)!r}"
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}{advice}")
@@ -268,11 +278,8 @@ def _is_a_file(path: str) -> str:
     kind = kind_of_file(path)
     if kind is None:
         return f"{path!r} is a file; a checkpoint is a directory"
-    return f"{path!r} is a {kind} file, not a checkpoint; {_conversion(path)}"
-
-
-def _conversion(path: str) -> str:
-    return f"make one of it: holdfast convert {shlex.quote(path)} DST --to native"
+    conversion = f"make one of it: holdfast convert {shlex.quote(path)} DST --to native"
+    return f"{path!r} is a {kind} file, not a checkpoint; {conversion if kind == '.pt' else _AS_IT_IS}"
 
 
 def kind_of_file(path: str) -> Literal[".pt", ".safetensors"] | None:

@@ -1,7 +1,8 @@
 """Opening a checkpoint on many ranks: manifest and index are read once per host and handed over as bytes.
 
-Every rank decodes and checks them for itself. Where a host's ranks cannot share memory, each of them reads for itself.
-Where hosts are to pass blocks on to each other, they are connected here; where that fails, each host reads for itself.
+How is for the format to say. Every rank decodes and checks them for itself. Where a host's ranks cannot share memory,
+each of them reads for itself. Where hosts are to pass blocks on to each other, they are connected here; where that
+fails, each host reads for itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 
 from holdfast._io.sharing import SharedMemory
 from holdfast._io.slabs import uses_cuda
-from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes
+from holdfast._native.catalog import Catalog, CatalogBytes
 from holdfast._native.fetch import slot_bytes
 from holdfast._ranks.carrier import Carrier, OtherHosts
 from holdfast._ranks.exchange import Exchange, Link, Visit, layout_for
@@ -38,8 +39,15 @@ class Opened:
     bytes_read: int
 
 
-def open_on_ranks(path: str, ranks: Ranks, progress: Progress, *, between_hosts: bool) -> Opened:
-    """Open the checkpoint at ``path`` on all ``ranks``.
+def open_on_ranks(
+    read: Callable[[], CatalogBytes],
+    decode: Callable[[CatalogBytes], Catalog],
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    between_hosts: bool,
+) -> Opened:
+    """Open on all ``ranks`` the checkpoint whose bytes ``read`` gets from its files, and ``decode`` checks.
 
     ``progress`` counts each look at the exchange: who waits for what another rank reads is not the one that is stuck.
     With ``between_hosts`` the exchange is one with other hosts too, where there are enough of them and all can be
@@ -49,7 +57,7 @@ def open_on_ranks(path: str, ranks: Ranks, progress: Progress, *, between_hosts:
         seat: Seat | None = ranks.reduce_scatter(
             "meeting the ranks of the host", visit.greet, partial(seats, between_hosts=between_hosts)
         )
-        opening = _Opening(path, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
+        opening = _Opening(read, decode, visit, seat, limit_s=min(_CONNECT_S, ranks.deadline_s / 4))
         try:
             opening.contacts = ranks.reduce_scatter("reading the metadata", opening.read, _invited)
             opening.welcome = ranks.reduce_scatter("opening the checkpoint", opening.open, _linked)
@@ -90,8 +98,17 @@ class _Welcome:
 class _Opening:
     """One rank's part in it, step by step."""
 
-    def __init__(self, path: str, visit: Visit, seat: Seat | None, *, limit_s: float) -> None:
-        self._path = path
+    def __init__(
+        self,
+        read: Callable[[], CatalogBytes],
+        decode: Callable[[CatalogBytes], Catalog],
+        visit: Visit,
+        seat: Seat | None,
+        *,
+        limit_s: float,
+    ) -> None:
+        self._read = read
+        self._decode = decode
         self._visit = visit
         self._seat = seat
         self._limit_s = limit_s
@@ -113,8 +130,8 @@ class _Opening:
         if seat is None:
             return _Read()
         sizes = (len(data.manifest), len(data.index))
-        # The index has a byte or more for every block, and a wish is one bit.
-        layout = layout_for(sizes, len(data.index) // 8 + 1, len(seat.members), slot_bytes(), len(seat.hosts))
+        # A wish is one bit.
+        layout = layout_for(sizes, data.most_blocks // 8 + 1, len(seat.members), slot_bytes(), len(seat.hosts))
 
         def fill(memory: SharedMemory) -> None:
             for number, part in ((_MANIFEST, data.manifest), (_INDEX, data.index)):
@@ -133,7 +150,7 @@ class _Opening:
         return _Read(invited=seat.members, hosts=seat.hosts, contact=contact)
 
     def _read_bytes(self) -> CatalogBytes:
-        data = read_catalog_bytes(self._path)
+        data = self._read()
         self._bytes_read = len(data.manifest) + len(data.index)
         return data
 
@@ -145,7 +162,7 @@ class _Opening:
             if self._link is not None:
                 manifest, index = (bytes(self._link.section(number)) for number in (_MANIFEST, _INDEX))
                 self._data = CatalogBytes(manifest=manifest, index=index)
-        self._catalog = decode_catalog(self._path, self._data or self._read_bytes())
+        self._catalog = self._decode(self._data or self._read_bytes())
         self._data = None
         goes_on = self._reception is None or self._reception.call(self.contacts or (), self._limit_s)
         return _Opened(

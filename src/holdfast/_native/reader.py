@@ -1,7 +1,11 @@
-"""The native storage reader: what a plan wants, read, verified and handed to the planner."""
+"""The native storage reader: what a plan wants, read, verified and handed to the planner.
+
+Readers of other files that can be described by a catalog differ only in where that comes from: ``CatalogReader``.
+"""
 
 from __future__ import annotations
 
+import abc
 import io
 import os
 from collections.abc import Collection, Mapping
@@ -13,7 +17,7 @@ from torch.futures import Future
 
 from holdfast._io import posix
 from holdfast._io.direct import LocalFiles
-from holdfast._native.catalog import Catalog, decode_catalog, read_catalog_bytes, was_replaced
+from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, SharedFetch, Wanted
 from holdfast._native.forms import generator_of
 from holdfast._native.manifest import BYTE_KINDS
@@ -38,12 +42,11 @@ from holdfast.storage import StorageReader, ValueBuffer, finished
 _NOWHERE = None, 0
 
 
-class NativeReader(StorageReader):
-    """Reads a checkpoint in the native format from the directory ``path``.
+class CatalogReader(StorageReader):
+    """Reads what a catalog describes from the files that it names; a subclass says where that catalog comes from."""
 
-    ``verify=False`` skips the digests of the data (never those of manifest and index). ``cast`` lets a target of one
-    floating type take another; ``allow_pickle`` lets pickled values through to the planner.
-    """
+    reads_in_common: bool
+    """To be set by a class itself where its ranks can share what they read: a subclass may read in another way."""
 
     def __init__(
         self,
@@ -66,6 +69,14 @@ class NativeReader(StorageReader):
 
     is_always_whole = True
 
+    @abc.abstractmethod
+    def read_bytes(self) -> CatalogBytes:
+        """What the catalog is made of, read from its files; NotFoundError where there is none."""
+
+    @abc.abstractmethod
+    def decode(self, data: CatalogBytes) -> Catalog:
+        """The catalog, checked; CorruptError for what nobody wrote."""
+
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
         """Bytes of data files that the system delivered since the last reset."""
@@ -79,9 +90,9 @@ class NativeReader(StorageReader):
     def catalog(self) -> Catalog:
         """What the checkpoint says of itself, read when first asked for."""
         if self._catalog is None:
-            data = read_catalog_bytes(self.path)
+            data = self.read_bytes()
             self.catalog_bytes_read = len(data.manifest) + len(data.index)
-            self._catalog = decode_catalog(self.path, data)
+            self._catalog = self.decode(data)
             self._files = self._catalog.data_files()
         return self._catalog
 
@@ -102,23 +113,23 @@ class NativeReader(StorageReader):
             if files is not None:
                 files.close()
 
-    def was_replaced(self) -> bool:
-        """Whether another save was published at the path, or this one deleted, since its manifest was read."""
-        return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
-
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
         is_open, self._is_open_on_ranks = self._is_open_on_ranks, False
         if not is_open:
             self.close()
-        return metadata_for_both(self.catalog.metadata())
+        return metadata_for_both(self.own_metadata())
+
+    def own_metadata(self) -> Metadata:
+        """The metadata in the words of this library alone."""
+        return self.catalog.metadata()
 
     def read_metadata_once(self, ranks: Ranks, *, between_hosts: bool) -> Metadata | None:
         """The same, read once for all ranks of a host; they do the next ``read_data`` together too."""
-        if type(self) is not NativeReader:
-            return None  # which may read the metadata in another way
+        if "reads_in_common" not in vars(type(self)):
+            return None
         self.close()
-        opened = open_on_ranks(self.path, ranks, self.progress, between_hosts=between_hosts)
+        opened = open_on_ranks(self.read_bytes, self.decode, ranks, self.progress, between_hosts=between_hosts)
         self._exchange, self._shares_next_read = opened.exchange, True
         self._catalog, self.catalog_bytes_read = opened.catalog, opened.bytes_read
         self._files = opened.catalog.data_files()
@@ -141,14 +152,22 @@ class NativeReader(StorageReader):
         """Read every item of ``plan``; every byte is verified before this returns, unless ``verify`` is off."""
         is_driven_by_torch = is_torchs(planner)
         plan, planner = final_load_plan(plan, planner, allow_pickle=self.allow_pickle)
-        columns = read_columns(plan.items)
+        try:
+            self.deliver(read_columns(plan.items), planner)
+        finally:
+            if is_driven_by_torch and self._files is not None:  # which tells nobody when it is done
+                self._files.close()
+        return finished(None)
+
+    def deliver(self, columns: ReadColumns, planner: LoadPlanner, *, is_alone: bool = False) -> None:
+        """Read the items in ``columns`` and hand them to ``planner``; where ``is_alone``, without the other ranks."""
         catalog = self.catalog
         files = self._files
         assert files is not None
         delivery = _Delivery(catalog, columns, planner, cast=self.cast, allow_pickle=self.allow_pickle)
         # What comes after the first read is this rank's alone: others may have nothing more to read.
-        exchange = self._exchange if self._shares_next_read else None
-        self._shares_next_read = False
+        exchange = self._exchange if self._shares_next_read and not is_alone else None
+        self._shares_next_read &= is_alone
         make_fetch = Fetch if exchange is None else partial(SharedFetch, exchange=exchange)
         fetch = make_fetch(
             catalog,
@@ -156,15 +175,10 @@ class NativeReader(StorageReader):
             delivery.wanted(),
             open_targets=delivery.open_targets,
             close_target=delivery.close_target,
-            verify=self.verify,
+            verify=self.verify and catalog.has_digests,
             progress=self.progress,
         )
-        try:
-            fetch.run()
-        finally:
-            if is_driven_by_torch:  # which tells nobody when it is done
-                files.close()
-        return finished(None)
+        fetch.run()
 
     def same_bytes(self, key: str, other: str) -> bool | None:
         """Known where both are the same tensor, or were stored in the same chunks: then their digests tell."""
@@ -176,6 +190,26 @@ class NativeReader(StorageReader):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_files": None, "_catalog": None, "_exchange": None}
+
+
+class NativeReader(CatalogReader):
+    """Reads a checkpoint in the native format from the directory ``path``.
+
+    ``verify=False`` skips the digests of the data (never those of manifest and index). ``cast`` lets a target of one
+    floating type take another; ``allow_pickle`` lets pickled values through to the planner.
+    """
+
+    reads_in_common = True
+
+    def read_bytes(self) -> CatalogBytes:
+        return read_catalog_bytes(self.path)
+
+    def decode(self, data: CatalogBytes) -> Catalog:
+        return decode_catalog(self.path, data)
+
+    def was_replaced(self) -> bool:
+        """Whether another save was published at the path, or this one deleted, since its manifest was read."""
+        return self._catalog is not None and was_replaced(self.path, self._catalog.manifest.attempt)
 
 
 class _Delivery:

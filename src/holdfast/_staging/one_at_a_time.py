@@ -170,10 +170,6 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
             concurrent.futures.wait([self.staging_completion])  # which is told a moment later
         return self._is_staged.is_set()
 
-    def _expect(self, nbytes: int, written: Progress) -> None:
-        """Take note that there are ``nbytes`` to write; ``written`` counts those that are written."""
-        self.bytes_total, self._written = nbytes, written
-
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         if phase == "staged" and not self._is_staged.is_set():

@@ -98,8 +98,7 @@ def send(connection: socket.socket, message: Order | Answer) -> None:
 
 def receive(connection: socket.socket) -> bytes:
     """The bytes of one message; EOFError when the other side is gone. The socket blocks."""
-    length = int.from_bytes(_exactly(connection, _LENGTH_BYTES), "little")
-    return _exactly(connection, length)
+    return _exactly(connection, int.from_bytes(_exactly(connection, _LENGTH_BYTES), "little"))
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -14,9 +14,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from holdfast._async_saver import AsyncCheckpointerType, async_save
 from holdfast._loader import LoadOptions, load
@@ -153,14 +153,14 @@ class CheckpointManager(Steps):
             CrashLoopError: see ``on_crash_loop``.
         """
         self._check_open()
+        if not isinstance(state, MutableMapping):
+            raise InvalidStateError(f"resume takes the state, a dict of names to values, not a {type(state).__name__}")
         if self._begun >= 0:
             raise ValueError("resume comes once, and before the first save")
         group = self._process_group
         load_it = partial(load, state, strict=strict, options=options, process_group=group)
-        ranks = partial(
-            participants, group, no_dist=False, call="resume", place=self.root, deadline_s=options.deadline_s
-        )
-        resumed, self._resumed = resume(self, state, initial, load_it, ranks, on_crash_loop)
+        job = partial(participants, group, no_dist=False, call="resume", place=self.root, deadline_s=options.deadline_s)
+        resumed, self._resumed = resume(self, state, initial, load_it, job, on_crash_loop)
         self._has_looked = True
         if resumed.step is not None:
             self._begun = self._saved = resumed.step
@@ -239,6 +239,11 @@ class CheckpointManager(Steps):
     def close(self) -> None:
         """Finish the save under way and unlock the run; raises the error of that save, as ``on_error`` says."""
         self._end(None)
+
+    def _locked(self, step: int) -> Any:
+        if (last := self._under_way) is not None and last.step == step:
+            last.handle.exception()  # so that a step can be reported to, or pinned, right after ``save``
+        return super()._locked(step)
 
     def forget_parent(self) -> None:
         """Count as closed: a forked child takes no part in the run."""

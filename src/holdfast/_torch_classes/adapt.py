@@ -11,7 +11,7 @@ import inspect
 import io
 import os
 import warnings
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, MutableSequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -82,8 +82,8 @@ def id_and_storage(
         posix.text_path(checkpoint_id)
     if checkpoint_id is None or isinstance(checkpoint_id, (str, os.PathLike)):
         return checkpoint_id, storage
-    if isinstance(checkpoint_id, Mapping):
-        raise ValueError(f"the path comes second: {function}(state, path); the second argument is a dict")
+    if not hasattr(checkpoint_id, "reset"):
+        raise ValueError(f"the path comes second: {function}(state, path), not a {type(checkpoint_id).__name__}")
     if storage is not None:
         raise ValueError(f"{function} got two storages; give one")
     warnings.warn(

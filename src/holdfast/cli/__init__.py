@@ -26,10 +26,13 @@ from typer.exceptions import TyperException
 
 import holdfast
 from holdfast._io import posix
+from holdfast.cli.convert import EXAMPLES as CONVERT_EXAMPLES
+from holdfast.cli.convert import convert_command
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import (
     as_options,
     counted,
+    effort,
     error_console,
     one_line,
     output_console,
@@ -147,6 +150,7 @@ def every_command(
 
 app.command("show", epilog=f"{SHOW_EXAMPLES}\n\n{_CODES}")(show_command)
 add_step_commands(app, _CODES)
+app.command("convert", epilog=f"{CONVERT_EXAMPLES}\n\n{_CODES}")(convert_command)
 
 
 class _Level(str, Enum):
@@ -239,20 +243,15 @@ def _verify_json(path: str, report: holdfast.VerifyReport) -> dict[str, object]:
     return {"path": path, "ok": report.ok, **fields, **lists}
 
 
-def _effort(done: holdfast.VerifyReport | holdfast.Conversion) -> str:
-    speed = done.bytes / max(done.seconds, 1e-9) / 1e9
-    return f"{shown_bytes(done.bytes)} in {done.seconds:.2f} s, {speed:.2f} GB/s"
-
-
 def _print_damage(console: Console, report: holdfast.VerifyReport) -> None:
-    effort = _effort(report)
+    took = effort(report)
     if report.ok:
         holding = f"{counted(report.keys, 'key')} in {counted(report.files, 'file')}"
-        console.print(Text.assemble(("whole", "bold green"), f": {holding}, {effort}"), soft_wrap=True)
+        console.print(Text.assemble(("whole", "bold green"), f": {holding}, {took}"), soft_wrap=True)
         return
     lost = f"{len(report.damaged_keys):,} of {counted(report.keys, 'key')}"
     places = f"{len(report.damaged_files):,} of {counted(report.files, 'file')}"
-    console.print(Text.assemble(("damaged", "bold red"), f": {lost}, {places}; {effort}"), soft_wrap=True)
+    console.print(Text.assemble(("damaged", "bold red"), f": {lost}, {places}; {took}"), soft_wrap=True)
     file = None
     for damage in report.damage:
         if damage.file != file:
@@ -261,73 +260,6 @@ def _print_damage(console: Console, report: holdfast.VerifyReport) -> None:
         what = ("the header", "italic") if damage.key is None else (shown_name(damage.key), "bold")
         where = f"  bytes {damage.span[0]} to {damage.span[1]}, {damage.problem}"
         console.print(Text.assemble("  ", what, (where, "dim")), soft_wrap=True)
-
-
-# --- convert ---------------------------------------------------------------------------------------------------------
-
-_CONVERT_EXAMPLES = """\b
-Examples:
-  holdfast convert checkpoints/step-100 model.pt --to pt
-  holdfast convert model.pt checkpoints/imported --to native
-  holdfast convert old-dcp-checkpoint checkpoints/imported --to native"""
-
-
-class _Format(str, Enum):
-    NATIVE = "native"
-    TORCH = "torch"
-    PT = "pt"
-
-
-@app.command("convert", epilog=f"{_CONVERT_EXAMPLES}\n\n{_CODES}")
-def convert_command(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint, or a .pt or .safetensors file.", show_default=False)
-    ],
-    target: Annotated[
-        str,
-        typer.Argument(metavar="DST", help="The result; must not exist, except with --overwrite.", show_default=False),
-    ],
-    to: Annotated[
-        _Format,
-        typer.Option(
-            "--to", help="native, torch (torch.distributed.checkpoint) or pt (torch.save).", show_default=False
-        ),
-    ],
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read and write pickled values. This runs code from SRC.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST, if it is a checkpoint of the same format.")
-    ] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check the digests or checksums of SRC.")] = True,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option("--max-bytes", help="Allow DST to have so many bytes of tensors, even if SRC is much smaller."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """Write a checkpoint in another format.
-
-    Finds out the format of SRC by itself. Copies tensors in pieces, so it needs little memory. Values keep their types.
-    DST appears whole or not at all.
-    """
-    with as_options(), progress_bar("converting") as progress:
-        done = holdfast.convert(
-            source,
-            target,
-            to=to.value,
-            allow_pickle=allow_pickle,
-            overwrite=overwrite,
-            verify=verify,
-            max_bytes=max_bytes,
-            progress=progress,
-        )
-    if as_json:
-        typer.echo(json.dumps({"source": source, "target": target, "to": to.value, **dataclasses.asdict(done)}))
-        return
-    held = f"{counted(done.tensors, 'tensor')}, {counted(done.values, 'value')}"
-    line = Text.assemble(("converted", "bold green"), f": {held}, {_effort(done)} -> ", (shown_name(target), "bold"))
-    output_console().print(line, soft_wrap=True)
 
 
 # --- sweep -----------------------------------------------------------------------------------------------------------

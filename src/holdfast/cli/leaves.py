@@ -1,6 +1,6 @@
 """What a checkpoint holds, key by key and in total, as plain values for ``holdfast show`` to print.
 
-Made from manifest and index, or from torch's metadata, alone; never reads a data file.
+Made from manifest and index, from torch's metadata, or from the headers of a folder, alone; never reads data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast._checkpoint import is_torch_format, torch_reader, verify
+from holdfast._checkpoint import is_hugging_face, is_torch_format, torch_reader, verify
+from holdfast._huggingface.folder import decode_folder, read_folder
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.manifest import TensorEntry, ValueEntry
@@ -93,11 +94,12 @@ def contents_of(path: str | os.PathLike[str], pattern: str | None = None) -> Con
     """What the checkpoint at ``path`` holds, in the order of the state: all keys, or those that ``pattern`` matches."""
     if is_torch_format(path):
         return _torch_contents(torch_reader(path), pattern)
-    catalog = read_catalog(path)
+    is_folder = is_hugging_face(path)
+    catalog = decode_folder(path, read_folder(path)) if is_folder else read_catalog(path)
     user_metadata, _, _ = split_planner_data(decode_value(catalog.manifest.metadata, key="user_metadata"), {})
     return Contents(
         leaves=[_leaf(catalog, entry) for entry in catalog.entries() if _matches(entry.key, pattern)],
-        totals=_totals(catalog),
+        totals=_folder_totals(catalog) if is_folder else _totals(catalog),
         chunks_of=partial(_chunks, catalog),
         user_metadata=encode_value(user_metadata, key="user_metadata"),
     )
@@ -194,6 +196,18 @@ def _totals(catalog: Catalog) -> Totals:
         world_size=writer.world_size,
         attempt=manifest.attempt,
         saved_at=writer.saved_at,
+    )
+
+
+def _folder_totals(catalog: Catalog) -> Totals:
+    manifest = catalog.manifest
+    return Totals(
+        tensors=len(manifest.tensors),
+        tied=0,
+        values=0,
+        bytes=sum(file.bytes for file in manifest.files) + manifest.index.bytes,
+        files=len(manifest.files) + bool(manifest.index.name) + catalog.has_digests,
+        format_version=f"safetensors {'with' if catalog.has_digests else 'without'} digests",
     )
 
 

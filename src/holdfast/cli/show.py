@@ -28,6 +28,7 @@ from holdfast.errors import CheckpointError, NotFoundError
 from holdfast.events.progress import OnBytes, following_bytes
 
 if TYPE_CHECKING:  # they import torch, which --help does not need
+    from holdfast import Conversion, VerifyReport
     from holdfast.cli.leaves import Contents, Leaf, ListedCheckpoint, StoredChunk, Totals
     from holdfast.metadata import Path, PathElement
 
@@ -113,6 +114,12 @@ def shown_bytes(count: int) -> str:
         if size < 1023.95 or unit == _UNITS[-1]:
             break
     return f"{size:.1f} {unit}"
+
+
+def effort(done: VerifyReport | Conversion) -> str:
+    """How much a command has read or written, and how fast."""
+    speed = done.bytes / max(done.seconds, 1e-9) / 1e9
+    return f"{shown_bytes(done.bytes)} in {done.seconds:.2f} s, {speed:.2f} GB/s"
 
 
 def counted(count: int, noun: str) -> str:
@@ -414,6 +421,8 @@ def _totals_lines(totals: Totals) -> list[str]:
     tied = f" ({totals.tied:,} tied)" if totals.tied else ""
     held = f"{counted(totals.tensors, 'tensor')}{tied}, {counted(totals.values, 'value')}"
     lines = [f"{held}, {shown_bytes(totals.bytes)} on disk in {counted(totals.files, 'file')}"]
+    if str(totals.format_version).startswith("safetensors"):
+        return [*lines, f"a Hugging Face folder: {totals.format_version}"]
     if totals.holdfast is None or totals.torch is None:
         attempt = "" if totals.attempt is None else f", save id {one_line(totals.attempt)}"
         return [*lines, f"in the format of torch.distributed.checkpoint{attempt}"]

@@ -1,10 +1,10 @@
 """Living together with torch.distributed.checkpoint: native storage under torch's names, and conversions.
 
-Checkpoints go from one format to another (native, torch's, ``.pt`` files) without being loaded. Bytes pass in pieces
-of at most one slab. So memory does not grow with the checkpoint or its largest tensor, but for quantised tensors and
-for ``.pt`` files of the time before torch 1.6. What is read is verified as far as the source's format goes. The target
-appears whole or not at all. Values keep their types; what only a pickle could keep is refused unless the caller allows
-pickles.
+Checkpoints go from one format to another (native, torch's, Hugging Face folders, ``.pt`` files) without being loaded.
+Bytes pass in pieces of at most one slab. So memory does not grow with the checkpoint or its largest tensor, but for
+quantised tensors and for ``.pt`` files of the time before torch 1.6. What is read is verified as far as the source's
+format goes. The target appears whole or not at all. Values keep their types; what only a pickle could keep is refused
+unless the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ import torch
 from holdfast import events
 from holdfast._checkpoint import Checkpoint, QuantizedSource, StoredSource, StoredTensor, is_torch_format
 from holdfast._checkpoint import open as open_checkpoint
+from holdfast._huggingface.folder import is_folder
 from holdfast._io import posix
-from holdfast._native.catalog import kind_of_file
+from holdfast._io.folders import check_free
 from holdfast._native.publish import formats_at
 from holdfast._native.writer import NativeWriter
 from holdfast._saver import save
@@ -41,6 +42,7 @@ from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
 from holdfast.errors import AlreadyPublishedError, CorruptError, InvalidStateError, UnsafeError
 from holdfast.events.progress import OnBytes, following_bytes
+from holdfast.hf import FolderForm
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["Conversion", "Replacement", "convert", "use_in_torch"]
 
 _Path = str | os.PathLike[str]
-Format = Literal["native", "torch", "pt"]
+Format = Literal["native", "torch", "pt", "hf"]
 
 _MOST_GROWTH = 16
 _ALWAYS_BYTES = 64 << 20
@@ -90,19 +92,20 @@ def convert(
     source: _Path,
     target: _Path,
     *,
-    to: Format,
+    to: Format | FolderForm,
     allow_pickle: bool = False,
     overwrite: bool = False,
     verify: bool = True,
     max_bytes: int | None = None,
     progress: bool | OnBytes = False,
 ) -> Conversion:
-    """Write ``source`` (a checkpoint, a ``.pt`` or a ``.safetensors`` file) to ``target``, in the format ``to``.
+    """Write ``source`` (a checkpoint, Hugging Face folder or ``.pt`` file) to ``target``, in the format ``to``.
 
     Args:
         source: what it is, is found out by looking at it.
         target: a directory, or for ``pt`` a file.
-        to: "native", "torch" (the format of torch.distributed.checkpoint) or "pt" (torch.save).
+        to: "native", "torch" (the format of torch.distributed.checkpoint), "pt" (torch.save) or "hf" (a Hugging Face
+            folder); or a ``holdfast.hf.FolderForm``, which says what the folder is to look like.
         allow_pickle: read and write values that only a pickle can keep; reading them runs code from the source.
         overwrite: replace what is at ``target``, at the end and at once, if it is of the same format; in a directory
             that holds no checkpoint, all that is there stays.
@@ -112,8 +115,8 @@ def convert(
         progress: True for a bar on the terminal; a function is called with the bytes that are done and all that there
             are, from any thread.
     """
-    if to not in ("native", "torch", "pt"):
-        raise ValueError(f"there is no format {to!r}; it is one of native, torch and pt")
+    if not isinstance(to, FolderForm) and to not in get_args(Format):
+        raise ValueError(f"there is no format {to!r}; it is one of {', '.join(get_args(Format))}")
     for place in (source, target):
         if is_remote(place):
             raise ValueError(
@@ -131,14 +134,19 @@ def convert(
 
 
 def _convert(
-    source: str, target: str, to: Format, progress: _ByteCount, *, allow_pickle: bool, overwrite: bool, verify: bool
+    source: str,
+    target: str,
+    to: Format | FolderForm,
+    progress: _ByteCount,
+    *,
+    allow_pickle: bool,
+    overwrite: bool,
+    verify: bool,
 ) -> Conversion:
     started = time.monotonic()
     _check_target(target, to, overwrite=overwrite)
-    if os.path.isfile(source):
+    if os.path.isfile(source) and not is_folder(source):
         if to == "pt":
-            if kind_of_file(source) == ".safetensors":
-                raise ValueError(f"{source!r} is a .safetensors file; convert it to 'native' or 'torch' first")
             raise ValueError(f"{source!r} is a .pt file already; copy it")
         writer = _writer(target, to, allow_pickle=allow_pickle, overwrite=overwrite)
         state = read_pt(source, allow_pickle=allow_pickle, verify=verify)
@@ -147,7 +155,7 @@ def _convert(
         if verify and is_torch_format(source):
             _check_torch(source)
         with open_checkpoint(source, verify=verify, allow_pickle=allow_pickle) as checkpoint:
-            leaves = _Leaves(checkpoint, progress, plain_only=to != "native" and not allow_pickle)
+            leaves = _Leaves(checkpoint, progress, plain_only=to in ("torch", "pt") and not allow_pickle)
             if to == "pt":
                 write_pt(leaves.state(), target, overwrite=overwrite)
             else:
@@ -196,8 +204,11 @@ def _bytes_at(path: str) -> int:
     return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
 
 
-def _check_target(target: str, to: Format, *, overwrite: bool) -> None:
+def _check_target(target: str, to: Format | FolderForm, *, overwrite: bool) -> None:
     """AlreadyPublishedError for a target that must not be replaced."""
+    if isinstance(to, FolderForm) or to == "hf":
+        check_free(target, overwrite=overwrite)
+        return
     existed = posix.exists(target)
     if existed and not overwrite:
         raise AlreadyPublishedError(f"{target!r} exists already; use another name or overwrite=True")
@@ -215,8 +226,10 @@ def _holds(target: str, to: Format) -> bool:
 
 
 def _writer(
-    target: _Path, to: Format, *, allow_pickle: bool, overwrite: bool, user_metadata: Any = None
+    target: _Path, to: Format | FolderForm, *, allow_pickle: bool, overwrite: bool, user_metadata: Any = None
 ) -> StorageWriter:
+    if to == "hf" or isinstance(to, FolderForm):
+        return (FolderForm() if to == "hf" else to).writer(target, overwrite=overwrite)
     if to == "native":
         return NativeWriter(target, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     return _FileSystemWriter(target, overwrite=overwrite)

@@ -72,7 +72,7 @@ def test_leftovers_of_a_dead_save_in_torchs_format(tmp_path: Path, read: Callabl
 
 @reading
 def test_a_directory_of_other_things(tmp_path: Path, read: Callable[[Any], Any]) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"something")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"something")
     assert "not a checkpoint" in refused(read, tmp_path, holdfast.NotACheckpointError)
 
 

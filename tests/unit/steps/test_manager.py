@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import logging
 import math
@@ -18,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked_children import end_of, start_child
 
 import holdfast
 from holdfast import Best, CheckpointManager, Every, EverySteps, Latest
@@ -171,6 +173,22 @@ def test_a_second_manager_on_the_root_is_refused_by_name_until_the_first_is_clos
         assert numbers(second) == [1]
 
 
+def no_locks(*args: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_where_locks_do_not_show_a_second_manager_is_warned(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch("holdfast._io.locks.are_reliable", return_value=(False, "nfs4")):
+        with manager(root), pytest.raises(holdfast.BusyError):  # one host sees its own locks
+            manager(root)
+        with mock.patch.object(fcntl, "flock", no_locks), manager(root, keep=Latest(1)) as first, manager(root):
+            first.save(1, state())
+            first.save(2, state())
+            first.wait()
+            assert numbers(first) == [2]
+    assert caplog.text.count("locks of other hosts may be invisible on nfs4; have one manager only") == 4
+
+
 def test_a_manager_that_is_dropped_lets_go_of_the_run(root: Path) -> None:
     manager(root)
     with manager(root):
@@ -312,6 +330,29 @@ def test_metrics_may_come_late_and_the_best_survives_a_move_of_the_root(root: Pa
     assert holdfast.load(best.path)["step"] == 2
 
 
+def test_a_step_can_be_reported_to_and_pinned_while_it_is_being_saved(root: Path) -> None:
+    sync, exception, is_waited_for = os.fsync, holdfast.AsyncSave.exception, threading.Event()
+
+    def slow(descriptor: int) -> None:
+        assert is_waited_for.wait(60)
+        sync(descriptor)
+
+    def wait(save: Any, timeout: float | None = None) -> BaseException | None:
+        is_waited_for.set()
+        return exception(save, timeout)
+
+    with manager(root) as checkpoints, mock.patch.object(holdfast.AsyncSave, "exception", wait):
+        with mock.patch("os.fsync", slow):
+            checkpoints.save(1, state(1))
+            checkpoints.report(1, {"val_loss": 0.5})
+            is_waited_for.clear()
+            checkpoints.save(2, state(2))
+            checkpoints.pin(2)
+        assert [(step.metrics, step.pinned) for step in checkpoints.steps()] == [({"val_loss": 0.5}, False), ({}, True)]
+        with pytest.raises(holdfast.NotFoundError, match="there is no step 3"):
+            checkpoints.report(3, {"val_loss": 0.5})
+
+
 def test_steps_that_a_reader_holds_stay(root: Path) -> None:
     with manager(root, keep=Latest(1)) as checkpoints:
         checkpoints.save(1, state(1))
@@ -326,6 +367,38 @@ def test_steps_that_a_reader_holds_stay(root: Path) -> None:
         checkpoints.save(3, state(3))
         checkpoints.wait()
         assert numbers(checkpoints) == [3]
+
+
+def test_a_reader_in_another_process_keeps_its_step_while_retention_runs(root: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    def follow() -> None:
+        for held in holdfast.follow(root, poll_s=0.001):
+            theirs.send(held.step)
+            theirs.recv()
+            theirs.send((holdfast.verify(held.path).ok, holdfast.load(held.path)["step"]))
+            if held.step == 3:
+                break
+
+    def told() -> Any:
+        assert ours.poll(300)
+        return ours.recv()
+
+    with manager(root, keep=Latest(1)) as checkpoints:
+        checkpoints.save(1, state(1))
+        checkpoints.wait()
+        child = start_child(follow)
+        for step in (1, 2, 3):
+            assert told() == step
+            checkpoints.save(step + 1, state(step + 1))
+            checkpoints.wait()
+            assert numbers(checkpoints) == [step, step + 1]
+            ours.send("go on")
+            assert told() == (True, step)
+        assert end_of(child) == 0
+        checkpoints.save(5, state(5))
+        checkpoints.wait()
+        assert numbers(checkpoints) == [5]
 
 
 def test_retention_that_fails_is_told_and_tried_again(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -197,6 +197,17 @@ def test_resume_comes_once_and_first(root: Path) -> None:
             checkpoints.resume(state())
 
 
+@pytest.mark.parametrize("target", ["runs/old", torch.nn.Linear(2, 2), None])
+def test_what_is_no_state_is_refused_where_there_is_nothing_to_load_too(root: Path, target: Any) -> None:
+    """A path in the place of the state must not become a fresh start."""
+    with manager(root) as checkpoints:
+        with pytest.raises(
+            holdfast.InvalidStateError, match="resume takes the state, a dict of names to values, not a"
+        ):
+            checkpoints.resume(target)
+        assert checkpoints.resume(state()).next_step == 0
+
+
 def test_steps_go_on_from_the_one_resumed_from(root: Path) -> None:
     made(root, 5)
     with manager(root) as checkpoints:
