@@ -3,6 +3,7 @@
     python3 benchmarks/hf.py --dir /some/disk --gb 2 --ranks 2 --rounds 3
     python3 benchmarks/hf.py --quick                              a smoke run: judges nothing
     python3 benchmarks/hf.py --contestants native torch-folder    the others alone
+    python3 benchmarks/hf.py --only save memory                   some parts
 
 Ratios are of medians within this run, whose rounds alternate. A time is that of the slowest rank, from a barrier to a
 barrier. Loads are cold. torch reads what holdfast exported, and every load is compared, outside the timed part. The
@@ -34,6 +35,7 @@ from verdicts import MOST_READS_OF_A_BYTE, Verdict
 ROWS, COLUMNS = "rows", "columns"
 DIMS = {ROWS: 0, COLUMNS: 1}
 SAVE, LOAD = "save", "cold load"
+PARTS = ("save", "load", "replicas", "memory", "mapping")
 REPLICATED_RANKS = 4  # each holds all of it, twice
 MAPPED_LAYERS, EXPERTS = 64, 512  # 100,032 tensors
 MOST_MAPPING_S = 1.0
@@ -89,24 +91,30 @@ class Bench:
         self.measured = Measured(total=byte_count(shapes))
         write_hub_folder(random_state(shapes), empty_folder(folder / "hub") / "checkpoint")
 
-    def race(self, layout: str) -> None:
+    def race(self, layout: str, parts: list[str]) -> None:
         """Everyone saves a state of this layout, and loads into one, round after round."""
         say(f"{layout}: {len(self._shapes)} tensors, {self.measured.total / 1e9:.2f} GB on {self._ranks} ranks")
         with RankCrew(self._ranks, self._shapes) as crew:
             for short in self._field:
                 self._save(crew, short, layout, is_warm_up=True)
-                self._load(crew, short, layout, self._place(short), is_warm_up=True)
+                if "load" in parts:
+                    self._load(crew, short, layout, self._place(short), is_warm_up=True)
+            if "native" in self._field:
+                self._save(crew, "native", layout)  # for the loads
             for number in range(self._rounds):
                 order = self._field if number % 2 == 0 else self._field[::-1]
-                for short in order:
+                for short in order if "save" in parts else order[:0]:
                     self.measured.add(SAVE, layout, short, self._save(crew, short, layout))
                     if number == 0 and short != "native":
-                        self.measured.disk[layout, NAMES[short]] = bytes_under(self._place(short)) / self.measured.total
-                        # Whoever wrote it, torch reads it and has the right bytes.
-                        self._load(crew, "torch-folder", layout, self._place(short))
-                for short in order:
+                        self._check(crew, short, layout)
+                for short in order if "load" in parts else order[:0]:
                     source = self._place(short) if short == "native" else self._folder / "hub"
                     self.measured.add(LOAD, layout, short, self._load(crew, short, layout, source))
+
+    def _check(self, crew: RankCrew, short: str, layout: str) -> None:
+        """Whoever wrote a folder, torch reads it and has the right bytes."""
+        self.measured.disk[layout, NAMES[short]] = bytes_under(self._place(short)) / self.measured.total
+        self._load(crew, "torch-folder", layout, self._place(short))
 
     def peaks(self) -> Iterator[tuple[str, str, int]]:
         """The memory of the worst rank beyond the state, each in new processes that have done nothing else."""
@@ -260,6 +268,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes that hold it between them (default 2)")
     parser.add_argument("--rounds", type=int, help="how often everything is measured (default 3; with --quick 1)")
     parser.add_argument("--contestants", nargs="+", choices=list(NAMES), default=list(NAMES), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
     parser.add_argument("--quick", action="store_true", help="a small state, one round, no judgement")
     parser.add_argument("--json", type=Path, help="where to write the document, besides standard output")
     arguments = parser.parse_args()
@@ -277,13 +288,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Measured:
     shapes = shapes_of_size(arguments.gb)
     require_space(folder, int(byte_count(shapes) * 4.3) + 2**28)
     field: list[str] = arguments.contestants
+    parts: list[str] = arguments.only
     bench = Bench(folder, shapes, ranks=arguments.ranks, rounds=arguments.rounds, field=field)
-    for layout in DIMS:
-        bench.race(layout)
-    bench.replicas(shapes_of_size(arguments.gb / REPLICATED_RANKS))
-    if "folder" in field:
+    for layout in DIMS if {"save", "load"} & set(parts) else ():
+        bench.race(layout, parts)
+    if "replicas" in parts:
+        bench.replicas(shapes_of_size(arguments.gb / REPLICATED_RANKS))
+    if "memory" in parts and "folder" in field:
         for phase, layout, beyond in bench.peaks():
             bench.measured.memory[phase, layout] = beyond
+    if "mapping" in parts and "folder" in field:
         layers = 1 if arguments.quick else MAPPED_LAYERS
         bench.measured.mapped_tensors, bench.measured.mapping_s = mapping_seconds(
             layers=layers, rounds=arguments.rounds

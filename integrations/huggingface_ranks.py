@@ -26,7 +26,8 @@ def export_model(name: str, path: Path, assets: Path, dtype: torch.dtype | None 
     mapping = hf.Mapping.from_transformers(model)
     state = model.state_dict()
     assert any(isinstance(tensor, DTensor) for tensor in state.values())
-    hf.export(state, path, mapping=mapping, dtype=dtype, shard_bytes=60_000, assets=assets)
+    options = hf.ExportOptions(shard_bytes=60_000)
+    hf.export(state, path, mapping=mapping, dtype=dtype, assets=assets, options=options)
     if dist.get_rank() == 0:
         assert holdfast.verify(path).ok
     return _note(state)
