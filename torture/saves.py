@@ -18,8 +18,8 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast._async_saver import AsyncCheckpointerType, async_save
-from holdfast._huggingface.writer import FolderWriter
 from holdfast._io.slabs import SLAB_BYTES
+from torture import exports
 
 MODES = ("fresh", "fresh, may overwrite", "replacing")
 ASYNC_MODES = ("async, fresh", "async, replacing")
@@ -33,7 +33,7 @@ TOLD_MODES = ("told, replacing", "told, async, replacing")
 ACROSS_MODES = ("torch's format over native, replacing", "native over torch's format, replacing")
 """One format in the place of the other."""
 
-EXPORT_MODES = ("export, fresh", "export, replacing")
+EXPORT_MODES = exports.MODES
 """A folder as Hugging Face has it, of the tensors alone."""
 
 BEFORE = {
@@ -66,17 +66,14 @@ def state_of(version: int, shape: str = "small") -> dict[str, Any]:
     return state
 
 
-def exported(version: int, shape: str = "small") -> dict[str, Any]:
+def exported(version: int, shape: str = "small") -> dict[str, torch.Tensor]:
     """The tensors of a state of a version, as a folder has them."""
-    state = state_of(version, shape)
-    tensors = {"step": torch.tensor(version)}
-    if "model" in state:
-        tensors["model.weight"], (tensors["model.layers.0"],) = state["model"]["weight"], state["model"]["layers"]
-    return tensors
+    return exports.flat(exports.tensors_of(state_of(version, shape)))
 
 
-def _state(mode: str, version: int, shape: str) -> dict[str, Any]:
-    return (exported if mode in EXPORT_MODES else state_of)(version, shape)
+def reach(path: Path, mode: str) -> Path:
+    """The directory below which a save to ``path`` does all its work: an export begins beside it."""
+    return path.parent if mode in EXPORT_MODES else path
 
 
 class Torn(Exception):
@@ -124,6 +121,8 @@ def prepare(path: Path, mode: str, shape: str = "small") -> None:
         template = path.parent.parent / f"template-{kind}-{shape}-{os.getpid()}"
         if not template.exists():
             save(template, first, shape, version=1)
+            if kind == "export":
+                exports.add_own(template)
         shutil.copytree(template, path)
 
 
@@ -140,7 +139,11 @@ def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attem
         with told_on_a_full_disk():
             save(path, mode.removeprefix("told, "), shape, version=version, attempt=attempt)
         return
-    is_new = mode in (MODES[0], TORCH_FORMAT_MODES[0], EXPORT_MODES[0])
+    if mode in EXPORT_MODES:
+        tensors = exports.tensors_of(state_of(version, shape))
+        exports.save(path, tensors, version, overwrite=mode != EXPORT_MODES[0], in_background="async" in mode)
+        return
+    is_new = mode in (MODES[0], TORCH_FORMAT_MODES[0])
     writer = _writer(path, mode, overwrite=not is_new, attempt=attempt)
     if mode in PROCESS_MODES:
         in_process = AsyncCheckpointerType.PROCESS
@@ -148,7 +151,7 @@ def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attem
     elif "async" in mode:
         async_save(state_of(version, shape), storage_writer=writer).result()
     else:
-        holdfast.save(_state(mode, version, shape), storage_writer=writer)
+        holdfast.save(state_of(version, shape), storage_writer=writer)
 
 
 @contextlib.contextmanager
@@ -170,8 +173,6 @@ def told_on_a_full_disk() -> Iterator[None]:
 def _writer(path: Path, mode: str, *, overwrite: bool, attempt: str | None = None) -> holdfast.StorageWriter:
     if mode.startswith("torch's format"):
         return holdfast.FileSystemWriter(path, overwrite=overwrite, thread_count=2)
-    if mode in EXPORT_MODES:
-        return FolderWriter(path, overwrite=overwrite)
     return holdfast.NativeWriter(path, overwrite=overwrite, attempt=attempt)
 
 
@@ -181,7 +182,10 @@ def found_version(path: Path, shape: str = "small") -> int | None:
     Torn, or what load raises, for anything else.
     """
     try:
-        return version_of(holdfast.load(path), shape)
+        version = version_of(holdfast.load(path), shape)
+        if (path / "model.safetensors.index.json").exists() and (problem := exports.mixture(path, version)) is not None:
+            raise Torn(problem)
+        return version
     except holdfast.NotACheckpointError as error:
         raise Torn(f"a job that resumes is not told to start fresh: {error}") from error
     except holdfast.NotFoundError:
@@ -200,9 +204,22 @@ def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: 
         return f"the previous one is lost: version {version} is there"
     try:
         # What is not visible does not forbid a save either.
-        writer = _writer(path, mode, overwrite=version is not None)
-        holdfast.save(_state(mode, 3, shape), storage_writer=writer)
+        if mode in EXPORT_MODES:
+            if (problem := _beside(path, mode, version)) is not None:
+                return problem
+            exports.save(path, exports.tensors_of(state_of(3, shape)), 3, overwrite=version is not None)
+        else:
+            holdfast.save(state_of(3, shape), storage_writer=_writer(path, mode, overwrite=version is not None))
         after = found_version(path, shape)
     except (Torn, holdfast.CheckpointError) as error:
         return f"the next save failed: {type(error).__name__}: {error}"
     return None if after == 3 else f"the next save is not there: version {after} is"
+
+
+def _beside(path: Path, mode: str, version: int | None) -> str | None:
+    """What is wrong in the folder beside the weights, and beside the folder."""
+    if version is not None:
+        has_own = BEFORE[mode] is not None  # a file of the user's, which is in whatever replaces that folder
+        if (problem := exports.mixture(path, version, has_own=has_own)) is not None:
+            return problem
+    return exports.unswept(path)

@@ -86,7 +86,8 @@ def count_calls(*, folder: str, mode: str, shape: str, library: str) -> Case:
     _prepare(path, mode, shape, library)
 
     def child() -> int:
-        with armed(path, Fault()), children_armed(path, Fault(), trace=path.parent / "trace"):
+        reach = saves.reach(path, mode)
+        with armed(reach, Fault()), children_armed(reach, Fault(), trace=path.parent / "trace"):
             libraries.save(path, mode, shape, library)
             release()
         return counts().calls
@@ -110,8 +111,8 @@ def kill_at(*, folder: str, mode: str, shape: str, library: str, victim: str, nu
         own, theirs = theirs, own
 
     def child() -> Any:
-        error = None
-        with armed(path, own), children_armed(path, theirs, trace=path.parent / "trace"):
+        error, reach = None, saves.reach(path, mode)
+        with armed(reach, own), children_armed(reach, theirs, trace=path.parent / "trace"):
             try:
                 libraries.save(path, mode, shape, library)
             except holdfast.CheckpointError as raised:

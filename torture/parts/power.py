@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torture import libraries, saves, shim, stepping, torch_dcp
+from torture import exports, libraries, saves, shim, stepping, torch_dcp
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import Action, Fault, armed, counts
@@ -38,7 +38,14 @@ def run(options: Options) -> PartResult:
     systems = [system for system in IMAGE_BYTES if shutil.which(f"mkfs.{system}")]
     notes = [f"{system}: skipped, there is no mkfs.{system}" for system in IMAGE_BYTES if system not in systems]
     shapes = _SHAPES[:1] if options.quick else _SHAPES
-    modes = ("fresh", "replacing", *saves.TORCH_FORMAT_MODES[:2], *saves.ACROSS_MODES, *stepping.MODES)
+    modes = (
+        "fresh",
+        "replacing",
+        *saves.TORCH_FORMAT_MODES[:2],
+        *saves.ACROSS_MODES,
+        *saves.EXPORT_MODES,
+        *stepping.MODES,
+    )
     plain: list[Case] = [
         {"folder": str(options.folder), "system": system, "mode": mode, "shape": shape, "library": library}
         for system in systems
@@ -189,4 +196,7 @@ def _prepare(mount: Path, mode: str, shape: str, library: str) -> Path:
             os.sync()  # as if it had been there for long: otherwise it would be lost at any cut
         else:
             saves.save(path, saves.first_mode(mode), shape, version=1)
+            if mode in saves.EXPORT_MODES:
+                exports.add_own(path)
+                os.sync()  # what is the user's is not for an export to have durable
     return path

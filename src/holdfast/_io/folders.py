@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable
 
 from holdfast._io import locks, posix
@@ -23,6 +24,7 @@ _KEEP, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux
 _NO_SUCH_CALL = (errno.EINVAL, errno.ENOSYS)
 _INFIX = ".holdfast-"
 _TRIES = 100
+_PAUSE_S = 0.005
 
 
 def attempt_path(path: str, attempt: str) -> str:
@@ -44,13 +46,18 @@ class AttemptFolder(locks.LockedFile):
         for _ in range(_TRIES):
             with posix.reporting("create", self.path), contextlib.suppress(FileExistsError):
                 posix.uninterrupted(os.mkdir, self.path)
+            # Between making it and locking it, a sweep may take it for a dead one.
             with posix.reporting("open", self.path):
-                self._opened.append(opened(map(os.open, (self.path,), (posix.DIRECTORY_FLAGS | os.O_NOFOLLOW,))))
+                try:
+                    self._opened.append(opened(map(os.open, (self.path,), (posix.DIRECTORY_FLAGS | os.O_NOFOLLOW,))))
+                except FileNotFoundError:
+                    continue
             is_free = self._lock(fcntl.LOCK_SH)
-            # Between making it and locking it, a sweep may have taken it for a dead one.
             if is_free and locks.has_name(self.descriptor, self.path):
                 return
             posix.close_descriptor(self._opened.pop(), self.path)
+            if not is_free:
+                time.sleep(_PAUSE_S)
         raise StorageError(f"{self.path!r} was removed while being filled; save again", errno=errno.ENOENT)
 
     def _lock(self, kind: int) -> bool:
@@ -67,8 +74,10 @@ class AttemptFolder(locks.LockedFile):
     def abandon(self) -> None:
         """Leave it; the last one that does removes it. What cannot be removed is left to a sweep."""
         with contextlib.suppress(StorageError):
-            if self.descriptor >= 0 and not self._is_inherited and self._lock(fcntl.LOCK_EX):
-                remove_folder(self.path)
+            is_ours = self.descriptor >= 0 and not self._is_inherited
+            # Once it has replaced another one, that one has its old name, and may be all that a power cut leaves.
+            if is_ours and self._lock(fcntl.LOCK_EX) and locks.has_name(self.descriptor, self.path):
+                _remove(self.path)
         self.discard()
 
 
@@ -109,6 +118,8 @@ def fill_in(path: str, parts: Iterable[tuple[int, bytes]]) -> None:
                 rest = memoryview(data)
                 while rest:
                     count = os.pwrite(descriptor, rest, offset)
+                    if count == 0:
+                        raise OSError(errno.EIO, "the system took no bytes")
                     rest, offset = rest[count:], offset + count
             posix.sync_file(descriptor, path)
         finally:
@@ -123,26 +134,50 @@ def publish_folder(source: str, target: str, *, overwrite: bool, keep: Callable[
     """
     posix.sync_directory(source)
     parent = os.path.dirname(target)
-    if check_free(target, overwrite=overwrite):
-        posix.remove_empty_directories([target])
-    if not overwrite or not posix.exists(target):
-        code = posix.renameat2(source, target, _KEEP)
-        if code in _NO_SUCH_CALL:
-            posix.replace(source, target)  # which replaces an empty folder at most
-        elif code == errno.EEXIST:
-            raise _already_there(target)
-        elif code:
-            raise StorageError.from_os(OSError(code, os.strerror(code)), "publish", target)
-        posix.sync_directory(parent)
-        return
-    _carry_over(target, source, keep)
+    for _ in range(_TRIES):  # others may publish to the same name
+        if check_free(target, overwrite=overwrite):
+            posix.remove_empty_directories([target])
+        if not overwrite or not posix.exists(target):
+            if _is_named(source, target):
+                posix.sync_directory(parent)
+                return
+        elif _is_exchanged(source, target, keep):
+            posix.sync_directory(parent)
+            # The new one is there, durably: if the old one cannot be removed, that is litter and no failure.
+            with contextlib.suppress(StorageError):
+                _remove(source)
+            return
+    raise StorageError(f"{target!r} changes all the time; use another name", errno=errno.EBUSY, path=target)
+
+
+def _is_named(source: str, target: str) -> bool:
+    """Give ``source`` the name ``target``; False if something has it now."""
+    code = posix.renameat2(source, target, _KEEP)
+    if code in _NO_SUCH_CALL:
+        posix.replace(source, target)  # which replaces an empty folder at most
+    elif code not in (0, errno.EEXIST):
+        raise StorageError.from_os(OSError(code, os.strerror(code)), "publish", target)
+    return code != errno.EEXIST
+
+
+def _is_exchanged(source: str, target: str, keep: Callable[[str], bool]) -> bool:
+    """Exchange the folders; False if another one has the name ``target`` now, or none."""
+    before = posix.file_status(target)
+    try:
+        _carry_over(target, source, keep)
+    except StorageError as error:
+        now = posix.file_status(target)
+        if error.errno == errno.ENOENT and (before is None or now is None or not os.path.samestat(before, now)):
+            return False
+        raise
     code = posix.renameat2(source, target, _EXCHANGE)
+    if code == errno.ENOENT and posix.exists(source) and not posix.exists(target):
+        return False
     if code:
         problem = "cannot replace a folder in one step" if code in _NO_SUCH_CALL else os.strerror(code)
         advice = "export to a new name, or remove the old folder first"
         raise StorageError(f"cannot replace {target!r}: the file system {problem}; {advice}", errno=code, path=target)
-    posix.sync_directory(parent)
-    remove_folder(source)  # which is the old one now
+    return True
 
 
 def check_free(target: str, *, overwrite: bool) -> bool:
@@ -159,32 +194,56 @@ def check_free(target: str, *, overwrite: bool) -> bool:
 
 
 def remove_folder(path: str) -> None:
-    """Guarantees that nothing has the name ``path``."""
+    """Guarantees that nothing has the name ``path``.
+
+    Its directory is synced first: no power cut gives back to what is removed a name that it had before.
+    """
+    posix.sync_directory(os.path.dirname(path))
+    _remove(path)
+
+
+def _remove(path: str) -> None:
     with posix.reporting("remove", path), contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+        posix.uninterrupted(shutil.rmtree, path)
 
 
 def _carry_over(old: str, new: str, keep: Callable[[str], bool]) -> None:
-    """Have the files and folders of ``old`` for which ``keep`` is true in ``new`` too, by links where they can be."""
+    """Have the files and folders of ``old`` for which ``keep`` is true in ``new`` too, durably."""
     for name in filter(keep, posix.list_names(old)):
-        source, target = os.path.join(old, name), os.path.join(new, name)
-        if posix.exists(target):
-            continue
-        with posix.reporting("copy", source):
-            if os.path.isdir(source) and not os.path.islink(source):
-                shutil.copytree(source, target, symlinks=True)
-            elif os.path.islink(source) or not posix.link(source, target):
-                shutil.copy2(source, target, follow_symlinks=False)
+        if not posix.exists(os.path.join(new, name)):
+            _bring(os.path.join(old, name), os.path.join(new, name))
     posix.sync_directory(new)
+
+
+def _bring(source: str, target: str) -> None:
+    """Have ``source`` at ``target`` too; files by links where they can be."""
+    status = posix.file_status(source)
+    if status is None:
+        raise StorageError(f"{source!r} went away while being copied", errno=errno.ENOENT, path=source)
+    if stat.S_ISDIR(status.st_mode):
+        with posix.reporting("create", target):
+            posix.uninterrupted(os.mkdir, target, stat.S_IMODE(status.st_mode))
+        for name in posix.list_names(source):
+            _bring(os.path.join(source, name), os.path.join(target, name))
+        posix.sync_directory(target)
+    elif stat.S_ISLNK(status.st_mode):
+        with posix.reporting("copy", source):
+            posix.uninterrupted(os.symlink, posix.uninterrupted(os.readlink, source), target)
+    elif not posix.link(source, target):
+        _copy(source, target)
 
 
 def copy_into(folder: str, paths: Iterable[str]) -> None:
     """Copy the files ``paths`` into ``folder``, durably."""
     for path in paths:
-        copy = os.path.join(folder, os.path.basename(path))
-        with posix.reporting("copy", path), open(path, "rb") as source, open(copy, "xb") as target:
-            shutil.copyfileobj(source, target)
-            posix.sync_stream(target, path)
+        _copy(path, os.path.join(folder, os.path.basename(path)))
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file, durably."""
+    with posix.reporting("copy", source), open(source, "rb") as read, open(target, "xb") as written:
+        shutil.copyfileobj(read, written)
+        posix.sync_stream(written, target)
 
 
 def _already_there(target: str) -> AlreadyPublishedError:

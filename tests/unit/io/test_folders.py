@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import holdfast
 from holdfast import hf
-from holdfast._io.folders import AttemptFolder, attempt_of, attempt_path, publish_folder
+from holdfast._io import posix
+from holdfast._io.folders import AttemptFolder, attempt_of, attempt_path, fill_in, publish_folder, remove_folder
 
 ATTEMPT = "0123456789abcdef"
 
@@ -81,3 +86,110 @@ def test_the_last_one_to_give_up_removes_the_folder(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [f"model.holdfast-{ATTEMPT}"]
     second.abandon()
     assert os.listdir(tmp_path) == []
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_what_was_replaced_stays_while_nobody_knows_that_the_new_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf.export({"a": torch.zeros(2)}, tmp_path / "model")
+    sync = posix.sync_directory
+
+    def fail_for_the_parent(path: str, *rest: Any) -> None:
+        if Path(path) == tmp_path:
+            raise holdfast.StorageError("cannot sync", errno=errno.EIO)
+        sync(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "sync_directory", fail_for_the_parent)
+        with pytest.raises(holdfast.StorageError, match="cannot sync"):
+            hf.export({"a": torch.ones(2)}, tmp_path / "model", overwrite=True)
+    (left,) = holdfast.sweep(tmp_path).dead
+    assert holdfast.read(tmp_path / "model")["a"].sum() == 2
+    assert holdfast.read(left.directory)["a"].sum() == 0  # all of it, for the power may go now
+
+
+def test_an_old_folder_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (0.0, 1.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", failing(errno.EIO))
+            hf.export({"a": torch.full((2,), value)}, tmp_path / "model", overwrite=True)
+    assert holdfast.read(tmp_path / "model")["a"].sum() == 2
+    assert holdfast.sweep(tmp_path, delete=True).removed_files == 3
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_before_a_folder_is_removed_its_names_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(posix, "sync_directory", done.append)
+    monkeypatch.setattr(shutil, "rmtree", done.append)
+    remove_folder(str(folder_of(tmp_path / "old")))
+    assert done == [str(tmp_path), str(tmp_path / "old")]
+
+
+def test_what_comes_over_from_an_old_folder_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = folder_of(tmp_path / "new"), folder_of(tmp_path / "model", a="old")
+    folder_of(target / "sub", b="old")
+    synced: list[str] = []
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(posix, "link", lambda *_: False)  # as on file systems without links
+    publish_folder(str(source), str(target), overwrite=True, keep=lambda name: True)
+    assert {"new/a", "new/sub/b", "new/sub"} <= set(synced)
+
+
+def test_two_may_publish_to_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes after this one has found no folder, and again while it takes over what is there."""
+    source, target = folder_of(tmp_path / "new", a="new"), tmp_path / "model"
+    rename, link = posix.renameat2, posix.link
+
+    def rename_too_late(*arguments: Any) -> int:
+        monkeypatch.setattr(posix, "renameat2", rename)
+        folder_of(target, b="other")
+        return rename(*arguments)
+
+    def link_too_late(*arguments: Any) -> bool:
+        monkeypatch.setattr(posix, "link", link)
+        target.rename(tmp_path / "other")
+        folder_of(target, c="other")
+        shutil.rmtree(tmp_path / "other")
+        return link(*arguments)
+
+    monkeypatch.setattr(posix, "renameat2", rename_too_late)
+    monkeypatch.setattr(posix, "link", link_too_late)
+    publish_folder(str(source), str(target), overwrite=True, keep=lambda name: True)
+    assert sorted(os.listdir(target)) == ["a", "c"]
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_sweep_may_take_a_folder_before_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = os.mkdir
+
+    def make_and_lose(path: str) -> None:
+        make(path)
+        os.rmdir(path)
+        monkeypatch.setattr(os, "mkdir", make)
+
+    monkeypatch.setattr(os, "mkdir", make_and_lose)
+    folder = AttemptFolder(tmp_path / f"model.holdfast-{ATTEMPT}")
+    folder.enter()
+    folder.abandon()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_system_that_takes_no_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(4))
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(holdfast.StorageError, match="took no bytes"):
+        fill_in(str(tmp_path / "file"), [(0, b"text")])
