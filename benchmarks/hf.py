@@ -158,7 +158,7 @@ class Bench:
 
 def mapping_seconds(*, layers: int, rounds: int) -> tuple[int, list[float]]:
     """How many tensors a mixture of experts has in its files, and seconds to compile its mapping, by round."""
-    from holdfast.hf import Concat, Mapping, Move, Stack
+    from holdfast.mapping import Concat, Mapping, Move, Stack
 
     experts = "model.layers.{l}.mlp.experts"
     gate, up = (f"{experts}.{{e}}.{name}.weight" for name in ("gate_proj", "up_proj"))

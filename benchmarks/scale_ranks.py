@@ -40,7 +40,7 @@ from holdfast._save_plan.plans import properties_of
 from holdfast._save_plan.rounds import plan_save
 from holdfast._save_plan.together import chosen_columns
 from holdfast._torch_codec.pickles import decode_message, encode_message
-from holdfast._values.box import Split
+from holdfast._values.box import MeshSplit
 from holdfast._values.digest import block_counts, name_words, rows_digest
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -78,7 +78,7 @@ class Crew:
             self._keys,
             [None if head is None else head_text(head) for head in self._heads],
             [0] * len(sizes) + [WHOLE],
-            spreads=[Rule(0, ((Split(0, ranks),), ()))],
+            spreads=[Rule(0, ((MeshSplit(0, ranks),), ()))],
             meshes=[Mesh((ranks,), tuple(range(ranks)))],
             paths={key: (key,) for key in self._keys},
         )

@@ -6,12 +6,14 @@ a model in files relate to those of the model in memory.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping as AnyMapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -19,17 +21,19 @@ from holdfast._async_saver import AsyncSave, async_save
 from holdfast._huggingface.reader import HuggingFaceReader
 from holdfast._huggingface.writer import ExportForm, FolderWriter, is_asset
 from holdfast._io import posix
+from holdfast._mapping.mappings import Mapping
 from holdfast._saver import SaveOptions, save
 from holdfast._state.tensors import DTYPE_NAMES
 from holdfast._values.dtypes import DTYPES
+from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ExportOptions", "FolderForm", "async_export", "export"]
+__all__ = ["ExportOptions", "FolderForm", "Mapping", "async_export", "export"]
 
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
+Dtypes = torch.dtype | AnyMapping[str, torch.dtype]
 Paths = str | os.PathLike[str]
 
 
@@ -45,7 +49,7 @@ class ExportOptions(SaveOptions):
     """
 
     shard_bytes: int = 5_000_000_000
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: AnyMapping[str, str] = field(default_factory=dict)
     process_group: ProcessGroup | None = None
     no_dist: bool = False
 
@@ -61,9 +65,10 @@ _DEFAULTS = ExportOptions()
 
 
 def export(
-    state: torch.nn.Module | Mapping[Any, Any],
+    state: torch.nn.Module | AnyMapping[Any, Any],
     path: Paths,
     *,
+    mapping: Mapping | None = None,
     dtype: Dtypes | None = None,
     like: Paths | None = None,
     assets: Paths | Iterable[Paths] | None = None,
@@ -79,6 +84,9 @@ def export(
     Args:
         state: a module, or nested dicts of tensors; names in the files are their keys, joined by dots.
         path: the folder. What is there is not touched, unless ``overwrite`` is set.
+        mapping: how names and tensors in the files relate to those of the state, as in
+            ``Mapping.from_transformers(model)``. For ``dtype``, the keys in the files count. A type that a rule gives
+            counts more.
         dtype: the floating type that all floating tensors get, but for those of 8 bits; or a dict from patterns, as
             "*.weight", to types: the first that fits counts. Other tensors stay as they are.
         like: a folder whose types, and whose division into files, are taken; ``dtype`` counts more.
@@ -95,9 +103,11 @@ def export(
         StorageError: the file system refused. The old folder is as it was.
     """
     form = FolderForm(dtype=dtype, like=like, assets=assets, shard_bytes=options.shard_bytes, metadata=options.metadata)
+    writer, planner = form.writer(path, mapping=mapping, overwrite=overwrite), _planner(mapping, options)
     return save(
         _tensors(state),
-        storage_writer=form.writer(path, overwrite=overwrite),
+        storage_writer=writer,
+        planner=planner,
         process_group=options.process_group,
         no_dist=options.no_dist,
         options=options,
@@ -105,9 +115,10 @@ def export(
 
 
 def async_export(
-    state: torch.nn.Module | Mapping[Any, Any],
+    state: torch.nn.Module | AnyMapping[Any, Any],
     path: Paths,
     *,
+    mapping: Mapping | None = None,
     dtype: Dtypes | None = None,
     like: Paths | None = None,
     assets: Paths | Iterable[Paths] | None = None,
@@ -116,16 +127,28 @@ def async_export(
 ) -> AsyncSave:
     """The same in the background, from a copy of ``state`` as it is now; the handle is that of ``async_save``."""
     form = FolderForm(dtype=dtype, like=like, assets=assets, shard_bytes=options.shard_bytes, metadata=options.metadata)
+    writer, planner = form.writer(path, mapping=mapping, overwrite=overwrite), _planner(mapping, options)
     return async_save(
         _tensors(state),
-        storage_writer=form.writer(path, overwrite=overwrite),
+        storage_writer=writer,
+        planner=planner,
         process_group=options.process_group,
         no_dist=options.no_dist,
         options=options,
     )
 
 
-def _tensors(state: torch.nn.Module | Mapping[Any, Any]) -> dict[Any, Any]:
+def _planner(mapping: Mapping | None, options: ExportOptions) -> DefaultSavePlanner:
+    if options.mapping is not None:
+        raise ValueError("an export has its mapping beside the options: export(state, path, mapping=...)")
+    if isinstance(options.replica_check, str):
+        return DefaultSavePlanner(
+            replica_check=cast(Literal["sample", "all", "off"], options.replica_check), mapping=mapping
+        )
+    return DefaultSavePlanner(may_differ=options.replica_check, mapping=mapping)
+
+
+def _tensors(state: torch.nn.Module | AnyMapping[Any, Any]) -> dict[Any, Any]:
     return dict(state.state_dict() if isinstance(state, torch.nn.Module) else state)
 
 
@@ -145,18 +168,26 @@ class FolderForm:
     like: Paths | None = None
     assets: Paths | Iterable[Paths] | None = None
     shard_bytes: int = 5_000_000_000
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: AnyMapping[str, str] = field(default_factory=dict)
 
-    def writer(self, path: Paths, *, overwrite: bool) -> FolderWriter:
-        """The storage that writes such a folder to ``path``."""
+    def writer(self, path: Paths, *, mapping: Mapping | None = None, overwrite: bool) -> FolderWriter:
+        """The storage that writes such a folder to ``path``, with the types and offsets that ``mapping`` says."""
         files, dtypes = ({}, {}) if self.like is None else _like(self.like)
         rule = _dtype_rule(self.dtype)
+        rules = mapping or Mapping()
+
+        def dtype(key: str, has: str) -> str:
+            by_rule = rules.dtype_of(key) if DTYPES[has].is_floating else None
+            return rule(key, dtypes.get(key, has)) if by_rule is None else DTYPE_NAMES[by_rule]
+
         form = ExportForm(
-            dtype=lambda key, has: rule(key, dtypes.get(key, has)),
+            dtype=dtype,
+            added=lambda key: -rules.offset_of(key),
             shard_bytes=self.shard_bytes,
             files=files,
             assets=_files(self.assets),
             metadata=self.metadata,
+            mapping=None if mapping is None else json.loads(mapping.to_json()),
         )
         return FolderWriter(path, form=form, overwrite=overwrite)
 

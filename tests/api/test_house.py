@@ -28,8 +28,8 @@ PACKAGE = ROOT / "src" / "holdfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
 LIMITS = {
-    "modules": 146,
-    "lines": 37_244,
+    "modules": 155,
+    "lines": 38_850,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
     "parameters of a function": 8,
