@@ -305,8 +305,9 @@ class Checkpoint(Mapping[str, Any]):
 def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> Checkpoint:
     """Open the checkpoint at ``path``, in any format, or a Hugging Face folder; tensors are read when you index them.
 
-    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it, or where a folder has no digests, only
-    the bytes wanted. In torch's format a read takes only the bytes wanted, and checks them if they are a whole chunk.
+    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it only the bytes wanted, and where a
+    folder has no digests small gaps between them. In torch's format a read takes only the bytes wanted, and checks them
+    if they are a whole chunk.
     """
     with Door():
         while True:

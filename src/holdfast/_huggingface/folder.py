@@ -242,7 +242,7 @@ def decode_folder(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
     if found.index_name:
         _check_weight_map(_weight_map(found.index, index_path), by_key, found.files, index_path)
     keys = sorted(by_key)
-    entries = tuple(_entry(key, by_key[key], paths, has_index=bool(found.index_name)) for key in keys)
+    entries = tuple(_entry(key, by_key[key], paths) for key in keys)
     index = _chunk_index([by_key[key] for key in keys])
     files = tuple(
         FileEntry(name=each.name, bytes=each.size, header=len(each.header), digest="") for each in found.files
@@ -278,10 +278,12 @@ def _check_weight_map(
         raise _corrupt(path, f"it does not say that {name!r} has {key[:200]!r}", key)
 
 
-def _entry(key: str, rows: list[_Row], paths: Sequence[str], *, has_index: bool) -> TensorEntry:
+def _entry(key: str, rows: list[_Row], paths: Sequence[str]) -> TensorEntry:
     """The tensor that ``rows`` hold, all of it or each a part."""
     first = rows[0]
-    if len(rows) > 1 and not all(row.tensor.is_part for row in rows):
+    if len(rows) == 1 and not first.tensor.is_part:
+        return TensorEntry(key=key, dtype=first.tensor.dtype, shape=first.tensor.shape)
+    if not all(row.tensor.is_part for row in rows):
         names = _listed(os.path.basename(paths[row.file]) for row in rows)
         problem = f"{key[:200]!r} is in each of {names}"
         advice = "pass the path of the one that you want, or move the others away"

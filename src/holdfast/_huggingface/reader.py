@@ -13,7 +13,8 @@ from holdfast._native.verify import Level, VerifyReport, check_level, data_damag
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.events.progress import OnBytes
 
-NO_DIGESTS = "the data, because there are no digests of it (no holdfast.json)"
+_NO_DIGESTS = "the data, because there are no digests of it (no holdfast.json)"
+_ONE_FILE = "the data, because digests are for whole folders, and this is a file"
 
 
 class HuggingFaceReader(CatalogReader):
@@ -34,11 +35,15 @@ class HuggingFaceReader(CatalogReader):
     @property
     def unchecked(self) -> tuple[str, ...]:
         """What nobody can tell of the folder that was opened."""
-        return () if self.catalog.has_digests else (NO_DIGESTS,)
+        return _unchecked(self.catalog, self.path)
 
     def was_replaced(self) -> bool:
         """Whether the files are others than those whose headers were read, or are gone."""
         return self._catalog is not None and _is_another(self._catalog, self.path)
+
+
+def _unchecked(catalog: Catalog, path: str) -> tuple[str, ...]:
+    return () if catalog.has_digests else (_NO_DIGESTS if os.path.isdir(path) else _ONE_FILE,)
 
 
 def _is_another(catalog: Catalog, path: str) -> bool:
@@ -76,5 +81,5 @@ def verify_folder(
         keys=len(manifest.tensors),
         seconds=time.perf_counter() - begin,
         damage=damage,
-        unchecked=tuple(unread(level, sample)) if catalog.has_digests else (NO_DIGESTS,),
+        unchecked=_unchecked(catalog, path) or tuple(unread(level, sample)),
     )

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import holdfast
 from holdfast import CorruptError, LoadOptions, MismatchError, NotFoundError
+from holdfast.cli import app
 from torture import hostile_folders
 from torture.hostile_folders import FIRST, INDEX, NOTES, SECOND, file_bytes, header_of, write_folder, write_notes
 
@@ -161,6 +163,8 @@ def test_reports_say_that_nothing_could_be_checked(tmp_path: Path) -> None:
         checked = holdfast.verify(tmp_path, level=level)
         assert (checked.ok, checked.unchecked, checked.keys, checked.files) == (True, report.unchecked, 1, 2)
     write_notes(tmp_path)
+    one_file = holdfast.load({"a": torch.zeros(2)}, tmp_path / FIRST)
+    assert one_file.unchecked == ("the data, because digests are for whole folders, and this is a file",)
     report = holdfast.load({"a": torch.zeros(2)}, tmp_path)
     assert report.unchecked == ()
     assert "unchecked" not in repr(report)
@@ -247,7 +251,7 @@ def test_damage_anywhere_in_holdfast_json_or_the_index_changes_nothing_silently(
     noticed = 0
     for name in (NOTES, INDEX):
         intact = (exported / name).read_bytes()
-        for at in range(0, len(intact), 5 if name == NOTES else 1):
+        for at in range(0, len(intact), 11 if name == NOTES else 1):
             flipped(exported / name, at)
             try:
                 found = holdfast.read(exported)
@@ -257,7 +261,7 @@ def test_damage_anywhere_in_holdfast_json_or_the_index_changes_nothing_silently(
                 assert name == INDEX, at
                 assert all(torch.equal(found[key], tensor) for key, tensor in truth.items())
             (exported / name).write_bytes(intact)
-    assert noticed > 500
+    assert noticed > 200
 
 
 def test_who_writes_a_file_anew_is_told_what_to_do(exported: Path) -> None:
@@ -320,3 +324,20 @@ def test_a_run_begins_with_a_folder(tmp_path: Path) -> None:
     assert resumed.report is not None
     assert resumed.report.unchecked
     assert state["w"].tolist() == [2, 2, 2]
+
+
+def test_what_the_command_line_says_of_a_folder(exported: Path, tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    shown = run("show", exported)
+    assert "3 tensors, 0 values, " in shown
+    assert shown.rstrip().endswith("a Hugging Face folder: safetensors with digests")
+    listed = json.loads(run("show", exported / SECOND, "--json"))
+    assert list(listed["keys"]) == ["c"]
+    assert listed["totals"]["format_version"] == "safetensors without digests"
+    assert "not checked" not in run("verify", exported)
+    assert "not checked: the data, because digests are for whole folders" in run("verify", exported / FIRST)
+    assert "converted: 3 tensors" in run("convert", exported, tmp_path / "made", "--to", "native")
