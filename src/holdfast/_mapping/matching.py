@@ -17,6 +17,8 @@ from holdfast._mapping.rules import Drop, Move, Rule, Template, Tie, expression_
 Shapes = Mapping[str, Sequence[int] | None]
 """Keys with their shapes, or None for what is no tensor."""
 
+# So many numbers that a list lacks are told one by one.
+_SHOWN_GAPS = 8
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
 
@@ -230,8 +232,17 @@ class _Matching:
 
     def _make(self, number: int, texts: _Texts, numbers: set[int]) -> None:
         """Make the group of the rule ``number`` whose names stand for ``texts``."""
-        compiled = self._moves[number]
-        keys = compiled.inside_keys(texts, max(numbers) + 1 if compiled.lists_inside else 1)
+        compiled, length = self._moves[number], max(numbers) + 1
+        if compiled.lists_inside and length > len(numbers):
+            gaps = [each for each in range(len(numbers) + _SHOWN_GAPS) if each < length and each not in numbers]
+            more = length - len(numbers) - len(gaps)
+            said = f", like {more} more of its list" if more else ""
+            for each in gaps:
+                self._fault(
+                    compiled.inside[0].key((*texts, str(each))), "missing", f"is missing{said}; have the list whole"
+                )
+            return
+        keys = compiled.inside_keys(texts, length if compiled.lists_inside else 1)
         missing = [key for key in keys if key not in self._inside]
         if missing:
             there = next(key for key in keys if key in self._inside)

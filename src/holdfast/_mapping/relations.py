@@ -215,8 +215,9 @@ def _reordered(tensor: _Arranged, operation: Operation) -> _Arranged:
     dim = _dimension(tensor.size, operation.dim)
     length, parts = tensor.size[dim], operation.parts
     if length % (operation.groups * parts):
-        groups = f"{operation.groups} groups of {parts} parts"
-        raise DoesNotFit(f"of shape {list(tensor.size)} are not in {groups} in dimension {dim}")
+        raise DoesNotFit(
+            f"of shape {list(tensor.size)} cannot be cut into {operation.groups} times {parts} parts in dimension {dim}"
+        )
     of_group = length // operation.groups
     of_part = of_group // parts
     count, step = (of_part, parts) if isinstance(operation, Interleave) else (parts, of_part)

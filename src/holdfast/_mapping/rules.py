@@ -268,7 +268,8 @@ def expression_of(pattern: str, *, any_number: bool = False) -> re.Pattern[str]:
         parts.append(_literal(pattern[end : match.start()], any_number))
         name = match[1]
         meant = r".+" if match[2] else r"(?:0|[1-9][0-9]{0,8})" if len(name) == 1 else r"[^.]+"
-        parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{meant})")
+        is_again = name in seen and not any_number
+        parts.append(f"(?P={name})" if is_again else f"(?:{meant})" if any_number else f"(?P<{name}>{meant})")
         seen.add(name)
         end = match.end()
     parts.append(_literal(pattern[end:], any_number))
