@@ -1,6 +1,7 @@
-"""The steps of a run that are disturbed while they are deleted, noted, followed or retired, and what may be found then.
+"""The steps of a run that are disturbed while they are deleted, noted, followed or retired, by hand or by a manager.
 
-Each step holds the state of its own number, so that whatever is loaded is whole and the right one, or torn.
+What may be found then: each step holds the state of its own number, so that whatever is loaded is whole and the right
+one, or torn.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import holdfast
-from torture import saves, torch_dcp
+from torture import managing, saves, torch_dcp
 
 RETIRE = "save, retire, sweep"
 BEFORE_AND_AFTER: dict[str, tuple[set[int], set[int]]] = {
@@ -20,8 +22,10 @@ BEFORE_AND_AFTER: dict[str, tuple[set[int], set[int]]] = {
     "pin": ({1, 2}, {1, 2}),
     "follow": ({1, 2}, {1, 2}),
     RETIRE: ({1, 2}, {2, 3}),
+    **dict.fromkeys(managing.SAVES, ({1, 2}, {2, 3})),
+    **dict.fromkeys(managing.RESUMES, ({1, 2}, {1, 2})),
 }
-"""Which steps are there before each operation, and after it."""
+"""Which steps are there, whole, before each operation, and after it."""
 
 MODES = tuple(BEFORE_AND_AFTER)
 _WRONG = (saves.Torn, holdfast.CheckpointError)
@@ -39,10 +43,17 @@ def prepare(root: Path, mode: str, library: str = "holdfast") -> None:
         os.sync()
     else:
         holdfast.Steps(root).report(1, {"loss": 1.0})
+        managing.prepare(root, mode)
 
 
-def operate(root: Path, mode: str, library: str = "holdfast") -> None:
-    """What is disturbed; when this returns it is acknowledged."""
+def operate(root: Path, mode: str, library: str = "holdfast", acknowledge: Callable[[], None] = lambda: None) -> None:
+    """What is disturbed; when this returns it is acknowledged.
+
+    ``acknowledge`` is called when the new step was, and old ones may still be there.
+    """
+    if mode in managing.MODES:
+        managing.operate(root, mode, acknowledge)
+        return
     steps = holdfast.Steps(root)
     if library == "torch":  # as scripts do it that keep the latest ones
         torch_dcp.save(root / "step-3", 3)
@@ -64,41 +75,57 @@ def operate(root: Path, mode: str, library: str = "holdfast") -> None:
         holdfast.sweep(root, delete=True)
 
 
-def problem_found(root: Path, mode: str, library: str = "holdfast", *, acknowledged: bool = False) -> str | None:
-    """What a reader would find wrong; None when the promises hold."""
+def problem_found(
+    root: Path, mode: str, library: str = "holdfast", *, acknowledged: bool = False, published: bool = False
+) -> str | None:
+    """What a reader would find wrong; None when the promises hold.
+
+    ``published`` says that the new step was acknowledged, ``acknowledged`` that all was.
+    """
     before, after = BEFORE_AND_AFTER[mode]
+    damaged = {managing.DAMAGED} if mode in managing.RESUMES else set()
     try:
-        found = _torch_steps(root) if library == "torch" else whole_steps(root)
+        found = _torch_steps(root) if library == "torch" else whole_steps(root, damaged)
     except _WRONG as error:
         return "torn visible" if library == "torch" else f"torn: {type(error).__name__}: {error}"
     if not before & after <= found.keys() <= before | after:
         return f"steps are lost, or come from nowhere: {sorted(found)}"
-    if acknowledged and found.keys() != after:
+    if (acknowledged and found.keys() != after) or (published and not after <= found.keys()):
         return f"acknowledged but lost: {sorted(found)}"
     if library == "torch":
         return None
     latest = holdfast.Steps(root).latest()
-    if latest is None or latest.step != max(found):
+    if latest is None or latest.step != max({*found, *damaged}):
         return f"the latest is {latest}, of {sorted(found)}"
     for step in found.values():
-        losses = {None} if step.step != 1 else {2.0} if acknowledged and mode == "report" else {1.0, 2.0}
-        if step.metrics.get("loss") not in losses - ({2.0} if mode != "report" else set()):
+        if step.metrics.get("loss") not in _losses(mode, step.step, acknowledged=acknowledged, published=published):
             return f"the metrics of step {step.step} are {step.metrics}"
         if step.pinned and (mode, step.step) != ("pin", 1):
             return f"step {step.step} is pinned"
     if acknowledged and mode == "pin" and not found[1].pinned:
         return "acknowledged but not pinned"
-    return None
+    return managing.problem_noted(root) if mode in managing.MODES else None
 
 
-def problem_after(root: Path, mode: str, library: str = "holdfast", *, acknowledged: bool = False) -> str | None:
+def _losses(mode: str, step: int, *, acknowledged: bool, published: bool) -> set[float | None]:
+    """The losses that ``step`` may have."""
+    if step == 1:
+        return {1.0} if mode != "report" else {2.0} if acknowledged else {1.0, 2.0}
+    if step == 3 and mode == managing.SAVE_BEHIND:
+        return {3.0} if acknowledged or published else {None, 3.0}
+    return {None}
+
+
+def problem_after(
+    root: Path, mode: str, library: str = "holdfast", *, acknowledged: bool = False, published: bool = False
+) -> str | None:
     """The same, and what is wrong when somebody goes on there."""
-    problem = problem_found(root, mode, library, acknowledged=acknowledged)
+    problem = problem_found(root, mode, library, acknowledged=acknowledged, published=published)
     if problem is not None or library == "torch":
         return problem
     try:
-        steps = holdfast.Steps(root)
-        steps.finish_deletions()
+        if mode not in managing.MODES:  # a manager does so itself
+            holdfast.Steps(root).finish_deletions()
         if mode != "delete" or 1 in whole_steps(root):
             operate(root, mode)
         problem = problem_found(root, mode, acknowledged=True)
@@ -107,18 +134,20 @@ def problem_after(root: Path, mode: str, library: str = "holdfast", *, acknowled
         return f"going on failed: {type(error).__name__}: {error}"
     if problem is not None:
         return f"after going on: {problem}"
-    readers = root / ".holdfast" / "readers"
-    there = {*os.listdir(root), *(os.listdir(readers) if readers.exists() else ())}
-    litter = sorted(there - {".holdfast", *(f"step-{step}" for step in whole_steps(root))})
-    for step in whole_steps(root).values():
+    whole = whole_steps(root, {managing.DAMAGED} if mode in managing.RESUMES else set())
+    own, readers = root / ".holdfast", root / ".holdfast" / "readers"
+    there = {*os.listdir(root), *(name for place in (own, readers) if place.exists() for name in os.listdir(place))}
+    known = {".holdfast", "manager.lock", "resumes.json", "readers", *(f"step-{step}" for step in whole)}
+    litter = sorted(there - known - ({f"step-{managing.DAMAGED}"} if mode in managing.RESUMES else set()))
+    for step in whole.values():
         names = {name.partition("-")[0] for name in os.listdir(step.path)}
         litter += sorted(names - {"data", "index", "manifest.json", "metrics.json", "pinned"})
     return f"going on leaves {litter}" if litter else None
 
 
-def whole_steps(root: Path) -> dict[int, holdfast.Step]:
-    """The steps that are there, all of them whole; Torn otherwise."""
-    found = {step.step: step for step in holdfast.Steps(root).steps()}
+def whole_steps(root: Path, damaged: Collection[int] = ()) -> dict[int, holdfast.Step]:
+    """The steps that are there, all of them whole but those ``damaged`` before; Torn otherwise."""
+    found = {step.step: step for step in holdfast.Steps(root).steps() if step.step not in damaged}
     for number, step in found.items():
         if step.problem:
             raise saves.Torn(f"step {number}: {step.problem}")

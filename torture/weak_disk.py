@@ -2,7 +2,8 @@
 
 From a recorded trace. Durable is what an fsync has confirmed: of a file its bytes, of a directory its names. All the
 rest may be there after a crash or not, each change by itself: a write may be lost, kept, kept in part (any of its
-sectors) or leave zeros; a name may be lost or kept, whatever became of others; only a rename is one step.
+sectors) or leave zeros; a name may be lost or kept, whatever became of others; only a rename is one step, and so is an
+exchange of two names. What is in a directory goes where the directory goes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from pathlib import Path
 from torture.shim import Call, Record
 
 SECTOR = 512
-Tree = dict[str, "int | None"]
-"""Paths and what they name: the number of a file, or None for a directory."""
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+_ALL_MASKS = 10  # names whose every combination is made; of more, some
+Node = int
+"""A file or a directory, by its number."""
+
+Tree = dict[Node, dict[str, Node]]
+"""For each directory its names, and what has them."""
 
 Files = Mapping[str, "bytes | None"]
 """Paths and their bytes, or None for a directory."""
@@ -51,12 +57,10 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """A change of one directory: a name that comes (with its file, or None for a directory), one that goes, or both."""
+    """A change that is durable when ``directory`` is synced: names, in their directories, get a node or go, at once."""
 
-    directory: str
-    added: str | None = None
-    file: int | None = None
-    removed: str | None = None
+    directory: Node
+    edits: tuple[tuple[Node, str, Node | None], ...]
 
 
 class Disk:
@@ -64,15 +68,17 @@ class Disk:
 
     def __init__(self, root: str, before: Files) -> None:
         """``before`` is durable: paths relative to ``root``, parents first."""
-        self._root = root
-        self.files: list[File] = []
-        self.durable: Tree = {root: None}
+        self._top = root
+        self.files: dict[Node, File] = {}
+        self._numbers = itertools.count(1)
+        self.durable: Tree = {0: {}}
         self.pending: list[NameChange] = []
-        self._live: Tree = {root: None}
-        self._opened: dict[str, int] = {}
+        self._live: Tree = {0: {}}
+        self._opened: dict[str, Node] = {}
         for name, data in before.items():
-            path = os.path.join(root, name)
-            self.durable[path] = self._live[path] = None if data is None else self._new(data)
+            node = self._new_directory() if data is None else self._new(data)
+            directory, own = self._place(os.path.join(root, name))
+            self.durable[directory][own] = self._live[directory][own] = node
 
     def play(self, record: Record) -> None:
         """Take one call that succeeded."""
@@ -80,26 +86,75 @@ class Disk:
             return
         path = record.path
         if record.call is Call.CREATE:
-            if path not in self._live:
-                self._opened[path] = self._new()
-                self._change(NameChange(os.path.dirname(path), added=path, file=self._opened[path]))
+            self._create(path, is_cut=bool(record.flags & os.O_TRUNC))
         elif record.call is Call.MKDIR:
-            self._change(NameChange(os.path.dirname(path), added=path))
+            self._name(path, self._new_directory())
         elif record.call is Call.LINK:
-            self._change(NameChange(os.path.dirname(record.other), added=record.other, file=self._live[path]))
+            self._name(record.other, self._at(path))
         elif record.call is Call.RENAME:
-            file = self._live[path]
-            self._change(NameChange(os.path.dirname(record.other), added=record.other, file=file, removed=path))
+            self._rename(path, record.other, is_exchange=record.flags == _EXCHANGE)
         elif record.call in (Call.UNLINK, Call.RMDIR):
-            self._change(NameChange(os.path.dirname(path), removed=path))
+            self._name(path, None)
         elif record.call is Call.FSYNC:
             self._sync(path)
         elif record.call in (Call.WRITE, Call.PWRITE, Call.FTRUNCATE, Call.FALLOCATE):
-            self._write(self.files[self._opened[path]], record)
+            self._write(self.files[self._opened_at(path)], record)
 
-    def _new(self, data: bytes = b"") -> int:
-        self.files.append(File(durable=bytearray(data)))
-        return len(self.files) - 1
+    def _new(self, data: bytes = b"") -> Node:
+        node = next(self._numbers)
+        self.files[node] = File(durable=bytearray(data))
+        return node
+
+    def _new_directory(self) -> Node:
+        node = next(self._numbers)
+        self.durable[node], self._live[node] = {}, {}
+        return node
+
+    def _place(self, path: str) -> tuple[Node, str]:
+        """The directory that ``path`` is in now, and its name there."""
+        node = 0
+        *above, name = os.path.relpath(path, self._top).split(os.sep)
+        for each in above:
+            node = self._live[node][each]
+        return node, name
+
+    def _find(self, path: str) -> Node | None:
+        if path == self._top:
+            return 0
+        try:
+            directory, name = self._place(path)
+        except KeyError:
+            return None
+        return self._live[directory].get(name)
+
+    def _at(self, path: str) -> Node:
+        node = self._find(path)
+        assert node is not None, path
+        return node
+
+    def _opened_at(self, path: str) -> Node:
+        """The file that was opened at ``path``, whatever has the name now."""
+        return self._opened[path] if path in self._opened else self._at(path)
+
+    def _create(self, path: str, *, is_cut: bool) -> None:
+        node = self._find(path)
+        if node is None:
+            node = self._new()
+            self._name(path, node)
+        elif is_cut:
+            self.files[node].pending.append(Resize(0))
+        self.files[node].position = 0
+        self._opened[path] = node
+
+    def _name(self, path: str, node: Node | None) -> None:
+        directory, name = self._place(path)
+        self._change(NameChange(directory, ((directory, name, node),)))
+
+    def _rename(self, path: str, other: str, *, is_exchange: bool) -> None:
+        directory, name = self._place(path)
+        into, new_name = self._place(other)
+        node, gone = self._at(path), self._at(other) if is_exchange else None
+        self._change(NameChange(into, ((into, new_name, node), (directory, name, gone))))
 
     def _change(self, change: NameChange) -> None:
         self.pending.append(change)
@@ -117,13 +172,14 @@ class Disk:
                 file.position += len(record.data)
 
     def _sync(self, path: str) -> None:
-        if path in self._live and self._live[path] is None:
+        node = self._opened_at(path)
+        if node in self._live:
             for change in self.pending:
-                if change.directory == path:
+                if change.directory == node:
                     _apply(self.durable, change)
-            self.pending = [change for change in self.pending if change.directory != path]
+            self.pending = [change for change in self.pending if change.directory != node]
         else:
-            file = self.files[self._opened[path]]
+            file = self.files[node]
             file.durable = bytearray(contents(file, [_KEPT] * len(file.pending)))
             file.pending = []
 
@@ -137,9 +193,9 @@ class Disk:
             yield self._state(names, fates)
 
     def _choices(self, randomness: random.Random) -> Iterator[tuple[Sequence[bool], Mapping[int, Sequence[Fate]]]]:
-        unfinished = [number for number, file in enumerate(self.files) if file.pending]
+        unfinished = [number for number, file in self.files.items() if file.pending]
         writes = [(number, at) for number in unfinished for at in range(len(self.files[number].pending))]
-        masks = [[bool(bits >> at & 1) for at in range(len(self.pending))] for bits in range(1 << len(self.pending))]
+        masks = self._masks(randomness)
         all_kept = {number: [_KEPT] * len(self.files[number].pending) for number in unfinished}
         for names in masks:
             for fate in (_KEPT, _LOST, _ZEROED) if writes else (_KEPT,):
@@ -155,6 +211,17 @@ class Disk:
                      for number, known in all_kept.items()}  # fmt: skip
             # What happens to a file shows only where it has a name.
             yield masks[-1] if randomness.random() < 0.8 else randomness.choice(masks), fates
+
+    def _masks(self, randomness: random.Random) -> list[list[bool]]:
+        """Which names are kept: every choice, or of many the simple ones and some others. The last one keeps all."""
+        count = len(self.pending)
+        if count <= _ALL_MASKS:
+            return [[bool(bits >> at & 1) for at in range(count)] for bits in range(1 << count)]
+        firsts = [[at < end for at in range(count)] for end in range(count)]
+        but_one = [[at != gone for at in range(count)] for gone in range(count)]
+        alone = [[at == only for at in range(count)] for only in range(count)]
+        others = [[randomness.random() < 0.5 for _ in range(count)] for _ in range(1 << _ALL_MASKS)]
+        return [*firsts, *but_one, *alone, *others, [True] * count]
 
     def _simple_fates(self, number: int, at: int) -> list[Fate]:
         change = self.files[number].pending[at]
@@ -177,18 +244,23 @@ class Disk:
         return Fate(kept=kept, zero=randomness.random() < 0.5)
 
     def _state(self, names: Sequence[bool], fates: Mapping[int, Sequence[Fate]]) -> Files:
-        tree = dict(self.durable)
+        tree = {node: dict(inside) for node, inside in self.durable.items()}
         for change, is_kept in zip(self.pending, names, strict=True):
             if is_kept:
                 _apply(tree, change)
-        state: dict[str, bytes | None] = {}
-        for path in sorted(tree):
-            # What is in a directory that is lost is lost with it.
-            if path != self._root and (os.path.dirname(path) == self._root or _parent(path, self._root) in state):
-                file = tree[path]
-                name = os.path.relpath(path, self._root)
-                state[name] = None if file is None else bytes(contents(self.files[file], fates.get(file, ())))
-        return state
+        return dict(self._below(tree, 0, "", fates))
+
+    def _below(
+        self, tree: Tree, directory: Node, path: str, fates: Mapping[int, Sequence[Fate]]
+    ) -> Iterator[tuple[str, bytes | None]]:
+        """What is in a directory; what is in one that is lost is lost with it."""
+        for name, node in sorted(tree[directory].items()):
+            own = os.path.join(path, name)
+            if node in tree:
+                yield own, None
+                yield from self._below(tree, node, own, fates)
+            else:
+                yield own, bytes(contents(self.files[node], fates.get(node, ())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +318,8 @@ def materialise(state: Files, folder: Path, known: dict[str, bytes | None]) -> N
 
 
 def _apply(tree: Tree, change: NameChange) -> None:
-    if change.removed is not None:
-        tree.pop(change.removed, None)
-    if change.added is not None:
-        tree[change.added] = change.file
-
-
-def _parent(path: str, root: str) -> str:
-    return os.path.relpath(os.path.dirname(path), root)
+    for directory, name, node in change.edits:
+        if node is None:
+            tree[directory].pop(name, None)
+        else:
+            tree[directory][name] = node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -20,12 +21,20 @@ def test_every_bug_that_is_seeded_has_its_place_in_the_package() -> None:
 
 
 def record(
-    call: Call, path: str, *, other: str = "", data: bytes = b"", offset: int = -1, length: int = 0, error: int = 0
+    call: Call,
+    path: str,
+    *,
+    other: str = "",
+    data: bytes = b"",
+    offset: int = -1,
+    length: int = 0,
+    error: int = 0,
+    flags: int = 0,
 ) -> Record:
     other = f"{ROOT}/{other}" if other else ""
     full = f"{ROOT}/{path}" if path else ROOT
     length = length or len(data)
-    return Record(call=call, error=error, offset=offset, length=length, flags=0, path=full, other=other, data=data)
+    return Record(call=call, error=error, offset=offset, length=length, flags=flags, path=full, other=other, data=data)
 
 
 def states_after(*records: Record, before: Files | None = None, limit: int = 500) -> list[Files]:
@@ -71,6 +80,47 @@ def test_writes_are_torn_at_sectors() -> None:
 def test_what_is_in_a_lost_directory_is_lost() -> None:
     steps = [record(Call.MKDIR, "d"), record(Call.CREATE, "d/a"), record(Call.FSYNC, "d")]
     assert states_after(*steps) == [{}, {"d": None, "d/a": b""}]
+
+
+def test_a_folder_takes_along_what_is_in_it() -> None:
+    steps = [record(Call.MKDIR, "new"), record(Call.CREATE, "new/a"), record(Call.FSYNC, "new"), record(Call.FSYNC, "")]
+    moved = [*steps, record(Call.RENAME, "new", other="d")]
+    assert states_after(*moved) == [{"new": None, "new/a": b""}, {"d": None, "d/a": b""}]
+    # What comes into it after that is there or not, whichever name it has.
+    found = states_after(*moved, record(Call.CREATE, "d/b"))
+    assert {tuple(sorted(state)) for state in found} == {
+        ("new", "new/a"), ("d", "d/a"), ("new", "new/a", "new/b"), ("d", "d/a", "d/b")
+    }  # fmt: skip
+
+
+def test_names_in_a_folder_that_nobody_synced_may_be_lost_after_its_rename() -> None:
+    steps = [record(Call.MKDIR, "new"), record(Call.CREATE, "new/a"), record(Call.FSYNC, "new/a")]
+    found = states_after(*steps, record(Call.RENAME, "new", other="d"), record(Call.FSYNC, ""))
+    assert found == [{"d": None}, {"d": None, "d/a": b""}]
+
+
+def test_an_exchange_is_one_step() -> None:
+    before: Files = {"d": None, "d/a": b"old", "new": None, "new/a": b"new"}
+    steps = [record(Call.RENAME, "new", other="d", flags=2)]
+    exchanged = {"d": None, "d/a": b"new", "new": None, "new/a": b"old"}
+    assert states_after(*steps, before=before) == [before, exchanged]
+    # Whoever removes the old one before that is durable loses it.
+    assert {"d": None, "new": None, "new/a": b"new"} in states_after(
+        *steps, record(Call.UNLINK, "new/a"), before=before
+    )
+    synced = [*steps, record(Call.FSYNC, ""), record(Call.UNLINK, "new/a")]
+    assert states_after(*synced, before=before) == [exchanged, {"d": None, "d/a": b"new", "new": None}]
+
+
+def test_what_is_opened_anew_is_cut_where_that_is_asked_for() -> None:
+    steps = [record(Call.CREATE, "a", flags=os.O_TRUNC), record(Call.WRITE, "a", data=b"1"), record(Call.FSYNC, "a")]
+    assert states_after(*steps, before={"a": b"old"}) == [{"a": b"1"}]
+
+
+def test_of_many_names_some_choices_are_made() -> None:
+    found = states_after(*(record(Call.CREATE, str(number)) for number in range(30)), limit=100_000)
+    assert {} in found
+    assert {len(state) for state in found} >= {0, 1, 29, 30}
 
 
 def test_calls_that_failed_change_nothing() -> None:

@@ -114,7 +114,7 @@ def kill_at(*, folder: str, mode: str, shape: str, library: str, victim: str, nu
         error, reach = None, saves.reach(path, mode)
         with armed(reach, own), children_armed(reach, theirs, trace=path.parent / "trace"):
             try:
-                libraries.save(path, mode, shape, library)
+                libraries.save(path, mode, shape, library, (path.parent / "published").touch)
             except holdfast.CheckpointError as raised:
                 error = str(raised)
         died = TURNS.process is not None and TURNS.process.number is None
@@ -133,7 +133,9 @@ def kill_at(*, folder: str, mode: str, shape: str, library: str, victim: str, nu
         acknowledged = error is None
         if error is not None and "the process that writes checkpoints died" not in error:
             return {"problem": f"the death of the writer is told as: {error}"}
-    problem = libraries.problem_after(path, mode, shape, library, acknowledged=acknowledged)
+    problem = libraries.problem_after(
+        path, mode, shape, library, acknowledged=acknowledged, published=(path.parent / "published").exists()
+    )
     shutil.rmtree(path.parent, ignore_errors=True)  # a writer without its parent may be removing files here too
     return {"problem": problem}
 

@@ -14,9 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torture import exports, libraries, saves, shim, stepping, torch_dcp
 from torture.crew import Case, Child
@@ -165,24 +163,27 @@ def count_calls(*, folder: str, system: str, mode: str, shape: str, library: str
 
 def cut_at(*, folder: str, system: str, mode: str, shape: str, library: str, number: int, action: int) -> Case:
     """Cut the power at a call, or after the save has returned, and judge what is there after the next mount."""
+    published = Path(folder) / f"published-{os.getpid()}"  # on another file system
     with Image(Path(folder) / f"cut-{os.getpid()}", system) as disk:
         with disk.mounted() as mount:
             path = _prepare(mount, mode, shape, library)
-            end = Child(partial(_save_and_lose_power, mount, path, mode, shape, library, number, action)).end()
+
+            def child() -> None:
+                with armed(mount, Fault(action=Action(action), number=number)):
+                    libraries.save(path, mode, shape, library, published.touch)
+                if number == _AFTER_RETURN:
+                    shim.cut_power(mount)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            end = Child(child).end()
         if end.signal != signal.SIGKILL or end.hung:
             return {"failure": f"the fault did not strike: {end}"}
         with disk.mounted():
-            acknowledged = number == _AFTER_RETURN
-            return {"problem": libraries.problem_after(path, mode, shape, library, acknowledged=acknowledged)}
-
-
-def _save_and_lose_power(mount: Path, path: Path, mode: str, shape: str, library: str, number: int, action: int) -> Any:
-    with armed(mount, Fault(action=Action(action), number=number)):
-        libraries.save(path, mode, shape, library)
-    if number == _AFTER_RETURN:
-        shim.cut_power(mount)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return None
+            problem = libraries.problem_after(
+                path, mode, shape, library, acknowledged=number == _AFTER_RETURN, published=published.exists()
+            )
+            published.unlink(missing_ok=True)
+            return {"problem": problem}
 
 
 def _prepare(mount: Path, mode: str, shape: str, library: str) -> Path:
