@@ -78,7 +78,7 @@ def rules_of(model: object) -> list[Rule]:
     known = getattr(model, "_weight_conversions", None)
     if known is None:
         # As save_pretrained has it: no legacy names, and no prefix of which nobody knows whether it was there.
-        made = get_model_conversion_mapping(model, add_legacy=False)
+        made = get_model_conversion_mapping(_by_its_own_classes(model), add_legacy=False)
         known = [each for each in made if not isinstance(each, PrefixChange)]
     undone = [copy.deepcopy(each).reverse_transform() for each in reversed(known)]
     converters = [each for each in undone if isinstance(each, WeightConverter)]
@@ -91,6 +91,19 @@ def rules_of(model: object) -> list[Rule]:
         [key for key in state if key not in ignored and key not in ties], converters, renamings, model.config
     )
     return [*map(_drop, sorted(ignored)), *(Tie(*pair) for pair in ties.items()), *_generalised(moves, state)]
+
+
+def _by_its_own_classes(model: torch.nn.Module) -> torch.nn.Module:
+    """``model``, or one like it where FSDP2 has given its modules other classes: conversions go by names of classes."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model
+    classes = (each for each in type(model).__mro__ if issubclass(each, torch.nn.Module))
+    own = next(each for each in classes if not issubclass(each, FSDPModule))
+    with torch.device("meta"):
+        made: torch.nn.Module = getattr(own, "_from_config", own)(getattr(model, "config", None))
+    return made
 
 
 def _drop(key: str) -> Drop:
