@@ -99,14 +99,14 @@ class Bench:
                 self._save(crew, short, layout, is_warm_up=True)
                 if "load" in parts:
                     self._load(crew, short, layout, self._place(short), is_warm_up=True)
-            if "native" in self._field:
-                self._save(crew, "native", layout)  # for the loads
+            for short in self._field:  # whole, but not counted: memory for slabs is taken, and the disk has its place
+                self._save(crew, short, layout)
+                if short != "native":
+                    self._check(crew, short, layout)
             for number in range(self._rounds):
                 order = self._field if number % 2 == 0 else self._field[::-1]
                 for short in order if "save" in parts else order[:0]:
                     self.measured.add(SAVE, layout, short, self._save(crew, short, layout))
-                    if number == 0 and short != "native":
-                        self._check(crew, short, layout)
                 for short in order if "load" in parts else order[:0]:
                     source = self._place(short) if short == "native" else self._folder / "hub"
                     self.measured.add(LOAD, layout, short, self._load(crew, short, layout, source))
