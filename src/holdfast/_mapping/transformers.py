@@ -171,7 +171,7 @@ def _operations(converter: _Converter, sources: list[str], config: object) -> tu
         kind = type(operation).__name__
         dim: int = getattr(operation, "dim", 0)
         if getattr(operation, "num_shards_attribute", None) is not None or getattr(operation, "check_dims", False):
-            kind = repr(vars(operation))
+            kind += f" with {vars(operation)}"
         if kind == "Chunk":
             found.append(Concat(dim))
             names = converter.target_patterns
