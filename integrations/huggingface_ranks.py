@@ -55,7 +55,7 @@ def load_model(name: str, path: Path) -> str:
     state = model.state_dict()
     mapping = hf.Mapping.from_transformers(model)
     report = holdfast.load(state, path, options=holdfast.LoadOptions(mapping=mapping))
-    assert not report.unexpected_keys, report.unexpected_keys
+    assert not report.unexpected, report.unexpected
     wanted = MODELS[name].make().state_dict()
     assert list(model.state_dict()) == list(wanted)
     assert_equal(whole(model.state_dict()), wanted)

@@ -21,7 +21,9 @@ def files_of(folder: Path) -> list[Path]:
 def from_pretrained(name: str, folder: Path, dtype: torch.dtype | None = None) -> str:
     """transformers: the same parameters, the same logits, and nothing missing or left over."""
     model = MODELS[name].make() if dtype is None else MODELS[name].make_cast(dtype)
-    found, told = MODELS[name].package_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    # "auto" is what the config says, which was copied as it was, whatever the files have.
+    wanted = "auto" if dtype is None else dtype
+    found, told = MODELS[name].package_class.from_pretrained(folder, dtype=wanted, output_loading_info=True)
     assert not any(told.values()), told
     assert_equal(found.state_dict(), model.state_dict())
     assert torch.equal(MODELS[name].logits(found.eval()), MODELS[name].logits(model)), "other logits"
