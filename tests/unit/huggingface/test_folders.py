@@ -18,11 +18,8 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast import CorruptError, LoadOptions, MismatchError, NotFoundError
-<<<<<<< HEAD
-from holdfast.cli import app
-=======
 from holdfast._huggingface.folder import read_folder
->>>>>>> torture18
+from holdfast.cli import app
 from torture import hostile_folders
 from torture.hostile_folders import FIRST, INDEX, NOTES, SECOND, file_bytes, header_of, write_folder, write_notes
 
