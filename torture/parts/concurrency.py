@@ -239,7 +239,7 @@ def _read(path: Path, processes: int, seed: int, counts: dict[str, int], *, mode
     save(path, EXPORT_MODES[0] if modes == (_EXPORT,) else "fresh", version=1)
     last = 8
     # What lies beside the weights may be of the next export by then, as whoever reads it file by file will see.
-    look = (lambda path: version_of(holdfast.load(path))) if modes == (_EXPORT,) else found_version
+    look = (lambda path: version_of(holdfast.read(path))) if modes == (_EXPORT,) else found_version
 
     def reader() -> list[str]:
         seen: list[int] = []
