@@ -21,6 +21,7 @@ MODES = ("export, fresh", "export, replacing", "export, async, replacing")
 SHARD_BYTES = 1200
 """So that the largest tensor has a file of its own."""
 
+_SHAPE = (64, 1200)  # a row is no whole page, and neither is what a rank has of it
 _CONFIG, _OWN = "config.json", "tokenizer.json"
 _ATTEMPT = re.compile(r"\.holdfast-[0-9a-f]{16}")
 
@@ -29,6 +30,39 @@ def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
     """The state without values: what can be in a folder."""
     return {key: torch.tensor(value) if isinstance(value, int) else value for key, value in state.items()
             if not isinstance(value, bytes)}  # fmt: skip
+
+
+def sharded(version: int, ranks: int, rank: int | None) -> dict[str, Any]:
+    """A tensor that ranks have rows of, and one that they have columns of; for ``None`` both as a whole."""
+    if rank is None:
+        return {name: torch.full(_SHAPE, float(version)) for name in ("rows", "columns")}
+    return {"rows": Shard(version, 0, rank, ranks), "columns": Shard(version, 1, rank, ranks)}
+
+
+class Shard(torch.Tensor):
+    """What one rank has of a tensor that is cut along a dimension."""
+
+    def __new__(cls, version: int, dim: int, rank: int, ranks: int) -> Shard:
+        return torch.Tensor._make_wrapper_subclass(cls, _SHAPE, dtype=torch.float32)
+
+    def __init__(self, version: int, dim: int, rank: int, ranks: int) -> None:
+        length, offset = list(_SHAPE), [0, 0]
+        length[dim] //= ranks
+        offset[dim] = rank * length[dim]
+        self._box = holdfast.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(length))
+        self._held = torch.full(length, float(version))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub has an instance method
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"nobody computes with what a rank has, as {function} does")
+
+    def __create_chunk_list__(self) -> list[holdfast.ChunkStorageMetadata]:
+        return [self._box]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self._held
 
 
 def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -68,7 +68,8 @@ def state_of(version: int, shape: str = "small") -> dict[str, Any]:
 
 def exported(version: int, shape: str = "small") -> dict[str, torch.Tensor]:
     """The tensors of a state of a version, as a folder has them."""
-    return exports.flat(exports.tensors_of(state_of(version, shape)))
+    tensors = exports.flat(exports.tensors_of(state_of(version, shape)))
+    return {**tensors, **(exports.sharded(version, RANKS, None) if shape == "ranks" else {})}
 
 
 def reach(path: Path, mode: str) -> Path:
@@ -141,6 +142,8 @@ def save(path: Path, mode: str, shape: str = "small", *, version: int = 2, attem
         return
     if mode in EXPORT_MODES:
         tensors = exports.tensors_of(state_of(version, shape))
+        if shape.startswith("rank"):
+            tensors.update(exports.sharded(version, RANKS, None if shape == "ranks" else int(shape.split()[1])))
         exports.save(path, tensors, version, overwrite=mode != EXPORT_MODES[0], in_background="async" in mode)
         return
     is_new = mode in (MODES[0], TORCH_FORMAT_MODES[0])
@@ -207,7 +210,7 @@ def problem_after(path: Path, mode: str, shape: str = "small", *, acknowledged: 
         if mode in EXPORT_MODES:
             if (problem := _beside(path, mode, version)) is not None:
                 return problem
-            exports.save(path, exports.tensors_of(state_of(3, shape)), 3, overwrite=version is not None)
+            save(path, EXPORT_MODES[version is not None], shape, version=3)
         else:
             holdfast.save(state_of(3, shape), storage_writer=_writer(path, mode, overwrite=version is not None))
         after = found_version(path, shape)

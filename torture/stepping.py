@@ -89,9 +89,9 @@ def problem_found(
     except _WRONG as error:
         return "torn visible" if library == "torch" else f"torn: {type(error).__name__}: {error}"
     if not before & after <= found.keys() <= before | after:
-        return f"steps are lost, or come from nowhere: {sorted(found)}"
+        return "previous lost" if library == "torch" else f"steps are lost, or come from nowhere: {sorted(found)}"
     if (acknowledged and found.keys() != after) or (published and not after <= found.keys()):
-        return f"acknowledged but lost: {sorted(found)}"
+        return "acknowledged but lost" if library == "torch" else f"acknowledged but lost: {sorted(found)}"
     if library == "torch":
         return None
     latest = holdfast.Steps(root).latest()

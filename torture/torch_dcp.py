@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -31,11 +32,14 @@ def found_version(path: Path, shape: str = "small") -> int | None:
     if "model" in target:
         target["model"]["weight"].fill_(torch.nan)
     try:
+        logging.disable()  # it logs what it cannot read, with all frames
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp_load(target, storage_reader=FileSystemReader(path), no_dist=True)
     except BaseException as error:  # torch's own error is no Exception
         raise Torn(f"{type(error).__name__}: {str(error)[:100]}") from error
+    finally:
+        logging.disable(logging.NOTSET)
     return version_of(target, shape)
 
 

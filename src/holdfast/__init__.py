@@ -74,7 +74,7 @@ if _typing.TYPE_CHECKING:
     from holdfast.events import SaveReport
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
     from holdfast.fsspec_filesystem import FsspecReader, FsspecWriter
-    from holdfast.hf_storage import HuggingFaceStorageReader
+    from holdfast.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
     from holdfast.interop import Conversion, convert
     from holdfast.metadata import (
         BytesStorageMetadata,
@@ -139,6 +139,7 @@ __all__ = [
     "FsspecWriter",
     "HeldStep",
     "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "InternalError",
     "InvalidStateError",
     "Latest",
@@ -233,7 +234,7 @@ _LATER = {
         "events": "SaveReport",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",
         "fsspec_filesystem": "FsspecReader FsspecWriter",
-        "hf_storage": "HuggingFaceStorageReader",
+        "hf_storage": "HuggingFaceStorageReader HuggingFaceStorageWriter",
         "interop": "Conversion convert",
         "metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
         "TensorStorageMetadata",

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import holdfast
 from holdfast import hf
+from holdfast.hf_storage import HuggingFaceStorageWriter
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -70,6 +73,17 @@ def export_on_rank(path: str, asynchronous: bool, options: dict[str, object]) ->
         hf.export(sharded(), path, **options)  # type: ignore[arg-type]
 
 
+def save_by_torchs_name(path: str, driver: str) -> None:
+    state = sharded()
+    files = {key: 1 + number % 3 for number, key in enumerate(state)}
+    writer = HuggingFaceStorageWriter(path, files, save_distributed=True, enable_consolidation=True)
+    if driver == "torch":
+        rows = {key: tensor for key, tensor in state.items() if key.endswith((".rows", "steps"))}
+        dcp.save(rows, storage_writer=writer)  # type: ignore[arg-type]  # ours is not torch's class
+    else:
+        holdfast.save(state, storage_writer=writer)
+
+
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """What safetensors finds in the files that the index names."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -119,3 +133,14 @@ def test_an_export_over_another_keeps_what_is_no_weights(pool: Crew, tmp_path: P
         "model.safetensors.index.json",
     ]
     assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+@pytest.mark.parametrize("driver", ["holdfast", "torch"])
+def test_the_writer_under_torchs_name_makes_the_files_that_it_is_told(pool: Crew, tmp_path: Path, driver: str) -> None:
+    folder = tmp_path / "model"
+    pool.run(4, save_by_torchs_name, str(folder), driver)
+    found, expected = stored(folder), truth()
+    assert len(found) > 6
+    assert len(found) == len(expected) or driver == "torch"
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+    assert len(list(folder.glob("model-0000?-of-00003.safetensors"))) == 3

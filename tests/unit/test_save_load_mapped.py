@@ -133,6 +133,15 @@ def test_offsets_are_added_after_the_load(path: str) -> None:
     assert target["whole"].tolist() == [1.5, 3.5, 2.5, 4.5]
 
 
+def test_offsets_of_what_is_no_floating_tensor_are_refused(path: str) -> None:
+    holdfast.save({"n": torch.ones(2, dtype=torch.int64), "epoch": 1}, path)
+    with pytest.raises(MismatchError, match="gets an offset as 'n'") as caught:
+        holdfast.load(
+            {"n": torch.zeros(2, dtype=torch.int64), "epoch": 0}, path, options=mapped(Mapping([Offset("{name}", 1.0)]))
+        )
+    assert len(caught.value.differences) == 2
+
+
 @pytest.mark.parametrize("rule", [Cast("a", "float16"), Offset("a", 1.0)])
 def test_saves_refuse_rules_that_change_numbers(rule: Any) -> None:
     with pytest.raises(ValueError, match="changes numbers, and a checkpoint keeps them as they are"):

@@ -13,13 +13,20 @@ from typing import Any
 
 import holdfast
 from holdfast._native.sweep import sweep
+from torture import exports
 from torture.crew import Child
 from torture.part import Options, PartResult
 from torture.samples import get_ready_to_fork
-from torture.saves import Torn, found_version, save, state_of
+from torture.saves import EXPORT_MODES, Torn, found_version, save, state_of, version_of
 
 NAME = "concurrency"
-ROUNDS = {"savers of both formats": 50, "reader against savers of both formats": 50}
+_EXPORTING = (
+    "exporters that may overwrite",
+    "exporters that may not",
+    "exporter against sweep",
+    "reader against exporters",
+)
+ROUNDS = {"savers of both formats": 50, "reader against savers of both formats": 50, **dict.fromkeys(_EXPORTING, 50)}
 """Of the others 200 each."""
 
 SCENARIOS = (
@@ -29,8 +36,9 @@ SCENARIOS = (
     "reader against replace",
     "savers of both formats",
     "reader against savers of both formats",
+    *_EXPORTING,
 )
-_NATIVE, _TORCHS = "replacing", "torch's format, replacing"
+_NATIVE, _TORCHS, _EXPORT = "replacing", "torch's format, replacing", EXPORT_MODES[1]
 
 
 def run(options: Options) -> PartResult:
@@ -54,8 +62,8 @@ def run(options: Options) -> PartResult:
             done += 1
             options.progress(done, sum(rounds.values()))
     return PartResult(
-        fault="concurrent savers to one name, also of two formats; saver against sweep, reader against replace; "
-        "2 to 8 processes",
+        fault="concurrent savers to one name, also of two formats, and exporters; either against sweep and "
+        "readers; 2 to 8 processes",
         must_hold="never mixed, one winner with overwrite off, readers always whole, no live writer swept, nothing of "
         "what was replaced left",
         injected=done,
@@ -75,7 +83,13 @@ def _round(scenario: str, path: Path, processes: int, seed: int, counts: dict[st
         return _one_winner(path / "checkpoint", processes, seed, counts)
     if scenario == "saver against sweep":
         return _swept(path, processes, seed, counts)
-    modes = (_NATIVE, _TORCHS) if "both" in scenario else (_NATIVE,)
+    if scenario == "exporters that may overwrite":
+        return _exporting(path / "model", processes, seed, counts)
+    if scenario == "exporters that may not":
+        return _one_exporter(path / "model", processes, seed, counts)
+    if scenario == "exporter against sweep":
+        return _exporting(path / "model", processes, seed, counts, sweeps=6)
+    modes = (_NATIVE, _TORCHS) if "both" in scenario else (_EXPORT,) if "export" in scenario else (_NATIVE,)
     return _read(path / "checkpoint", processes, seed, counts, modes=modes)
 
 
@@ -184,16 +198,55 @@ def _swept(path: Path, processes: int, seed: int, counts: dict[str, int]) -> lis
     return problems
 
 
+def _exporting(path: Path, processes: int, seed: int, counts: dict[str, int], *, sweeps: int = 0) -> list[str]:
+    """Exporters that replace one folder, beside sweeps, which remove what is dead."""
+    save(path, EXPORT_MODES[0], version=1)
+    exports.add_own(path)
+    dead = path.with_name(f"{path.name}.holdfast-0123456789abcdef")
+    if sweeps:
+        dead.mkdir()
+        (dead / "model.safetensors").write_bytes(b"left by a dead exporter")
+
+    def sweeper() -> list[str]:
+        return [f"sweep: {each}" for _ in range(sweeps) for each in sweep(path.parent, delete=True).problems]
+
+    versions = [[100 * exporter + step for step in range(1, 4)] for exporter in range(1, processes + 1)]
+    functions = [_saver(path, own, _EXPORT, seed + number) for number, own in enumerate(versions)]
+    told = _together([*functions, *([sweeper] if sweeps else [])])
+    problems = [line for lines in told for line in lines if not line.startswith("saved")]
+    problems += _visible(path, {own[-1] for own in versions})
+    if left := set(os.listdir(path.parent)) - {path.name}:
+        problems.append(f"left beside the folder: {sorted(left)}")
+    _count(counts, "exports over each other" if not sweeps else "exports beside sweeps", sum(map(len, versions)))
+    _count(counts, "sweeps beside exports", sweeps)
+    return problems
+
+
+def _one_exporter(path: Path, processes: int, seed: int, counts: dict[str, int]) -> list[str]:
+    told = _together([_saver(path, [own], EXPORT_MODES[0], seed + own) for own in range(1, processes + 1)])
+    lines = [line for lines in told for line in lines]
+    winners = [int(line.split()[1]) for line in lines if line.startswith("saved")]
+    problems = [line for line in lines if not line.startswith(("saved", "AlreadyPublishedError"))]
+    if len(winners) != 1:
+        problems.append(f"{len(winners)} exporters won: {lines}")
+    if left := set(os.listdir(path.parent)) - {path.name}:
+        problems.append(f"left beside the folder: {sorted(left)}")
+    _count(counts, "exporters that were refused", len(lines) - len(winners))
+    return problems + _visible(path, set(winners))
+
+
 def _read(path: Path, processes: int, seed: int, counts: dict[str, int], *, modes: tuple[str, ...]) -> list[str]:
-    save(path, "fresh", version=1)
+    save(path, EXPORT_MODES[0] if modes == (_EXPORT,) else "fresh", version=1)
     last = 8
+    # What lies beside the weights may be of the next export by then, as whoever reads it file by file will see.
+    look = (lambda path: version_of(holdfast.read(path))) if modes == (_EXPORT,) else found_version
 
     def reader() -> list[str]:
         seen: list[int] = []
         problems: list[str] = []
         while not seen or seen[-1] != last:
             try:
-                version = found_version(path)
+                version = look(path)
             except (Torn, holdfast.CheckpointError) as error:
                 problems.append(f"a reader: {type(error).__name__}: {error}")
                 break

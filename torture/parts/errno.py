@@ -19,7 +19,12 @@ from torture.shim import EVERY, Action, Call, Fault, armed, counts, read_trace
 
 NAME = "errno"
 CODES = ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "EMFILE", "ENOMEM", "ESTALE", "EINTR", "EAGAIN")
-OPERATIONS = (*saves.MODES, *saves.TOLD_MODES[:1], "load", "load, not cached", "delete", "report", "pin", "follow")
+_LOADS = {"load": "replacing", "load, not cached": "replacing", "load of an export": saves.EXPORT_MODES[1]}
+OPERATIONS = (
+    *(*saves.MODES, *saves.TOLD_MODES[:1], *saves.EXPORT_MODES[:2], *_LOADS),
+    *("delete", "report", "pin", "follow"),
+)
+"""Loads, with what is there to be loaded; saves; and what is done to a run."""
 _FOREVER = 0
 
 
@@ -104,7 +109,10 @@ def trace_calls(*, folder: str, operation: str) -> Case:
     log = path.parent / "log"
 
     def child() -> None:
-        with open(log, "wb", buffering=0) as stream, armed(path, Fault(counted=EVERY), trace=stream.fileno()):
+        with (
+            open(log, "wb", buffering=0) as stream,
+            armed(_reach(path, operation), Fault(counted=EVERY), trace=stream.fileno()),
+        ):
             _operate(path, operation)
 
     assert Child(child).end().status == 0
@@ -116,7 +124,7 @@ def trace_calls(*, folder: str, operation: str) -> Case:
 def fail_at(*, folder: str, operation: str, number: int, call: int, code: str, times: int) -> Case:
     """Let one call fail, and judge the error and what is left behind."""
     path = _prepare(Path(folder) / "fail" / f"{operation}-{number}-{code}-{times}" / "checkpoint", operation)
-    before = _names(path)
+    before = _names(path, operation)
     fault = Fault(
         counted=EVERY,
         action=Action.FAIL,
@@ -128,7 +136,7 @@ def fail_at(*, folder: str, operation: str, number: int, call: int, code: str, t
     def child() -> Any:
         threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
         told: dict[str, Any] = {"error": None}
-        with armed(path, fault):
+        with armed(_reach(path, operation), fault):
             try:
                 _operate(path, operation)
             except holdfast.CheckpointError as error:
@@ -171,8 +179,8 @@ def _judge(
             return problem
     if operation in stepping.MODES:
         return stepping.problem_after(path, operation, acknowledged=told["error"] is None)
-    if operation.startswith("load"):
-        return None if _names(path) == before else "a load changed the files"
+    if operation in _LOADS:
+        return None if _names(path, operation) == before else "a load changed the files"
     return _wrong_files(told, path, operation, before, forever=forever, call=call)
 
 
@@ -189,7 +197,7 @@ def _wrong_files(
 ) -> str | None:
     """What is wrong with the files after a save that failed, or did not."""
     version = saves.found_version(path)
-    names = _names(path)
+    names = _names(path, mode)
     if told["error"] is None:
         if version != 2:
             return f"the save returned, and version {version} is there"
@@ -205,17 +213,24 @@ def _wrong_files(
     return saves.problem_after(path, mode, acknowledged=told["error"] is None)
 
 
-def _names(path: Path) -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(os.listdir(path))
-    return []
+def _reach(path: Path, operation: str) -> Path:
+    return saves.reach(path, _LOADS.get(operation, operation))
+
+
+def _names(path: Path, operation: str) -> list[str]:
+    """What is in the folder, and beside it where the operation works there."""
+    found = []
+    for place in {path, _reach(path, operation)}:
+        with contextlib.suppress(FileNotFoundError):
+            found += [name for name in os.listdir(place) if place == path or name.startswith(path.name)]
+    return sorted(found)
 
 
 def _prepare(path: Path, operation: str) -> Path:
     if operation in stepping.MODES:
         stepping.prepare(path, operation)
         return path
-    saves.prepare(path, "replacing" if operation.startswith("load") else operation)
+    saves.prepare(path, _LOADS.get(operation, operation))
     if operation == "load, not cached":
         for name in path.iterdir():
             descriptor = os.open(name, os.O_RDONLY)
@@ -228,7 +243,7 @@ def _prepare(path: Path, operation: str) -> Path:
 def _operate(path: Path, operation: str) -> None:
     if operation in stepping.MODES:
         stepping.operate(path, operation)
-    elif not operation.startswith("load"):
+    elif operation not in _LOADS:
         saves.save(path, operation)
-    elif saves.found_version(path) != 1:
+    elif saves.version_of(holdfast.load(path)) != 1:
         raise AssertionError("the load gave another version")

@@ -65,8 +65,8 @@ def run(options: Options) -> PartResult:
             violations.append(f"{case['library']}, {place}: {problem}")
     return PartResult(
         fault="kill -9 at every file-changing call of a save or async_save, of its writer process, "
-        "of a save in torch's format, of one format over the other, and of what is done to the steps of a run "
-        f"({'; '.join(stepping.MODES)}), 1 rank",
+        "of a save in torch's format, of one format over the other, of an export, "
+        f"and of what is done to the steps of a run ({'; '.join(stepping.MODES)}), 1 rank",
         must_hold="nothing torn visible, the previous checkpoint not lost, the next save succeeds",
         injected=points["holdfast"],
         required=400,

@@ -18,14 +18,17 @@ from unittest import mock
 import torch
 
 import holdfast
+from holdfast import hf
+from torture import exports
 from torture.crew import Child
 from torture.part import Options, PartResult
 from torture.samples import get_ready_to_fork
-from torture.saves import found_version, save, state_of
+from torture.saves import EXPORT_MODES, found_version, save, state_of
 
 NAME = "memory"
 SHAPES = ("small", "blob", "slabs", "values")
-ACTIONS = ("save", "load", "load into", "open")
+_EXPORT, _CONVERTED = "export", "export, other types"
+ACTIONS = ("save", "load", "load into", "open", _EXPORT, _CONVERTED)
 
 
 class _Allocator:
@@ -57,10 +60,33 @@ def _allocating(number: int | None) -> Iterator[_Allocator]:
         yield allocator
 
 
+_SMALL_FILES = hf.ExportOptions(shard_bytes=exports.SHARD_BYTES)
+
+
+def _first(path: Path, action: str, shape: str) -> list[str]:
+    """Have version 1 there; what is beside it, and in it."""
+    save(path, EXPORT_MODES[0] if action in (_EXPORT, _CONVERTED) else "fresh", shape, version=1)
+    return _names(path)
+
+
+def _names(path: Path) -> list[str]:
+    """Without the ids of attempts."""
+    own = ("data-", "index-")
+    names = [next((start for start in own if name.startswith(start)), name) for name in os.listdir(path)]
+    return sorted(names) + exports.leftovers(path)
+
+
 def act(action: str, path: Path, shape: str) -> None:
     """What is done while memory runs out."""
     if action == "save":
         save(path, "replacing", shape, version=2)
+    elif action == _EXPORT:
+        save(path, EXPORT_MODES[1], shape, version=2)
+    elif action == _CONVERTED:
+        tensors = exports.tensors_of(state_of(2, shape))
+        if "model" in tensors:
+            tensors["model"]["weight"] = tensors["model"]["weight"].to(torch.float64)
+        hf.export(tensors, path, dtype=torch.float32, assets=exports.assets(2), overwrite=True, options=_SMALL_FILES)
     elif action == "load":
         holdfast.load(path)
     elif action == "load into":
@@ -76,7 +102,7 @@ def act(action: str, path: Path, shape: str) -> None:
 def injected(folder: Path, action: str, shape: str, number: int | None) -> dict[str, Any]:
     """What came of refusing one allocation: how many there were, and what is wrong."""
     path = folder / "injected" / "checkpoint"
-    save(path, "fresh", shape, version=1)
+    before = _first(path, action, shape)
     holdfast.release()  # buffers that are kept would not be asked for
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     problems: list[str] = []
@@ -95,8 +121,8 @@ def injected(folder: Path, action: str, shape: str, number: int | None) -> dict[
     if threading.active_count() != threads or len(os.listdir("/proc/self/fd")) != files:
         problems.append("a thread or a descriptor is left")
     problems += _after(path, shape, {1} if struck else {1, 2})
-    if len(os.listdir(path)) != (2 if shape == "values" else 3):
-        problems.append(f"left: {sorted(os.listdir(path))}")
+    if _names(path) != before:
+        problems.append(f"left: {_names(path)}")
     shutil.rmtree(path)
     return {"calls": allocator.calls, "struck": struck, "problems": problems}
 
@@ -104,7 +130,7 @@ def injected(folder: Path, action: str, shape: str, number: int | None) -> dict[
 def limited(folder: Path, action: str, shape: str, margin: int) -> dict[str, Any]:
     """What came of doing it with ``margin`` bytes of address space to be had."""
     path = folder / "limited" / "checkpoint"
-    save(path, "fresh", shape, version=1)
+    _first(path, action, shape)
     holdfast.release()
 
     def child() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -57,8 +58,10 @@ def run(options: Options) -> PartResult:
         for case, outcome in options.crew.each(count_calls, plain)
         for number in range(outcome["calls"] + 1)
         for action in ((Action.CUT_BEFORE, Action.CUT_AFTER) if number else (Action.CUT_BEFORE,))
-        if not options.quick or (case["library"] == "holdfast" and number % 6 == options.seed % 6)
+        if not options.quick or case["library"] == "holdfast"
     ]
+    if options.quick:
+        cases = random.Random(options.seed).sample(cases, min(60, len(cases)))
     violations: list[str] = []
     points: Counter[str] = Counter()
     torch_problems: Counter[str] = Counter()
@@ -91,7 +94,7 @@ def _result(
 ) -> PartResult:
     return PartResult(
         fault="power cut at every file-changing call of a save, native, in torch's format, and of one over the other, "
-        f"and of what is done to the steps of a run ({'; '.join(stepping.MODES)}), ext4 and xfs",
+        f"of an export, and of what is done to the steps of a run ({'; '.join(stepping.MODES)}), ext4 and xfs",
         must_hold="nothing torn visible, nothing acknowledged lost, the next save succeeds",
         injected=injected,
         required=200,

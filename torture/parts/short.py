@@ -15,7 +15,7 @@ from typing import Any
 
 import holdfast
 from tools.timeless import timeless
-from torture import saves
+from torture import exports, saves
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.shim import EVERY, SHORT_BY, TRANSFERS, Action, Call, Fault, armed, counts, read_trace
@@ -23,7 +23,8 @@ from torture.shim import EVERY, SHORT_BY, TRANSFERS, Action, Call, Fault, armed,
 NAME = "short"
 _ATTEMPT = "0123456789abcdef"
 _PAGE = 4096
-_OPERATIONS = (*saves.MODES, "load")
+_LOADS = {"load": "replacing", "load of an export": saves.EXPORT_MODES[1]}
+_OPERATIONS = (*saves.MODES, *saves.EXPORT_MODES[:2], *_LOADS)
 _SHAPES = ("small", "blob")
 
 
@@ -34,7 +35,7 @@ def run(options: Options) -> PartResult:
         {"folder": folder, "operation": operation, "shape": shape}
         for folder in folders
         for operation in _OPERATIONS
-        for shape in _SHAPES
+        for shape in (_SHAPES if "export" not in operation else ("small",))
     ]
     cases: list[Case] = []
     for case, outcome in options.crew.each(count_calls, plain):
@@ -44,7 +45,7 @@ def run(options: Options) -> PartResult:
             for number, times in [*((number, 1) for number in range(1, outcome["transfers"] + 1)), (1, 1 << 20)]
         ]
         cases += [{**case, "kind": "sync", "number": number} for number in range(1, outcome["syncs"] + 1)]
-    saving = [case for case in plain if case["operation"] != "load" and case["folder"] == folders[0]]
+    saving = [case for case in plain if case["operation"] not in _LOADS and case["folder"] == folders[0]]
     limits = [0, 1, 100, 511, 512, 2000, _PAGE, _PAGE + 1, 2 * _PAGE, 3 * _PAGE, 20 * _PAGE]
     cases += [{**case, "kind": "limit", "limit": limit} for case in saving for limit in limits]
     notes = []
@@ -63,7 +64,8 @@ def run(options: Options) -> PartResult:
             place = ", ".join(f"{name} {value}" for name, value in case.items() if name != "folder")
             violations.append(f"{place}: {outcome.get('problem') or outcome['failure']}")
     return PartResult(
-        fault="short reads and writes at each call; each fsync failing once; RLIMIT_FSIZE; a full tmpfs",
+        fault="short reads and writes at each call of a save, an export or a load; each fsync failing once; "
+        "RLIMIT_FSIZE; a full tmpfs",
         must_hold="identical bytes; a failed fsync is reported and never retried; nothing published after an error",
         injected=sum(struck.values()),
         required=500,
@@ -78,7 +80,7 @@ def count_calls(*, folder: str, operation: str, shape: str) -> Case:
     with _prepared(Path(folder) / "count" / f"{operation}-{shape}", operation, shape) as path:
 
         def child() -> dict[str, int]:
-            with armed(path, Fault(counted=EVERY)):
+            with armed(_reach(path, operation), Fault(counted=EVERY)):
                 _operate(path, operation, shape)
             by_call = counts().by_call
             transfers = sum(by_call.get(call, 0) for call in TRANSFERS)
@@ -103,17 +105,18 @@ def shorten(path: Path, operation: str, shape: str, *, number: int, how: str, ti
     fault = Fault(counted=TRANSFERS, action=Action.SHORTEN, number=number, times=times, parameter=parameter)
 
     def child() -> Any:
-        with armed(path, fault):
+        with armed(_reach(path, operation), fault):
             _operate(path, operation, shape)
         return counts().struck
 
     end = Child(child).end()
     if end.status != 0 or not end.told:
         return {"problem": f"it failed: {end}"}
-    if operation != "load":
-        reference = path.parent / "reference"
+    if operation not in _LOADS:
+        reference = path.parent / "another" / "reference"
+        saves.prepare(reference, operation, shape)
         _operate(reference, operation, shape)
-        if _contents(path, _ATTEMPT) != _contents(reference, _ATTEMPT):
+        if _contents(path) != _contents(reference):
             return {"problem": "the bytes are not the same"}
     return {"struck": end.told if times == 1 else 1, "problem": None}
 
@@ -124,7 +127,7 @@ def fail_sync(path: Path, operation: str, shape: str, *, number: int) -> Case:
     fault = Fault(counted={Call.FSYNC}, action=Action.FAIL, number=number, parameter=errno.EIO)
 
     def child() -> Any:
-        with open(log, "wb", buffering=0) as stream, armed(path, fault, trace=stream.fileno()):
+        with open(log, "wb", buffering=0) as stream, armed(_reach(path, operation), fault, trace=stream.fileno()):
             return _error_of(path, operation, shape)
 
     end = Child(child).end()
@@ -183,8 +186,8 @@ def _refused(path: Path, mode: str, shape: str, told: Any, code: int) -> Case:
     if version != saves.BEFORE[mode]:
         return {"problem": f"after the error version {version} is there"}
     names = set(os.listdir(path)) if path.exists() else set()
-    if any(_ATTEMPT in name for name in names):
-        return {"problem": f"files were left behind: {names}"}
+    if any(_ATTEMPT in name for name in names) or exports.leftovers(path):
+        return {"problem": f"files were left behind: {names}, {exports.leftovers(path)}"}
     return {"struck": 1, "problem": saves.problem_after(path, mode, shape)}
 
 
@@ -196,21 +199,28 @@ def _error_of(path: Path, operation: str, shape: str) -> list[Any] | None:
     return None
 
 
+def _reach(path: Path, operation: str) -> Path:
+    return saves.reach(path, _LOADS.get(operation, operation))
+
+
 def _operate(path: Path, operation: str, shape: str) -> None:
-    if operation != "load":
+    if operation not in _LOADS:
         saves.save(path, operation, shape, attempt=_ATTEMPT)
-    elif saves.found_version(path, shape) != 1:
+    elif saves.version_of(holdfast.load(path), shape) != 1:
         raise AssertionError("the load gave another version")
 
 
-def _contents(path: Path, attempt: str) -> dict[str, bytes]:
-    return {file.name: timeless(file) for file in path.iterdir() if attempt in file.name or file.stem == "manifest"}
+def _contents(path: Path) -> dict[str, bytes]:
+    """What the save wrote, but for its time."""
+    if (path / "holdfast.json").exists():
+        return {file.name: file.read_bytes() for file in path.iterdir() if file.name != "holdfast.json"}
+    return {file.name: timeless(file) for file in path.iterdir() if _ATTEMPT in file.name or file.stem == "manifest"}
 
 
 @contextlib.contextmanager
 def _prepared(folder: Path, operation: str, shape: str) -> Iterator[Path]:
     path = folder / "checkpoint"
-    saves.prepare(path, "replacing" if operation == "load" else operation, shape)
+    saves.prepare(path, _LOADS.get(operation, operation), shape)
     try:
         yield path
     finally:

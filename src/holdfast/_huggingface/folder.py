@@ -101,7 +101,7 @@ def _counts(name: str) -> bool:
 def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
     """What has to be read of ``path`` to know all that is in it: an index, headers, holdfast.json."""
     path = posix.absolute(path)
-    is_directory = os.path.isdir(path)
+    is_directory = _is_directory(path)
     directory = path if is_directory else os.path.dirname(path)
     index_name = _index_of(path, is_directory=is_directory)
     index = b"" if not index_name else _read_small(directory, index_name, limit=MAX_HEADER_BYTES)
@@ -126,6 +126,12 @@ def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
     # A tensor takes more than a byte of a header; what cuts it into more chunks has more digests.
     blocks = sum(file.size // BLOCK_BYTES for file in files) + len(found) + len(notes)
     return CatalogBytes(manifest=found, index=notes, most_blocks=blocks)
+
+
+def _is_directory(path: str) -> bool:
+    with posix.reporting("look at", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return stat.S_ISDIR(posix.uninterrupted(os.stat, path).st_mode)
+    return False
 
 
 def _index_of(path: str, *, is_directory: bool) -> str:

@@ -19,6 +19,7 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, PageJob, Slab, SlabRing, filled_slab, following
 from holdfast._native.packer import BlockJob, Packer, slabs_for
 from holdfast._state.tensor_bytes import Buffer, DistantSource, Source
+from holdfast._state.tensors import empty_tensor
 from holdfast._values.box import Box, flat_range_boxes
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
@@ -140,7 +141,7 @@ class ConvertedSource(DistantSource):
         size = self._dtype.itemsize
         for first in range(start // size, stop // size, _CONVERTED_ELEMENTS):
             count = min(_CONVERTED_ELEMENTS, stop // size - first)
-            scratch = torch.empty(count * self._stored.itemsize, dtype=torch.uint8, device="cpu")
+            scratch = empty_tensor((count * self._stored.itemsize,), torch.uint8)
             taken = Slab(scratch.numpy().data, scratch)
             self._source.copy_out(first * self._stored.itemsize, (first + count) * self._stored.itemsize, taken, 0)
             place = at + first * size - start

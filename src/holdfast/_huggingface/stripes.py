@@ -78,7 +78,7 @@ def meet(ranks: Ranks, stripes: Sequence[Stripe]) -> Link | None:
             def invite() -> bool:
                 nonlocal link
                 if seat is not None and seat.leads:
-                    link = visit.invite(seat, layout, lambda memory: None)
+                    link = visit.invite(seat, layout, lambda memory: memory.make_huge(layout.slot(0)[0], layout.size))
                 return seat is None or not seat.leads or link is not None
 
             def join() -> bool:

@@ -153,7 +153,7 @@ class FolderWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans, each with the places of what its rank writes."""
-        tables = [write_columns(plan.items) for plan in plans]
+        tables = [write_columns(save_plan_from_torch(plan).items) for plan in plans]
         layout, dtypes = self._laid_out(tables)
         parts, self._table = shared_out(layout, tables, self._attempt, dtypes)
         return [dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]

@@ -341,8 +341,9 @@ class LocalFiles:
             self._lent.clear()
             self._idle.clear()
             self._bytes_read += sum(file.bytes_read for file in files)
-        for file in files:
-            file.close()
+        with contextlib.ExitStack() as closing:
+            for file in files:
+                closing.callback(file.close)
 
     def _take(self, number: int) -> tuple[InputFile, bool]:
         with self._lock:

@@ -52,6 +52,9 @@ class AttemptFolder(locks.LockedFile):
                     self._opened.append(opened(map(os.open, (self.path,), (posix.DIRECTORY_FLAGS | os.O_NOFOLLOW,))))
                 except FileNotFoundError:
                     continue
+                except OSError:
+                    posix.remove_empty_directories([self.path])
+                    raise
             is_free = self._lock(fcntl.LOCK_SH)
             if is_free and locks.has_name(self.descriptor, self.path):
                 return
@@ -222,9 +225,11 @@ def _bring(source: str, target: str) -> None:
         raise StorageError(f"{source!r} went away while being copied", errno=errno.ENOENT, path=source)
     if stat.S_ISDIR(status.st_mode):
         with posix.reporting("create", target):
-            posix.uninterrupted(os.mkdir, target, stat.S_IMODE(status.st_mode))
+            posix.uninterrupted(os.mkdir, target)
         for name in posix.list_names(source):
             _bring(os.path.join(source, name), os.path.join(target, name))
+        with posix.reporting("change", target):
+            posix.uninterrupted(os.chmod, target, stat.S_IMODE(status.st_mode))
         posix.sync_directory(target)
     elif stat.S_ISLNK(status.st_mode):
         with posix.reporting("copy", source):
@@ -241,9 +246,11 @@ def copy_into(folder: str, paths: Iterable[str]) -> None:
 
 def _copy(source: str, target: str) -> None:
     """Copy a file, durably."""
-    with posix.reporting("copy", source), open(source, "rb") as read, open(target, "xb") as written:
-        shutil.copyfileobj(read, written)
-        posix.sync_stream(written, target)
+    # Interrupted or not, they are closed; and what was written was synced before.
+    closing = contextlib.suppress(InterruptedError)
+    with posix.reporting(f"copy {source!r} to", target), closing, open(source, "rb") as read, open(target, "xb") as new:
+        shutil.copyfileobj(read, new)
+        posix.sync_stream(new, target)
 
 
 def _already_there(target: str) -> AlreadyPublishedError:

@@ -98,6 +98,11 @@ class Mapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         found = self._offset_names.find(key)
         return self._offsets[found[0][0]].number if found else 0.0
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether any rule is an Offset."""
+        return bool(self._offsets)
+
     def moves(self, key: str) -> bool:
         """Whether a rule leads from the outside key ``key`` to another place, or to none."""
         return bool(self._outside_names.find(key)) or self.drops(key)

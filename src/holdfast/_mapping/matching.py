@@ -265,6 +265,9 @@ class _Matching:
             self._fault(keys[0], "shape", relation)
             return
         outside = compiled.outside_keys(texts, relation.numbers)
+        if len({*outside}) < len(outside):
+            self._fault(keys[0], "twice", "and others would be two tensors of one name outside; change the rule")
+            return
         if all([self._own(key, keys[0]) for key in outside]):
             self.matched.groups.append(Group(outside, keys, relation))
 

@@ -119,7 +119,7 @@ def _undone(operation: Operation, found: _Lists, outsides: int) -> _Lists:
     if isinstance(operation, Unstack):
         return [[_joined([_widened(tensor, operation.dim) for tensor in each], operation.dim)] for each in found]
     if isinstance(operation, Transpose):
-        return [[_transposed(tensor, operation.first, operation.second) for tensor in each] for each in found]
+        return [[_transposed(tensor, operation.dim, operation.other) for tensor in each] for each in found]
     return [
         [_reordered(tensor, operation) for tensor in each] if not operation.only or number in operation.only else each
         for number, each in enumerate(found)

@@ -22,103 +22,95 @@ _MAX_NUMBER = 1 << 31
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]{0,31})(\.\.\.)?\}")
 
 
-class Concat(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="concat"
+class _Operation(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="operation",
+    tag=str.lower,
 ):
+    """What is done in dimension ``dim``."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dims(self.dim)
+
+
+class Concat(_Operation, frozen=True):
     """Several tensors outside are one inside, one after the other in dimension ``dim``.
 
     ``parts`` says in which proportion they share it, as (4, 1, 1) for queries, keys and values; by default they are
     equally long.
     """
 
-    dim: int = 0
     parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_dims(self.dim)
+        super().__post_init__()
         if any(not 0 < part < _MAX_NUMBER for part in self.parts):
             raise ValueError(f"the parts of a Concat are positive numbers, not {self.parts}")
 
 
-class Split(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="split"
-):
+class Split(_Operation, frozen=True):
     """One tensor outside is several inside, which lie in it one after the other in dimension ``dim``."""
 
-    dim: int = 0
 
-    def __post_init__(self) -> None:
-        _check_dims(self.dim)
-
-
-class Stack(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="stack"
-):
+class Stack(_Operation, frozen=True):
     """The tensors of a numbered list outside are one inside, which has dimension ``dim`` for their number."""
 
-    dim: int = 0
 
-    def __post_init__(self) -> None:
-        _check_dims(self.dim)
-
-
-class Unstack(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="unstack"
-):
+class Unstack(_Operation, frozen=True):
     """One tensor outside is a numbered list of tensors inside: what it has at each index of dimension ``dim``."""
 
-    dim: int = 0
+
+class Transpose(_Operation, frozen=True):
+    """The dimensions ``dim`` and ``other`` change places."""
+
+    other: int = 1
 
     def __post_init__(self) -> None:
-        _check_dims(self.dim)
+        super().__post_init__()
+        _check_dims(self.other)
 
 
-class Transpose(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="transpose"
-):
-    """Two dimensions change places."""
-
-    first: int = 0
-    second: int = 1
-
-    def __post_init__(self) -> None:
-        _check_dims(self.first, self.second)
-
-
-class _Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation"):
+class _Order(_Operation, frozen=True):
     """What both orders have: in dimension ``dim`` there are equal ``groups``, and equal ``parts`` in each.
 
     With one group for each head and two parts, these are the row orders of RoPE: in halves, or in pairs. ``only`` has
     the numbers of the tensors that are meant, where several pass and not all of them are.
     """
 
-    dim: int = 0
     groups: int = 1
     parts: int = 2
     only: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_dims(self.dim, *self.only)
+        super().__post_init__()
+        _check_dims(*self.only)
         if not 0 < self.groups < _MAX_NUMBER or not 0 < self.parts < _MAX_NUMBER:
             raise ValueError(f"groups and parts are positive numbers, not {self.groups} and {self.parts}")
 
 
-class Interleave(
-    _Order, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="interleave"
-):
+class Interleave(_Order, frozen=True):
     """Outside, the parts of each group lie one after the other; inside, the first of each part, then the second..."""
 
 
-class Deinterleave(
-    _Order, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="operation", tag="deinterleave"
-):
+class Deinterleave(_Order, frozen=True):
     """Inside, the parts of each group lie one after the other; outside, the first of each part, then the second..."""
 
 
 Operation = Concat | Split | Stack | Unstack | Transpose | Interleave | Deinterleave
 
 
-class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="move"):
+class _Rule(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag=str.lower
+):
+    """What all rules have in common."""
+
+
+class Move(_Rule, frozen=True):
     """Tensors that have other names, or are laid out in another way, outside and inside.
 
     ``operations`` lead from outside to inside, one after the other. In a pattern, ``{i}`` (one letter) stands for a
@@ -136,8 +128,9 @@ class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
             if not isinstance(given, str):
                 given = given[0] if len(given) == 1 and side != "operations" else tuple(given)
                 msgspec.structs.force_setattr(self, side, given)
-        if not 0 < len(self.outsides) <= _MAX_PATTERNS or not 0 < len(self.insides) <= _MAX_PATTERNS:
-            raise ValueError(f"a Move has one pattern or more on each side: {self}")
+        for patterns in (self.outsides, self.insides):
+            if not 0 < len(patterns) <= _MAX_PATTERNS or len({*patterns}) < len(patterns):
+                raise ValueError(f"a Move has one pattern or more on each side, and none twice: {str(self)[:200]}")
         if len(self.operations) > _MAX_OPERATIONS:
             raise ValueError(f"a Move has at most {_MAX_OPERATIONS} operations: {self.outside!r}")
         names = [{name for name, _ in places_of(pattern)} for pattern in (*self.outsides, *self.insides)]
@@ -188,7 +181,7 @@ def _check_chain(move: Move) -> None:
         raise ValueError(f"the operations for {move.outside!r} do not make {move.inside!r}")
 
 
-class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="tie"):
+class Tie(_Rule, frozen=True):
     """``inside`` has the contents of ``same_as``, which is inside too, and no tensor of its own outside.
 
     When it is saved, both must be equal. When it is loaded, both are filled.
@@ -202,7 +195,7 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
             raise ValueError(f"both sides of a Tie have the same names in braces: {self.inside!r}, {self.same_as!r}")
 
 
-class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="drop"):
+class Drop(_Rule, frozen=True):
     """What is not loaded (``outside``), or neither saved nor loaded (``inside``)."""
 
     outside: str = ""
@@ -214,7 +207,7 @@ class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         places_of(self.outside or self.inside)
 
 
-class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="cast"):
+class Cast(_Rule, frozen=True):
     """An export writes the floating tensors of these names in the type ``dtype``, as "bfloat16"."""
 
     outside: str
@@ -227,9 +220,7 @@ class Cast(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
             raise ValueError(f"a Cast is to a floating dtype such as 'bfloat16', not to {self.dtype!r}")
 
 
-class Offset(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="offset"
-):
+class Offset(_Rule, frozen=True):
     """Inside, the elements of these tensors are by ``number`` larger than outside."""
 
     outside: str

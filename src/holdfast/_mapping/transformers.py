@@ -47,7 +47,7 @@ class _Transform(Protocol):
     def reverse_transform(self) -> _Transform: ...
 
 
-class _Operation(Protocol):
+class _TheirOperation(Protocol):
     """What transformers has for an operation; which of these are there depends on the class."""
 
     dim0: int
@@ -60,7 +60,7 @@ class _Operation(Protocol):
 class _Converter(_Transform, Protocol):
     """A conversion, as it is done when a model is saved."""
 
-    operations: list[_Operation]
+    operations: list[_TheirOperation]
 
 
 def rules_of(model: object) -> list[Rule]:
@@ -184,7 +184,7 @@ def _operations(converter: _Converter, sources: list[str], config: object) -> tu
         kind = type(operation).__name__
         dim: int = getattr(operation, "dim", 0)
         if getattr(operation, "num_shards_attribute", None) is not None or getattr(operation, "check_dims", False):
-            kind = repr(vars(operation))
+            kind += f" with {vars(operation)}"
         if kind == "Chunk":
             found.append(Concat(dim))
             names = converter.target_patterns
@@ -206,7 +206,7 @@ def _operations(converter: _Converter, sources: list[str], config: object) -> tu
     return tuple(reversed(found))
 
 
-def _row_order(operation: _Operation, names: Sequence[str], config: object) -> Iterator[Operation]:
+def _row_order(operation: _TheirOperation, names: Sequence[str], config: object) -> Iterator[Operation]:
     """The order of rows for rotary embeddings, of the tensors among ``names`` that have it."""
     chosen = operation.permute_layer_names
     only = tuple(number for number, name in enumerate(names) if chosen is None or any(part in name for part in chosen))

@@ -153,6 +153,11 @@ class _Inside:
             elif not _is_same_memory(mine, its):
                 again[key] = outside_of[other]
         self.faults += matched.faults + mapping.rules_twice(matched)
+        for key, leaf in leaves.items() if mapping.has_offsets else ():
+            if mapping.offset_of(key) and not (isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point):
+                self._fault(
+                    sources[key][0], f"gets an offset as {key!r}, and is no floating tensor; leave it out", "dtype"
+                )
         return Outside(leaves=leaves, sources=sources, again=again, faults=tuple(self.faults))
 
     def _fault(self, key: str, problem: str, kind: str = "tie") -> None:

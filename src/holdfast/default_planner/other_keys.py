@@ -79,29 +79,29 @@ def see_outside(planner: DefaultLoadPlanner, metadata: Metadata, mapping: AnyMap
     planner.differences += [
         Difference(key=fault.key, kind="mapping", stored="", wanted=fault.problem) for fault in outside.faults
     ]
-    stored = metadata.state_dict_metadata
-    entries = {key: entry for key, entry in stored.items() if key in outside.leaves or not mapping.moves(key)}
+    stored, leaves = metadata.state_dict_metadata, dict(outside.leaves)
     planner.dropped = {key for key in stored if mapping.drops(key)}
-    leaves, planner.names = dict(outside.leaves), {}
+    planner.names, sources = {}, dict(outside.sources)
     for inside, key in outside.again.items():
         name = inside
         while name in leaves or name in stored:
             name += "'"
-        leaves[name], planner.names[name] = planner.state_dict[inside], key
-        outside.sources[name] = (inside,)
-        if key in stored:
-            entries[name] = stored[key]
-    viewed = {
-        name: None for key, leaf in leaves.items() if isinstance(leaf, OutsideTensor) for name in outside.sources[key]
-    }
+        leaves[name], planner.names[name], sources[name] = planner.state_dict[inside], key, (inside,)
+    viewed = {name for key, leaf in leaves.items() if isinstance(leaf, OutsideTensor) for name in sources[key]}
     planner.wrapped = [planner.state_dict[name] for name in viewed]
     planner.mappings = {
         key: paths[names[0]] if leaves[key] is planner.state_dict[names[0]] else (key,)
-        for key, names in outside.sources.items()
+        for key, names in sources.items()
     }
     planner.state_dict = leaves
+    # An empty container does not get what a rule has a place for.
+    hidden = {key for key in stored if key not in leaves and mapping.moves(key)}
+    if not hidden and not planner.names:
+        return metadata
+    entries = {key: entry for key, entry in stored.items() if key not in hidden}
+    entries |= {name: stored[key] for name, key in planner.names.items() if key in stored}
     for key, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata) and entry.alias_of is not None and entry.alias_of not in entries:
+        if isinstance(entry, TensorStorageMetadata) and entry.alias_of in hidden:
             entries[key] = dataclasses.replace(entry, alias_of=None)
     return dataclasses.replace(metadata, state_dict_metadata=entries)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -167,3 +168,15 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch:
             hf.export({"other": torch.ones(10_000)}, tmp_path / "model", overwrite=True)
     assert os.listdir(tmp_path) == ["model"]
     assert holdfast.read(tmp_path / "model").keys() == before.keys()
+
+
+def test_a_conversion_for_which_there_is_no_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(holdfast.StorageError, match="cannot allocate") as caught:
+            hf.export({"a": torch.ones(4, dtype=torch.float64)}, tmp_path / "model", dtype=torch.float32)
+    assert caught.value.errno == errno.ENOMEM
+    assert os.listdir(tmp_path) == []

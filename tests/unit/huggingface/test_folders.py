@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast import CorruptError, LoadOptions, MismatchError, NotFoundError
+from holdfast._huggingface.folder import read_folder
 from holdfast.cli import app
 from torture import hostile_folders
 from torture.hostile_folders import FIRST, INDEX, NOTES, SECOND, file_bytes, header_of, write_folder, write_notes
@@ -313,6 +315,21 @@ def test_conversions_from_a_folder(exported: Path, tmp_path: Path, same: Callabl
         holdfast.convert(exported, tmp_path / "damaged", to="native")
     with pytest.raises(NotFoundError):
         holdfast.read(tmp_path / "damaged")
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_a_file(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = os.stat
+
+    def fail(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if path == str(exported):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return look(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(holdfast.StorageError, match="Input/output error"):
+        read_folder(str(exported))
 
 
 def test_a_run_begins_with_a_folder(tmp_path: Path) -> None:

@@ -427,3 +427,21 @@ def test_a_file_that_cannot_be_opened_is_not_said_to_be_missing(tmp_path: Path) 
     with pytest.raises(StorageError) as caught, files.lend(1):
         pass
     assert caught.value.errno == errno.ENOTDIR
+
+
+def test_all_files_are_closed_when_closing_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(tmp_path / name) for name in ("one", "two", "three")]
+    files = LocalFiles(paths, [make_input(Path(path), 10) and 10 for path in paths])
+    for number in range(len(paths)):
+        with files.lend(number):
+            pass
+    close = InputFile.close
+
+    def close_and_fail(file: InputFile) -> None:
+        close(file)
+        raise StorageError("cannot close", errno=errno.EIO)
+
+    monkeypatch.setattr(InputFile, "close", close_and_fail)
+    with pytest.raises(StorageError, match="cannot close"):
+        files.close()
+    assert not set(paths) & set(open_files())

@@ -154,6 +154,7 @@ def test_other_text_is_refused() -> None:
         (lambda: Move("{x...}.{y...}", "{y...}.{x...}"), "two names that stand for several"),
         (lambda: Move("", "c"), "1 to 1024 characters"),
         (lambda: Move((), "c"), "one pattern or more"),
+        (lambda: Move(("a", "a"), "c", (Concat(0),)), "none twice"),
         (lambda: Concat(0, (0, 1)), "positive numbers"),
         (lambda: Interleave(groups=0), "positive numbers"),
         (lambda: Stack(99), "no dimensions"),
@@ -231,6 +232,12 @@ def test_keys_that_two_rules_name() -> None:
     assert exceptions.check({"x.d": (1,)}, {"a.b": (1,), "a.c": (1,), "a.d": (1,)}) == ()
     dtypes = Mapping([Cast("a.{rest...}", "float16"), Cast("a.b", "bfloat16")])
     assert [(each.kind, each.key) for each in dtypes.check(None, {"a.b": (1,)})] == [("twice", "a.b")]
+
+
+def test_a_rule_that_makes_one_name_twice() -> None:
+    mapping = Mapping([Move(("{i}.{name}", "{name}.{i}"), "x.{i}.{name}", (Concat(0),))])
+    assert mapping.check(None, {"x.1.b": (2,)}) == ()
+    assert [each.kind for each in mapping.check(None, {"x.1.1": (2,)})] == ["twice"]
 
 
 def test_keys_without_a_rule_pass_unless_strict() -> None:

@@ -15,7 +15,15 @@ import torch
 import holdfast
 from holdfast import hf
 from holdfast._io import posix
-from holdfast._io.folders import AttemptFolder, attempt_of, attempt_path, fill_in, publish_folder, remove_folder
+from holdfast._io.folders import (
+    AttemptFolder,
+    attempt_of,
+    attempt_path,
+    copy_into,
+    fill_in,
+    publish_folder,
+    remove_folder,
+)
 
 ATTEMPT = "0123456789abcdef"
 
@@ -193,3 +201,21 @@ def test_a_system_that_takes_no_bytes_is_an_error(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(holdfast.StorageError, match="took no bytes"):
         fill_in(str(tmp_path / "file"), [(0, b"text")])
+
+
+def test_a_folder_that_cannot_be_opened_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = AttemptFolder(tmp_path / f"model.holdfast-{ATTEMPT}")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing(errno.EMFILE))
+        with pytest.raises(holdfast.StorageError, match="cannot open"):
+            folder.enter()
+    folder.abandon()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_copy_that_fails_names_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    with pytest.raises(holdfast.StorageError, match=r"cannot copy '.*' to '.*/folder/config.json'"):
+        copy_into(str(tmp_path / "folder"), [str(tmp_path / "config.json")])
