@@ -43,7 +43,7 @@ class Shard(torch.Tensor):
     """What one rank has of a tensor that is cut along a dimension."""
 
     def __new__(cls, version: int, dim: int, rank: int, ranks: int) -> Shard:
-        return torch.Tensor._make_wrapper_subclass(cls, _SHAPE, dtype=torch.float32)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, _SHAPE, dtype=torch.float32)
 
     def __init__(self, version: int, dim: int, rank: int, ranks: int) -> None:
         length, offset = list(_SHAPE), [0, 0]
@@ -53,7 +53,9 @@ class Shard(torch.Tensor):
         self._held = torch.full(length, float(version))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"nobody computes with what a rank has, as {function} does")
 
     def __create_chunk_list__(self) -> list[holdfast.ChunkStorageMetadata]:
