@@ -31,11 +31,12 @@ from holdfast._native.verify import verify_checkpoint
 from holdfast._staging.one_at_a_time import TURNS
 from holdfast._torch_format.reader import verify_torch_checkpoint
 from holdfast.interop import convert
-from torture import saves
+from torture import exports, saves
 
 PATIENCE_S = 5.0
 _PROCESS = holdfast.AsyncCheckpointerType.PROCESS
 _ELEMENTS = 900_000
+_EXPORTED_FILES = 5  # two of tensors, the index, digests, a config
 _LITTER = "data-0123456789abcdef-0-0.safetensors"
 
 
@@ -60,10 +61,16 @@ def state_of(version: int) -> dict[str, Any]:
     }
 
 
+def _sorted_export(version: int) -> dict[str, Any]:
+    return dict(sorted(exports.flat(exports.tensors_of(state_of(version))).items()))
+
+
 def version_of(state: dict[str, Any]) -> int:
     """The version of ``state``; Torn unless it is whole."""
     version = state["step"]
-    if version not in (1, 2) or not saves.equal(state, state_of(version)):
+    if is_export := isinstance(version, torch.Tensor):
+        version, state = int(version), dict(sorted(state.items()))
+    if version not in (1, 2) or not saves.equal(state, (_sorted_export if is_export else state_of)(version)):
         raise saves.Torn(f"step {version!r}, but not everything is of that version")
     return int(version)
 
@@ -74,12 +81,13 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.native, self.torch, self.litter = folder / "native", folder / "torch", folder / "litter"
-        self.root = folder / "run"
+        self.root, self.model, self.fresh = folder / "run", folder / "model", folder / "fresh"
         self.pt = folder / "some.pt"
-        self.versions = {self.native: 1, self.torch: 1}
+        self.versions = {self.native: 1, self.torch: 1, self.model: 1}
         folder.mkdir(parents=True)
         holdfast.save(state_of(1), self.native)
         holdfast.save(state_of(1), storage_writer=holdfast.FileSystemWriter(self.torch))
+        exports.save(self.model, exports.tensors_of(state_of(1)), 1, overwrite=False)
         holdfast.save({"step": 1}, self.litter)
         for step in (1, 2):
             holdfast.save({"step": step}, self.root / f"step-{step}")
@@ -120,6 +128,38 @@ def _save(place: Place, *, writes: str, in_background: bool = False, **arguments
     handle = holdfast.async_save(state, **arguments)
     handle.wait_staged()
     handle.result()
+
+
+def _export(place: Place, *, in_background: bool = False) -> None:
+    version = 3 - place.versions[place.model]
+    tensors = exports.tensors_of(state_of(version))
+    exports.save(place.model, tensors, version, overwrite=True, in_background=in_background)
+
+
+def _export_anew(place: Place) -> None:
+    exports.save(place.fresh, exports.tensors_of(state_of(1)), 1, overwrite=False)
+    if exports.mixture(place.fresh, 1) is not None:
+        raise saves.Torn("what was exported is not whole")
+    shutil.rmtree(place.fresh)
+
+
+def _mend_export(place: Place) -> str | None:
+    """It is there, whole, or it is not; but for a removal that was interrupted."""
+    if (place.fresh / "config.json").exists() and (place.fresh / "holdfast.json").exists():
+        try:
+            version_of(holdfast.load(place.fresh))
+        except (saves.Torn, holdfast.CheckpointError) as error:
+            if len(list(place.fresh.iterdir())) == _EXPORTED_FILES:
+                return f"torn: {error}"
+    shutil.rmtree(place.fresh, ignore_errors=True)
+    return None
+
+
+def _load_export(place: Place) -> None:
+    target = exports.flat(exports.tensors_of(state_of(place.versions[place.model])))
+    target = {key: torch.zeros_like(tensor) for key, tensor in target.items()}
+    holdfast.load(target, place.model)
+    version_of(target)
 
 
 def _load(place: Place, *, path: str) -> None:
@@ -207,6 +247,11 @@ def _verify_torch(place: Place) -> None:
         raise saves.Torn("found damage where there is none")
 
 
+def _verify_export(place: Place) -> None:
+    if holdfast.verify(place.model).damage:
+        raise saves.Torn("found damage where there is none")
+
+
 def _prewarm(place: Place, **options: Any) -> None:
     holdfast.prewarm(state_of(1), **options)
 
@@ -261,6 +306,11 @@ OPERATIONS = {
     "prewarm": Operation(_prewarm),
     "prewarm, process": Operation(partial(_prewarm, async_checkpointer_type=_PROCESS)),
     "release": Operation(_release),
+    "export": Operation(_export, writes="model"),
+    "export, in the background": Operation(partial(_export, in_background=True), writes="model"),
+    "export, fresh": Operation(_export_anew, changes=True, mend=_mend_export),
+    "load of an export": Operation(_load_export),
+    "verify of an export": Operation(_verify_export),
     "load": Operation(partial(_load, path="native")),
     "load(path)": Operation(partial(_load_all, path="native")),
     "open": Operation(partial(_read, path="native")),

@@ -238,15 +238,18 @@ def _one_exporter(path: Path, processes: int, seed: int, counts: dict[str, int])
 def _read(path: Path, processes: int, seed: int, counts: dict[str, int], *, modes: tuple[str, ...]) -> list[str]:
     save(path, EXPORT_MODES[0] if modes == (_EXPORT,) else "fresh", version=1)
     last = 8
-    # What lies beside the weights may be of the next export by then, as whoever reads it file by file will see.
-    look = (lambda path: version_of(holdfast.read(path))) if modes == (_EXPORT,) else found_version
+
+    def look() -> int | None:
+        if modes == (_EXPORT,):  # what lies beside the weights may be of the next export by then
+            return version_of(holdfast.read(path))
+        return found_version(path)
 
     def reader() -> list[str]:
         seen: list[int] = []
         problems: list[str] = []
         while not seen or seen[-1] != last:
             try:
-                version = look(path)
+                version = look()
             except (Torn, holdfast.CheckpointError) as error:
                 problems.append(f"a reader: {type(error).__name__}: {error}")
                 break

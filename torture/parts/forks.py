@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import holdfast
 from holdfast._native.sweep import sweep
 from holdfast._staging.one_at_a_time import TURNS
-from torture import saves
+from torture import exports, saves
 from torture.crew import Case, Child
 from torture.part import Options, PartResult
 from torture.samples import get_ready_to_fork
@@ -35,7 +35,7 @@ _PATIENCE_S = 30.0
 _LOAD, _OPEN, _OVERLAP = "load", "open", "async, overlap"
 OPERATIONS = (
     *(*saves.MODES[1:], *saves.ASYNC_MODES, _OVERLAP, *saves.PROCESS_MODES, *saves.TORCH_FORMAT_MODES),
-    *saves.TOLD_MODES,
+    *(*saves.TOLD_MODES, *saves.EXPORT_MODES[1:]),
 )
 READS = (_LOAD, _OPEN)
 
@@ -65,7 +65,7 @@ def run(options: Options) -> PartResult:
     cases: list[Case] = []
     for case, outcome in options.crew.each(count_calls, plain):
         for kind in AT_CALLS:
-            if kind == "asks for the save" and "async" not in case["operation"]:
+            if kind == "asks for the save" and ("async" not in case["operation"] or "export" in case["operation"]):
                 continue
             instants = chosen.sample(range(1, outcome["calls"] + 1), _INSTANTS[case["shape"]])
             cases += [{**case, "kind": kind, "number": number} for number in instants]
@@ -81,7 +81,7 @@ def run(options: Options) -> PartResult:
             where = f"at call {case['number']}" if case["number"] else "in state_dict()"
             violations.append(f"{case['operation']} ({case['shape']}), a child that {case['kind']}, {where}: {problem}")
     return PartResult(
-        fault="a child forked at a call of save, async_save, load or open, or in a state_dict()",
+        fault="a child forked at a call of save, async_save, export, load or open, or in a state_dict()",
         must_hold="the parent's checkpoint is whole, right and alone; so is the child's; nobody hangs, no lock is kept",
         injected=kinds.total(),
         required=REQUIRED,
@@ -291,6 +291,8 @@ def _parent(path: Path, operation: str, shape: str, kind: str, number: int) -> C
     forking = _Forking(path, kind, number)
     try:
         state = saves.state_of(2, shape)
+        if operation in saves.EXPORT_MODES:
+            state = exports.tensors_of(state)
         if number == 0:
             state["model"] = _Part(forking, state["model"])
         if number != 0:
@@ -318,6 +320,9 @@ def _operate(path: Path, operation: str, shape: str, state: dict[str, Any], fork
         if isinstance(state["model"], _Part):
             state["model"] = state["model"].state_dict()
         return None if saves.version_of(state, shape) == 1 else "what was loaded is another version"
+    if operation in saves.EXPORT_MODES:
+        exports.save(path, state, 2, overwrite=True, in_background="async" in operation)
+        return None
     writer: holdfast.StorageWriter = holdfast.NativeWriter(path)
     if operation in saves.TORCH_FORMAT_MODES:
         writer = holdfast.FileSystemWriter(path, thread_count=2)
@@ -354,6 +359,8 @@ def _problem(path: Path, operation: str, shape: str) -> str | None:
 def _alone(path: Path) -> str | None:
     """What is there that no checkpoint needs."""
     names = sorted(os.listdir(path))
+    if "holdfast.json" in names:
+        return f"left beside {path.name}: {exports.leftovers(path)}" if exports.leftovers(path) else None
     if "manifest.json" in names:
         return None if len(names) == 3 else f"left over among {names}"
     return None if len(names) == 1 + sum(name.endswith(".distcp") for name in names) <= 3 else f"left over in {names}"
@@ -364,12 +371,13 @@ def _after_death(path: Path, operation: str, shape: str) -> str | None:
     child = int((path.parent / "pid").read_text()) if (path.parent / "pid").exists() else 0
     try:
         until = time.monotonic() + _PATIENCE_S / 2
-        while path.exists() and any(found.verdict != "dead" for found in sweep(path).leftovers):
+        place = saves.reach(path, operation)
+        while place.exists() and any(found.verdict != "dead" for found in sweep(place).leftovers):
             if time.monotonic() > until:  # a writer process needs a moment to notice
-                return f"kept alive: {[(found.verdict, found.reason) for found in sweep(path).leftovers]}"
+                return f"kept alive: {[(found.verdict, found.reason) for found in sweep(place).leftovers]}"
             time.sleep(0.01)
-        if path.exists():
-            sweep(path, delete=True)
+        if place.exists():
+            sweep(place, delete=True)
         if operation in READS:
             return None if saves.found_version(path, shape) == 1 else "what was there is another version"
         mode = saves.ASYNC_MODES[-1] if operation == _OVERLAP else operation

@@ -39,7 +39,17 @@ _RANK_POINTS = 30
 _TOGETHER = 60
 # Where things are held. The rest of the package only computes: a sample will do.
 _HOLDING = (
-    *("_io/", "_engine.py", "_staging/", "_steps/", "_torch_format/", "events/", "interop/", contextlib.__file__),
+    *(
+        "_io/",
+        "_engine.py",
+        "_huggingface/",
+        "_staging/",
+        "_steps/",
+        "_torch_format/",
+        "events/",
+        "interop/",
+        contextlib.__file__,
+    ),
     *("_async_saver.py", "_background.py", "_saver.py", "_loader.py", "_checkpoint.py", "_process.py"),
     *(f"_native/{name}.py" for name in ("delete", "packer", "publish", "reader", "sweep", "verify", "writer")),
 )
@@ -59,7 +69,7 @@ _RAISED: dict[int, type[BaseException]] = {
 def run(options: Options) -> PartResult:
     """Find the points of each operation, interrupt at each of them, then send signals."""
     folder, chance = str(options.folder), random.Random(options.seed)
-    names = chance.sample(list(OPERATIONS), 8) if options.quick else list(OPERATIONS)
+    names = chance.sample(list(OPERATIONS), min(8, len(OPERATIONS))) if options.quick else list(OPERATIONS)
     found = options.crew.each(find_points, [{"folder": folder, "operation": name} for name in names])
     points = {case["operation"]: [Point(*point) for point in outcome["points"]] for case, outcome in found}
     cases: list[Case] = [

@@ -68,6 +68,7 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
     index_name: str
     index: bytes
     files: tuple[_ReadFile, ...]
+    identity: tuple[int, ...]
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -98,9 +99,42 @@ def _counts(name: str) -> bool:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+Identity = tuple[int, ...]
+"""What another folder in the same place does not have, nor this one if names in it changed."""
+
+
 def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
-    """What has to be read of ``path`` to know all that is in it: an index, headers, holdfast.json."""
+    """What has to be read of ``path`` to know all that is in it: an index, headers, holdfast.json.
+
+    All of one folder: an export may put another one in its place meanwhile.
+    """
     path = posix.absolute(path)
+    while True:
+        before = identity_at(path)
+        try:
+            found = _read_folder(path, before)
+        except (CorruptError, NotFoundError):
+            if identity_at(path) == before:
+                raise
+        else:
+            if identity_at(path) == before:
+                return found
+
+
+def identity_at(path: str) -> Identity:
+    """The identity of what has the name ``path``; () where nothing does."""
+    with posix.reporting("look at", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = posix.uninterrupted(os.stat, path)
+        return status.st_dev, status.st_ino, status.st_ctime_ns
+    return ()
+
+
+def identity_in(data: CatalogBytes) -> Identity:
+    """The identity of the folder that was read."""
+    return _unpack(data.manifest).identity
+
+
+def _read_folder(path: str, identity: Identity) -> CatalogBytes:
     is_directory = _is_directory(path)
     directory = path if is_directory else os.path.dirname(path)
     index_name = _index_of(path, is_directory=is_directory)
@@ -122,7 +156,7 @@ def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
     # Far more than the digests of all blocks and a few chunks for each tensor take.
     limit = _SMALL_BYTES + (sum(file.size for file in files) >> 6) + 16 * (MAX_MANIFEST_BYTES - room)
     notes = _read_small(directory, NOTES_NAME, limit=limit) if has_notes else b""
-    found = _pack(_Found(is_directory, has_notes, index_name, index, tuple(files)))
+    found = _pack(_Found(is_directory, has_notes, index_name, index, tuple(files), identity))
     # A tensor takes more than a byte of a header; what cuts it into more chunks has more digests.
     blocks = sum(file.size // BLOCK_BYTES for file in files) + len(found) + len(notes)
     return CatalogBytes(manifest=found, index=notes, most_blocks=blocks)

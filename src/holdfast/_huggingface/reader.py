@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 
-from holdfast._huggingface.folder import decode_folder, read_folder
+from torch.futures import Future
+
+from holdfast._huggingface.folder import decode_folder, identity_at, identity_in, read_folder
 from holdfast._io import posix
 from holdfast._native.catalog import Catalog, CatalogBytes
 from holdfast._native.reader import CatalogReader
 from holdfast._native.verify import Level, VerifyReport, check_level, data_damage, unread
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.events.progress import OnBytes
+from holdfast.planner import LoadPlan, LoadPlanner
 
 _NO_DIGESTS = "the data, because there are no digests of it (no holdfast.json)"
 _ONE_FILE = "the data, because digests are for whole folders, and this is a file"
@@ -30,7 +33,16 @@ class HuggingFaceReader(CatalogReader):
         return read_folder(self.path)
 
     def decode(self, data: CatalogBytes) -> Catalog:
+        self._identity = identity_in(data)
         return decode_folder(self.path, data)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As for native files; where no digest tells, the folder is looked at again: another may be in its place."""
+        done = super().read_data(plan, planner)
+        is_checked = self.verify and self.catalog.has_digests
+        if not is_checked and identity_at(self.path) != self._identity and self.was_replaced():
+            raise CorruptError(f"{self.path!r} was replaced while being read; load it again", path=self.path)
+        return done
 
     @property
     def unchecked(self) -> tuple[str, ...]:

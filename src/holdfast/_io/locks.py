@@ -387,7 +387,8 @@ def _walk(directory: Directory, levels: int) -> Iterator[Directory | StorageErro
         try:
             child = directory.enter(name)
         except StorageError as error:
-            yield error
+            if error.errno != errno.ENOENT:  # others may remove what is there, or publish it
+                yield error
             continue
         with child:
             yield from _walk(child, levels - 1)

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast import CorruptError, LoadOptions, MismatchError, NotFoundError
+from holdfast import CorruptError, LoadOptions, MismatchError, NotFoundError, hf
 from holdfast._huggingface.folder import read_folder
+from holdfast._io.direct import InputFile
 from holdfast.cli import app
 from torture import hostile_folders
 from torture.hostile_folders import FIRST, INDEX, NOTES, SECOND, file_bytes, header_of, write_folder, write_notes
@@ -330,6 +331,32 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_a_file(
     monkeypatch.setattr(os, "stat", fail)
     with pytest.raises(holdfast.StorageError, match="Input/output error"):
         read_folder(str(exported))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("moment", ["a header", "a tensor"])
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool, moment: str
+) -> None:
+    def export(value: float) -> None:
+        tensors = {name: torch.full((300,), value) for name in "ab"}
+        options = hf.ExportOptions(shard_bytes=1200)
+        hf.export(tensors, tmp_path / "model", overwrite=True, options=options)
+
+    export(1.0)
+    opened, calls = InputFile.open, []
+
+    def replaced_at(path: str) -> InputFile:
+        calls.append(path)
+        file = opened(path)
+        if len(calls) == (1 if moment == "a header" else 3):
+            export(2.0)
+        return file
+
+    monkeypatch.setattr(InputFile, "open", replaced_at)
+    state = holdfast.load(tmp_path / "model", options=LoadOptions(verify=verify))
+    assert {key: set(tensor.tolist()) for key, tensor in state.items()} == {"a": {2.0}, "b": {2.0}}
+    assert len(calls) > 4
 
 
 def test_a_run_begins_with_a_folder(tmp_path: Path) -> None:

@@ -219,3 +219,11 @@ def test_a_copy_that_fails_names_both_files(tmp_path: Path) -> None:
     (tmp_path / "folder" / "config.json").touch()
     with pytest.raises(holdfast.StorageError, match=r"cannot copy '.*' to '.*/folder/config.json'"):
         copy_into(str(tmp_path / "folder"), [str(tmp_path / "config.json")])
+
+
+def test_a_sweep_says_nothing_of_folders_that_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(tmp_path / "model")
+    names = posix.list_directories
+    monkeypatch.setattr(posix, "list_directories", lambda *_: [*names(*_), "gone"])
+    report = holdfast.sweep(tmp_path)
+    assert (report.problems, report.directories) == ((), 2)
