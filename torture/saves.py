@@ -186,7 +186,10 @@ def found_version(path: Path, shape: str = "small") -> int | None:
     """
     try:
         version = version_of(holdfast.load(path), shape)
-        if (path / "model.safetensors.index.json").exists() and (problem := exports.mixture(path, version)) is not None:
+        if (
+            os.path.exists(path / "model.safetensors.index.json")
+            and (problem := exports.mixture(path, version)) is not None
+        ):
             raise Torn(problem)
         return version
     except holdfast.NotACheckpointError as error:

@@ -283,6 +283,8 @@ class Directory:
         try:
             with posix.reporting("read", path), open(descriptor, "rb", closefd=False) as stream:
                 data = stream.read(min(limit, os.fstat(descriptor).st_size) + 1)
+                if data is None:  # what a buffer makes of EAGAIN
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         finally:
             posix.discard_descriptor(descriptor)
         if len(data) > limit:

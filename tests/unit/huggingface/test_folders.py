@@ -199,7 +199,7 @@ def test_meta_targets_and_prefixes(tmp_path: Path) -> None:
     with torch.device("meta"):
         other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     state = {"model": dict(other.state_dict())}
-    holdfast.load(state, tmp_path, options=LoadOptions(key_map={"model": ""}))
+    holdfast.load(state, tmp_path, options=LoadOptions(mapping={"model": ""}))
     assert all(torch.equal(state["model"][key], tensor) for key, tensor in model.state_dict().items())
 
 
