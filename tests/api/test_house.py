@@ -29,7 +29,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8"
 
 LIMITS = {
     "modules": 155,
-    "lines": 38_900,
+    "lines": 39_000,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
     "parameters of a function": 8,
