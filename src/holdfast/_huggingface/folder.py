@@ -48,16 +48,19 @@ WHOLE_NAME = f"model{SUFFIX}"
 _OF_A_SAVE = re.compile(r"(?:data-[0-9a-zA-Z_-]{1,64}(?:-(?:0|[1-9][0-9]*)){2}|index-[0-9a-zA-Z_-]{1,64})\.safetensors")
 # Neither separator, so that none leads out of the folder, whatever the system; nor the colon of a drive.
 _SAFE_NAME = re.compile(r"[^/\\:\x00-\x1f\x7f]{1,255}")
+# How the cache of the hub leads from the names of a revision to its files, which have the names of their contents.
+_HUB_LINK = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 _NO_LINK = "use a folder that has the files themselves (cp -rL makes one)"
 _SMALL_BYTES = 16 << 20
 
 
 class _ReadFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file: its whole size, and its header, with the length that comes before it."""
+    """A file: its whole size, its header, with the length that comes before it, and where a link of the hub leads."""
 
     name: str
     size: int
     header: bytes
+    link: str
 
 
 class _Found(msgspec.Struct, frozen=True, array_like=True):
@@ -193,24 +196,28 @@ def _names_without_index(directory: str) -> list[str]:
 
 
 def _read_small(directory: str, name: str, *, limit: int) -> bytes:
+    return posix.read_whole(os.path.join(directory, _link(directory, name) or name), limit=limit)
+
+
+def _link(directory: str, name: str) -> str:
+    """Where the link ``name`` leads in the cache of the hub, '' for no link; CorruptError for others, and no file."""
     path = os.path.join(directory, name)
-    _check_regular(path)
-    return posix.read_whole(path, limit=limit)
-
-
-def _check_regular(path: str) -> None:
-    """CorruptError for what is no regular file, and where there is none."""
     status = posix.file_status(path)
     if status is None:
         raise missing(path)
-    if stat.S_ISLNK(status.st_mode):
+    if not stat.S_ISLNK(status.st_mode):
+        return ""
+    with posix.reporting("read", path):
+        target = os.readlink(path)
+    if _HUB_LINK.fullmatch(target) is None or os.path.basename(os.path.dirname(directory)) != "snapshots":
         raise _corrupt(path, "it is a link, which may lead anywhere", advice=_NO_LINK)
+    return target
 
 
 def _read_header(directory: str, name: str, room: int) -> _ReadFile:
     """The header of a file, of which there are at most ``room`` bytes left for all that come."""
-    path = os.path.join(directory, name)
-    _check_regular(path)
+    link = _link(directory, name)
+    path = os.path.join(directory, link or name)
     try:
         file = InputFile.open(path)
     except StorageError as error:
@@ -227,7 +234,7 @@ def _read_header(directory: str, name: str, room: int) -> _ReadFile:
             raise _corrupt(path, f"the headers of all files have more than {MAX_MANIFEST_BYTES} bytes")
         header = bytearray(LENGTH_BYTES + length)
         file.read_into(memoryview(header), 0)
-        return _ReadFile(name, file.size, bytes(header))
+        return _ReadFile(name, file.size, bytes(header), link)
 
 
 def _weight_map(data: bytes, path: str) -> dict[str, str]:
@@ -303,7 +310,8 @@ def decode_folder(path: str | os.PathLike[str], data: CatalogBytes) -> Catalog:
         tensors=entries,
         values=(),
     )
-    return Catalog(directory=directory, manifest=manifest, index=index, has_digests=found.has_notes)
+    links = {file.name: file.link for file in found.files if file.link}
+    return Catalog(directory=directory, manifest=manifest, index=index, has_digests=found.has_notes, links=links)
 
 
 def _check_weight_map(

@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast._native.file_layout import pack_order
-from holdfast._native.index import RESERVED_NAME, HeaderEntry, encode_header
+from holdfast._native.index import HeaderEntry, encode_header
 from holdfast._values.box import Box
 from holdfast._values.dtypes import DTYPES, HEADER_ALIGNMENT
-from holdfast.errors import InvalidStateError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -73,11 +72,8 @@ def lay_out(
     """The layout of ``tensors``, in files of at most ``shard_bytes`` or one tensor.
 
     ``files`` says for each key the name of its file; where it is empty, files are numbered. ``metadata`` is for the
-    headers. InvalidStateError for what safetensors has no name for.
+    headers. All keys and types are such that safetensors has names for them.
     """
-    nameless = [tensor for tensor in tensors if DTYPES[tensor.dtype].safetensors is None or tensor.key == RESERVED_NAME]
-    if nameless:
-        raise InvalidStateError.of([_without_name(tensor) for tensor in nameless])
     if files:
         by_name: dict[str, list[int]] = {}
         for number, tensor in enumerate(tensors):
@@ -96,14 +92,6 @@ def lay_out(
         for number in group:
             file[number] = place
     return FolderLayout(tensors=tuple(tensors), files=tuple(made), file=tuple(file), offset=tuple(offset))
-
-
-def _without_name(tensor: Laid) -> InvalidStateError:
-    what = "the name is reserved" if tensor.key == RESERVED_NAME else f"no reader of all versions knows {tensor.dtype}"
-    return InvalidStateError(
-        f"{tensor.key!r} cannot be in a safetensors file: {what}; leave it out, or give it another dtype or name",
-        key=tensor.key,
-    )
 
 
 def _groups(tensors: Sequence[Laid], shard_bytes: int) -> Iterator[list[int]]:

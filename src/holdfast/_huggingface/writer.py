@@ -40,13 +40,14 @@ from holdfast._io.folders import (
 )
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import uses_cuda
-from holdfast._native.index import check_index, encode_index
+from holdfast._native.index import RESERVED_NAME, check_index, encode_index
 from holdfast._native.manifest import TensorEntry, WriterEntry
 from holdfast._ranks.exchange import Link
 from holdfast._ranks.ranks import Ranks
 from holdfast._state.tensors import DTYPE_NAMES
 from holdfast._torch_classes.adapt import final_save_plan
 from holdfast._torch_classes.translate import save_plan_from_torch
+from holdfast._values.dtypes import DTYPES
 from holdfast._version import __version__
 from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
@@ -146,7 +147,10 @@ class FolderWriter(StorageWriter):
                 f"it shares its memory with {head.alias_of!r}, and a file may have these bytes under one name only; "
                 "say which name is left out, with a mapping: Tie, or Mapping.from_transformers(model)"
             )
-        return ""
+        dtype = self.form.dtype(key, DTYPE_NAMES[head.properties.dtype])
+        if DTYPES[dtype].safetensors is None:
+            return f"no reader of all versions knows {dtype}; leave it out, or give it another dtype"
+        return "the name is reserved; use another" if key == RESERVED_NAME else ""
 
     def check_value(self, key: str, value: object) -> None:
         raise InvalidStateError(f"{key!r} cannot be in a Hugging Face folder: {self._problem(key, None)}", key=key)

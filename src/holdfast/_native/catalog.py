@@ -11,8 +11,8 @@ import os
 import shlex
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -51,12 +51,14 @@ class Catalog:
     """Manifest and index of one checkpoint, and ways to look things up in them.
 
     Without ``has_digests`` nothing tells whether the data is what was written; the index has zeros for digests then.
+    ``links`` says where files lie that are not under their names.
     """
 
     directory: str
     manifest: Manifest
     index: ChunkIndex
     has_digests: bool = True
+    links: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def tensor_ids(self) -> dict[str, int]:
@@ -117,7 +119,8 @@ class Catalog:
         return {} if entry.quantizer is None else msgspec.to_builtins(entry.quantizer)
 
     def file_path(self, file: int) -> str:
-        return os.path.join(self.directory, self.manifest.files[file].name)
+        name = self.manifest.files[file].name
+        return os.path.join(self.directory, self.links.get(name, name))
 
     def data_files(self) -> LocalFiles:
         """The data files, to be read from; the caller closes them."""

@@ -385,3 +385,25 @@ def test_what_the_command_line_says_of_a_folder(exported: Path, tmp_path: Path) 
     assert "not checked" not in run("verify", exported)
     assert "not checked: the data, because digests are for whole folders" in run("verify", exported / FIRST)
     assert "converted: 3 tensors" in run("convert", exported, tmp_path / "made", "--to", "native")
+
+
+def test_the_cache_of_the_hub_is_read_through_its_own_links(tmp_path: Path) -> None:
+    state = {name: torch.rand(300) for name in "abc"}
+    hf.export(state, tmp_path / "model", options=hf.ExportOptions(shard_bytes=1200))
+    blobs, revision = tmp_path / "models--me--tiny" / "blobs", tmp_path / "models--me--tiny" / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    revision.mkdir(parents=True)
+    for number, path in enumerate(sorted((tmp_path / "model").iterdir())):
+        name = f"{number:064x}"
+        path.rename(blobs / name)
+        (revision / path.name).symlink_to(f"../../blobs/{name}")
+    found = holdfast.read(revision)
+    assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
+    assert holdfast.verify(revision).ok
+    hf.export(state, tmp_path / "like", like=revision)
+    assert len(list((tmp_path / "like").glob("model-0000?-of-00003.safetensors"))) == 3
+    # Any other link is refused, and so is such a link elsewhere.
+    (revision / "model-00001-of-00003.safetensors").unlink()
+    (revision / "model-00001-of-00003.safetensors").symlink_to("../../../model")
+    with pytest.raises(CorruptError, match="is a link, which may lead anywhere"):
+        holdfast.read(revision)
