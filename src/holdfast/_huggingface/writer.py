@@ -49,7 +49,7 @@ from holdfast._torch_classes.adapt import final_save_plan
 from holdfast._torch_classes.translate import save_plan_from_torch
 from holdfast._values.dtypes import DTYPES
 from holdfast._version import __version__
-from holdfast.errors import InternalError, InvalidStateError
+from holdfast.errors import InternalError, InvalidStateError, StorageError
 from holdfast.metadata import Metadata, MetadataIndex, StorageMeta
 from holdfast.planner import SavePlan, SavePlanner, TensorHead, WriteColumns, write_columns
 from holdfast.storage import StorageWriter, WriteResult, finished
@@ -257,7 +257,12 @@ class FolderWriter(StorageWriter):
         posix.write_new(os.path.join(self._place, INDEX_NAME), table.layout.index())
         posix.write_new(os.path.join(self._place, NOTES_NAME), encode_notes(notes))
         copy_into(self._place, form.assets)
-        publish_folder(self._place, self.path, overwrite=self.overwrite, keep=is_asset)
+        self._folder.replaces = True
+        try:
+            publish_folder(self._place, self.path, overwrite=self.overwrite, keep=is_asset)
+        except StorageError:
+            self._folder.replaces = False
+            raise
         self._table = None
 
     def conclude(self) -> None:

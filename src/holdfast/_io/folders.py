@@ -39,7 +39,13 @@ def attempt_of(name: str) -> str | None:
 
 
 class AttemptFolder(locks.LockedFile):
-    """The folder of an attempt, which this process fills beside others; its lock tells that one of them lives."""
+    """The folder of an attempt, which this process fills beside others; its lock tells that one of them lives.
+
+    Where it has replaced another folder, that one has its old name, and may be all that a power cut leaves. It goes
+    with ``abandon`` only where ``replaces`` says so: for who publishes, unless a sync failed.
+    """
+
+    replaces = False
 
     def enter(self) -> None:
         """Make the folder if it is not there yet, and hold its lock."""
@@ -78,9 +84,11 @@ class AttemptFolder(locks.LockedFile):
         """Leave it; the last one that does removes it. What cannot be removed is left to a sweep."""
         with contextlib.suppress(StorageError):
             is_ours = self.descriptor >= 0 and not self._is_inherited
-            # Once it has replaced another one, that one has its old name, and may be all that a power cut leaves.
-            if is_ours and self._lock(fcntl.LOCK_EX) and locks.has_name(self.descriptor, self.path):
-                _remove(self.path)
+            if is_ours and self._lock(fcntl.LOCK_EX):
+                if locks.has_name(self.descriptor, self.path):
+                    _remove(self.path)
+                elif self.replaces:
+                    remove_folder(self.path)
         self.discard()
 
 

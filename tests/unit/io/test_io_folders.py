@@ -227,3 +227,18 @@ def test_a_sweep_says_nothing_of_folders_that_go_meanwhile(tmp_path: Path, monke
     monkeypatch.setattr(posix, "list_directories", lambda *_: [*names(*_), "gone"])
     report = holdfast.sweep(tmp_path)
     assert (report.problems, report.directories) == ((), 2)
+
+
+def test_an_interrupt_leaves_nothing_of_what_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.export({"a": torch.zeros(2)}, tmp_path / "model")
+    remove = shutil.rmtree
+
+    def interrupted(path: str) -> None:
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hf.export({"a": torch.ones(2)}, tmp_path / "model", overwrite=True)
+    assert os.listdir(tmp_path) == ["model"]
+    assert holdfast.read(tmp_path / "model")["a"].sum() == 2
