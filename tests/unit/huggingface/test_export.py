@@ -125,7 +125,7 @@ def test_one_error_names_all_that_no_folder_can_hold(tmp_path: Path) -> None:
         hf.export(state, tmp_path / "model")
     assert set(caught.value.keys) == {"tied", "step", "name", "big"}
     assert "'tied' cannot be in a Hugging Face folder: it shares its memory with 'w'" in str(caught.value)
-    with pytest.raises(holdfast.InvalidStateError, match="'big' .* no reader of all versions knows complex64"):
+    with pytest.raises(holdfast.InvalidStateError, match=r"'big' .* no reader of all versions knows complex64"):
         hf.export({"big": state["big"]}, tmp_path / "model")
     assert os.listdir(tmp_path) == []
 
