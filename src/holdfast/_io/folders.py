@@ -133,8 +133,10 @@ def fill_in(path: str, parts: Iterable[tuple[int, bytes]]) -> None:
                         raise OSError(errno.EIO, "the system took no bytes")
                     rest, offset = rest[count:], offset + count
             posix.sync_file(descriptor, path)
-        finally:
-            descriptor.close()
+        except BaseException:
+            posix.discard_descriptor(descriptor)
+            raise
+    posix.close_descriptor(descriptor, path)
 
 
 def publish_folder(source: str, target: str, *, overwrite: bool, keep: Callable[[str], bool]) -> None:
