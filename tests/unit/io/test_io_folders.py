@@ -24,6 +24,7 @@ from holdfast._io.folders import (
     publish_folder,
     remove_folder,
 )
+from holdfast._process import OpenDescriptor
 
 ATTEMPT = "0123456789abcdef"
 
@@ -242,3 +243,16 @@ def test_an_interrupt_leaves_nothing_of_what_was_replaced(tmp_path: Path, monkey
         hf.export({"a": torch.ones(2)}, tmp_path / "model", overwrite=True)
     assert os.listdir(tmp_path) == ["model"]
     assert holdfast.read(tmp_path / "model")["a"].sum() == 2
+
+
+def test_a_signal_as_a_file_is_closed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(4))
+    close = OpenDescriptor.close
+
+    def interrupted(descriptor: OpenDescriptor) -> None:
+        close(descriptor)
+        raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+
+    monkeypatch.setattr(OpenDescriptor, "close", interrupted)
+    fill_in(str(tmp_path / "file"), [(0, b"text")])
+    assert (tmp_path / "file").read_bytes() == b"text"
