@@ -136,11 +136,7 @@ def fill_in(path: str, parts: Iterable[tuple[int, bytes]]) -> None:
         except BaseException:
             posix.discard_descriptor(descriptor)
             raise
-<<<<<<< HEAD
-        posix.close_descriptor(descriptor, path)
-=======
     posix.close_descriptor(descriptor, path)
->>>>>>> torture18
 
 
 def publish_folder(source: str, target: str, *, overwrite: bool, keep: Callable[[str], bool]) -> None:
