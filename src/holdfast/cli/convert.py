@@ -21,7 +21,7 @@ Examples:
   holdfast convert checkpoints/step-100 model.pt --to pt
   holdfast convert model.pt checkpoints/imported --to native
   holdfast convert old-dcp-checkpoint checkpoints/imported --to native
-  holdfast convert checkpoints/final Qwen3-8B-tuned --to hf --dtype bfloat16 --assets Qwen3-8B"""
+  holdfast convert checkpoints/final tuned --to hf --assets Qwen3-8B"""
 
 
 class _Format(str, Enum):
