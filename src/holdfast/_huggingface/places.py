@@ -38,11 +38,10 @@ class FolderPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FolderReport:
-    """What a rank has written: the digests of its rows, then of its stripes; bytes that are no whole page; how many."""
+    """What a rank has written: the digests of its rows, then of its stripes, and bytes that are no whole page."""
 
     digests: np.ndarray
     fragments: list[Fragment]
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

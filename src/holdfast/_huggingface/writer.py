@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import platform
 import secrets
@@ -91,7 +92,6 @@ class FolderWriter(StorageWriter):
         self.form = form or ExportForm()
         self.overwrite = overwrite
         self._attempt = secrets.token_hex(8)
-        self._rank = 0
         self._deadline_s = float("inf")
         self._job_ranks: Sequence[int] = (0,)
         self._table: ChunkTable | None = None
@@ -121,8 +121,6 @@ class FolderWriter(StorageWriter):
             raise ValueError("all ranks plan a folder together; leave use_collectives at True")
         self.abandon()
         self._attempt = secrets.token_hex(8)
-        rank = kwargs.get("rank", 0)
-        self._rank = rank if isinstance(rank, int) else 0
         if is_coordinator:
             check_free(self.path, overwrite=self.overwrite)
 
@@ -190,7 +188,7 @@ class FolderWriter(StorageWriter):
     def meet(self, plan: SavePlan, ranks: Ranks) -> None:
         """Have the ranks of a host share memory, if any tensor needs it."""
         part = _part_of(plan)
-        self._deadline_s, self._job_ranks, self._rank = ranks.deadline_s, tuple(ranks.job_ranks), ranks.rank
+        self._deadline_s, self._job_ranks = ranks.deadline_s, tuple(ranks.job_ranks)
         if part.meets:
             self._link = meet(ranks, [stripe for stripe in part.stripes if len(stripe.parts) > 1])
 
@@ -217,7 +215,7 @@ class FolderWriter(StorageWriter):
             self.progress.sync_s += time.monotonic() - begun
         finally:
             work.close()
-        report = FolderReport(digests=work.digests(packer.digests), fragments=packer.fragments, nbytes=work.nbytes)
+        report = FolderReport(digests=work.digests(packer.digests), fragments=packer.fragments)
         return finished([WriteResult(MetadataIndex(""), work.nbytes, report)])
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
@@ -245,14 +243,15 @@ class FolderWriter(StorageWriter):
             chunks=encode_index(index),
             mapping=form.mapping,
         )
-        fragments = [fragment for report in reports for fragment in report.fragments]
+        rest: dict[str, list[tuple[int, bytes]]] = {}
+        for name, offset, data in itertools.chain.from_iterable(report.fragments for report in reports):
+            rest.setdefault(name, []).append((offset, data))
         for file in table.layout.files:
             path = os.path.join(self._place, file.name)
-            rest = [(fragment.offset, fragment.data) for fragment in fragments if fragment.name == file.name]
             if file.nbytes == len(file.header):  # which nobody had anything for
                 with contextlib.closing(SharedOutputFile(path)) as made:
                     made.make(file.nbytes)
-            fill_in(path, [(0, file.header), *rest])
+            fill_in(path, [(0, file.header), *rest.get(file.name, ())])
             self.progress.check()
         posix.write_new(os.path.join(self._place, INDEX_NAME), table.layout.index())
         posix.write_new(os.path.join(self._place, NOTES_NAME), encode_notes(notes))
