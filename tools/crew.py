@@ -124,7 +124,8 @@ class _Worker:
             self.process.kill()
         self.process.join(_END_S)
         self.connection.close()
-        self.process.close()
+        if not self.process.is_alive():  # else the kernel holds it in a call, for minutes where the machine is busy
+            self.process.close()
 
 
 class Crew:

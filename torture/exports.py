@@ -124,6 +124,8 @@ def leftovers(path: Path) -> list[str]:
 
 def unswept(path: Path) -> str | None:
     """What is wrong with a sweep of where ``path`` is: what exports left has to go, and nothing else."""
+    if not path.parent.exists():
+        return None
     before = set(os.listdir(path.parent))
     left = set(leftovers(path))
     if strange := {name for name in before - left - {path.name} if name.startswith(path.name)}:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,17 @@ def write_folder(path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], *,
     (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weights}))
 
 
-def write_notes(path: Path, *, rows: int | None = None, attempt: str = "0123456789abcdef") -> None:
-    """Beside the files of a folder, the holdfast.json that fits them; chunks have at most so many ``rows``."""
+def write_notes(
+    path: Path,
+    *,
+    rows: int | None = None,
+    attempt: str = "0123456789abcdef",
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Beside the files of a folder, the holdfast.json that fits them; chunks have at most so many ``rows``.
+
+    It fits the headers only where no tensor is ``renamed``.
+    """
     names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     chunks: list[tuple[str, int, int, list[int], list[int], bytes]] = []
     headers = []
@@ -91,7 +101,7 @@ def write_notes(path: Path, *, rows: int | None = None, attempt: str = "01234567
                 )
                 start = first + low * row_bytes
                 data = raw[start : start + (length[0] if shape else 1) * row_bytes]
-                chunks.append((key, number, start, lo, length, data))
+                chunks.append((renamed.get(key, key), number, start, lo, length, data))
     keys = sorted({chunk[0] for chunk in chunks})
     chunks.sort(key=lambda chunk: (chunk[0], chunk[3]))
     width = max(len(chunk[3]) for chunk in chunks)
@@ -418,6 +428,10 @@ def _notes() -> dict[str, Make]:
         "notes that are cut": _noted(lambda data: data[:-1]),
         "notes with a flipped bit": _noted(lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:]),
         "notes of brackets": _noted(lambda data: b'{"format":"holdfast-folder","version":1,' + b"[" * 50_000),
+        "notes with two tensors in each other's place": changed(
+            lambda path: write_notes(path, renamed={"a": "b", "b": "a"}),
+            partial(write_folder, files={FIRST: {"a": torch.zeros(5), "b": torch.ones(5)}}),
+        ),
         "notes of more bytes than allowed": changed(lambda path: os.truncate(path / NOTES, 1 << 40), exported),
         "notes of other files": _other_notes(beside(HONEST[SECOND], "model-00003-of-00003.safetensors")),
         "notes of other keys": _other_notes(beside({"d": torch.zeros(5)})),

@@ -23,6 +23,11 @@ MODES = (*SAVES, *RESUMES)
 DAMAGED = 3
 """The newest step where a run is only resumed."""
 
+
+class PassedOver(saves.Torn):
+    """A run was resumed from another step than the newest one that is whole."""
+
+
 _NOTE = Path(".holdfast") / "resumes.json"
 _TORN_NOTE = b'{"published":["0123456789abcdef"],"times":{"012345'
 
@@ -69,7 +74,7 @@ def resume(manager: holdfast.CheckpointManager, mode: str) -> None:
     if resumed.step != version:
         raise saves.Torn(f"resumed from step {resumed.step}, and the state is of version {version}")
     if mode in RESUMES and (version != 2 or [each.step for each in resumed.skipped] != [DAMAGED]):
-        raise saves.Torn(f"resumed from step {version}, passing over {resumed.skipped}")
+        raise PassedOver(f"resumed from step {version}, passing over {resumed.skipped}")
 
 
 def problem_next(root: Path, mode: str) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torture import parts
-from torture.crew import Crew
+from torture.crew import Case, Crew
 
 Progress = Callable[[int, int], None]
 """Told how many faults have been injected, and how many there will be."""
@@ -27,7 +27,7 @@ class Options:
     ``seed`` decides everything that is random; ``quick`` asks for a sample that takes seconds, whose counts nobody
     compares with what is required. ``folder`` is an empty directory for the part alone, in memory where there is room
     for it, removed afterwards; ``disk`` is another one, on a disk. ``crew`` runs cases in processes that can be
-    disturbed.
+    disturbed. Of a run in ``slices``, this is the one with ``number``, from 1 on.
     """
 
     seed: int
@@ -36,6 +36,21 @@ class Options:
     disk: Path
     progress: Progress = lambda done, total: None
     crew: Crew = field(default_factory=Crew)
+    number: int = 1
+    slices: int = 1
+
+    @property
+    def compares(self) -> bool:
+        """Whether torch is tried too: in a full run, and there in the first slice."""
+        return not self.quick and self.number == 1
+
+    def share_of(self, cases: Sequence[Case]) -> list[Case]:
+        """Those of ``cases`` that are in this slice. A part that asks has ``IN_SLICES = True``."""
+        # In an order of their own: the crew tells outcomes as they come.
+        cases = sorted(cases, key=lambda case: [str(value) for name, value in case.items() if name != "folder"])
+        of_torch = [case for case in cases if case.get("library") == "torch"]
+        others = [case for case in cases if case.get("library") != "torch"]
+        return others[self.number - 1 :: self.slices] + (of_torch if self.compares else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
     python torture/run.py                           everything; `make torture` does this
     python torture/run.py --quick                   a sample of everything, in minutes; judges outcomes, not counts
     python torture/run.py --part kill errno         these parts alone
+    python torture/run.py --part stops --slice 2/5  a fifth of it; the results count once all five have been run
     python torture/run.py --list                    which parts there are
 
 Ends with 1 when a promise was broken, or when fewer faults struck than a full run must inject.
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,8 +70,16 @@ def parse_options(parts: Sequence[str], arguments: Sequence[str] | None = None) 
     parser.add_argument(
         "--output", type=Path, help="where the results go (default torture/results; with --quick nowhere)"
     )
+    parser.add_argument("--slice", default="1/1", metavar="K/N", help="of parts that bear it, every Nth case from K on")
     parser.add_argument("--list", action="store_true", help="tell the names of the parts and end")
-    return parser.parse_args(arguments)
+    told = parser.parse_args(arguments)
+    number, _, slices = told.slice.partition("/")
+    if not (number.isdecimal() and slices.isdecimal() and 1 <= int(number) <= int(slices)):
+        parser.error(f"a slice is K/N, as 1/4, not {told.slice!r}")
+    told.number, told.slices = int(number), int(slices)
+    if told.slices > 1 and (whole := [name for name in told.part if not hasattr(all_parts()[name], "IN_SLICES")]):
+        parser.error(f"{', '.join(whole)}: not in slices")
+    return told
 
 
 def main() -> int:
@@ -81,13 +91,18 @@ def main() -> int:
         console.print("\n".join(parts))
         return 0
     with closing(Crew()) as crew:
-        outcomes = [_run(console, parts[name], crew, seed=options.seed, quick=options.quick) for name in options.part]
+        outcomes = [_run(console, parts[name], crew, options) for name in options.part]
     _print_table(console, outcomes)
     output = options.output or (None if options.quick else RESULTS)
+    alone = options.quick or options.slices > 1  # a slice alone has not what a full run must have
+    failures = [failure for outcome in outcomes for failure in outcome.failures(quick=alone)]
     if output is not None:
+        if options.slices > 1:
+            known = [of_all_slices(output, outcome, options.number, options.slices) for outcome in outcomes]
+            outcomes = [outcome for outcome in known if outcome is not None]
+            failures += [failure for outcome in outcomes for failure in outcome.failures(quick=options.quick)]
         write_results(output, outcomes, quick=options.quick)
         console.print(f"written to {output}")
-    failures = [failure for outcome in outcomes for failure in outcome.failures(quick=options.quick)]
     for failure in failures:
         console.print(f"[bold red]failed[/] {failure}", highlight=False)
     return 1 if failures else 0
@@ -117,7 +132,29 @@ def markdown_table(parts: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(console: Console, part: ModuleType, crew: Crew, *, seed: int, quick: bool) -> Outcome:
+def of_all_slices(output: Path, outcome: Outcome, number: int, slices: int) -> Outcome | None:
+    """The outcome of all slices together, once all were run; until then each is kept in a file below ``output``."""
+    places = [output / "slices" / f"{outcome.name}-{each}-of-{slices}.json" for each in range(1, slices + 1)]
+    places[0].parent.mkdir(parents=True, exist_ok=True)
+    places[number - 1].write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+    if not all(place.exists() for place in places):
+        return None
+    outcomes = [json.loads(place.read_text()) for place in places]
+    results = [PartResult(**each["result"]) for each in outcomes]
+    for place in places:
+        place.unlink()
+    together = replace(
+        results[0],
+        injected=sum(result.injected for result in results),
+        violations=[violation for result in results for violation in result.violations],
+        notes=list(dict.fromkeys(note for result in results for note in result.notes)),
+        counts=dict(sum((Counter(result.counts) for result in results), Counter[str]())),
+        skipped=next((result.skipped for result in results if result.skipped), None),
+    )
+    return Outcome(name=outcome.name, result=together, seconds=sum(each["seconds"] for each in outcomes))
+
+
+def _run(console: Console, part: ModuleType, crew: Crew, told: argparse.Namespace) -> Outcome:
     """Run one part with a bar that shows how far it is; what it raises is a violation."""
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     started = time.monotonic()
@@ -127,7 +164,8 @@ def _run(console: Console, part: ModuleType, crew: Crew, *, seed: int, quick: bo
         def progress(done: int, total: int) -> None:
             bars.update(bar, completed=done, total=total)
 
-        options = Options(seed=seed, quick=quick, folder=folder, disk=disk, progress=progress, crew=crew)
+        which = {"seed": told.seed, "quick": told.quick, "number": told.number, "slices": told.slices}
+        options = Options(**which, folder=folder, disk=disk, progress=progress, crew=crew)
         try:
             result: PartResult = part.run(options)
         except Exception as error:

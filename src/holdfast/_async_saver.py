@@ -93,6 +93,7 @@ def async_save(
     with background, background, contextlib.ExitStack() as stack:
         background.begin()
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="async_save")
+        handle.path = os.fspath(checkpoint_id or "")
         handle._on_progress = options.progress if callable(options.progress) else None
         if options.progress is True:
             look = partial(_look, ranks, handle)

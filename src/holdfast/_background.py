@@ -23,11 +23,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from holdfast import events
-from holdfast._io.mapping import ImageFiles
 from holdfast._io.slabs import SLAB_BYTES
 from holdfast._native.file_layout import Copy, StagedFiles
+from holdfast._native.place import ImageOutput
 from holdfast._native.report import report_of
-from holdfast._native.writer import ImageOutput
 from holdfast._process import CollectorPause, start_thread
 from holdfast._ranks.ranks import Ranks
 from holdfast._saver import SaveOptions, Saving
@@ -58,6 +57,12 @@ class ImageStorage(Protocol):
     """Storage whose files can be laid out in memory first, and be written from there by whoever has that memory."""
 
     def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles: ...
+
+    def image_output(self, progress: Progress) -> ImageOutput: ...
+
+    def check_for_process(self) -> None:
+        """InvalidStateError where another process cannot write."""
+        ...
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> Results: ...
 
@@ -247,6 +252,8 @@ class _Files:
         self._storage = storage
         self._staged = storage.lay_out(plan, save.saving.planner, save.saving.prepared)
         self.is_shared = save.in_process
+        if self.is_shared:
+            storage.check_for_process()
         self.nbytes = self._staged.image.nbytes
         self.copies = self._staged.image.copies
         self.digests: dict[int, int] | None = self._staged.image.known
@@ -263,7 +270,7 @@ class _Files:
 
     def _write(self, region: Region) -> Results:
         self._staged.image.fill_frames(region.view)
-        output: ImageOutput = ImageFiles(self._save.written)
+        output = self._storage.image_output(self._save.written)
         if self.is_shared:
             process = TURNS.writer_process()
             process.prepare(region)  # again: it may have died

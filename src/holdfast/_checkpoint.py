@@ -7,7 +7,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import EllipsisType
 from typing import Any, get_args
 
@@ -18,15 +19,17 @@ from holdfast import events
 from holdfast._huggingface.folder import is_folder
 from holdfast._huggingface.reader import HuggingFaceReader, verify_folder
 from holdfast._io import posix
+from holdfast._native.catalog import Catalog
 from holdfast._native.publish import format_at
 from holdfast._native.reader import CatalogReader, NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
+from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks
 from holdfast._state.tensor_bytes import Buffer, DistantSource, Source, source_of
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torch_classes.adapt import metadata_of_rank
 from holdfast._torch_classes.translate import metadata_from_torch
-from holdfast._torch_format.file_systems import is_remote
+from holdfast._torch_format.file_systems import is_for_fsspec, is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
 from holdfast._values.box import Box, flat_range_boxes, whole
 from holdfast._values.deadline import Progress
@@ -35,7 +38,7 @@ from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
 from holdfast.events.progress import OnBytes, following_bytes
 from holdfast.metadata import STATE_DICT_TYPE, Metadata, TensorStorageMetadata
-from holdfast.planner import LoadPlan
+from holdfast.planner import LoadPlan, ReadColumns
 from holdfast.planner_helpers import ReadRows, check_tiling
 from holdfast.storage import StorageReader
 
@@ -43,16 +46,16 @@ __all__ = ["Checkpoint", "StoredTensor", "VerifyReport", "open", "verify"]
 
 
 def is_torch_format(path: str | os.PathLike[str]) -> bool:
-    """Whether the checkpoint at ``path`` is in torch's own format; at a URL always.
+    """Whether the checkpoint at ``path`` is in torch's own format; at a URL that only fsspec knows always.
 
     CorruptError where another program left one of each, and nothing tells which one is meant.
     """
-    return is_remote(path) or format_at(path) == "torch"
+    return is_for_fsspec(path) or format_at(path) == "torch"
 
 
 def is_hugging_face(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` holds no checkpoint, but safetensors files of somebody's."""
-    return not is_remote(path) and format_at(path) is None and is_folder(path)
+    return not is_for_fsspec(path) and format_at(path) is None and is_folder(path)
 
 
 def torch_reader(
@@ -62,6 +65,7 @@ def torch_reader(
 
     ``verify`` lets its files be checked as far as that costs no time; see ``FileSystemReader``.
     """
+    # What it holds in torch's format in a store was found by the client of the store, and is read through fsspec.
     reader = FsspecReader if is_remote(path) else FileSystemReader
     return reader(path, verify=None if verify else False, cast=cast, allow_pickle=allow_pickle)
 
@@ -156,7 +160,7 @@ class StoredTensor:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
         """The part that ``index`` selects, as a new CPU tensor; ``[...]`` reads all of it."""
         box, view = _selection(index if isinstance(index, tuple) else (index,), self.shape, self.key)
-        return self._checkpoint._read(self.key, self._stored, box)[view]
+        return self._checkpoint._read([(self.key, box)])[0][view]
 
     def read_into(self, target: torch.Tensor, box: Box) -> None:
         """Fill ``target``, a tensor of this dtype and of the box's lengths, with the elements of ``box``."""
@@ -235,9 +239,7 @@ class Checkpoint(Mapping[str, Any]):
         stored = self.metadata.state_dict_metadata[key]
         if isinstance(stored, TensorStorageMetadata):
             return StoredTensor(self, key, stored)
-        rows = ReadRows()
-        rows.add_value(key)
-        return self._fetch({key: None}, rows)[key]
+        return self._read_values([key])[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.metadata.state_dict_metadata)
@@ -248,31 +250,46 @@ class Checkpoint(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self.metadata.state_dict_metadata
 
-    def _read(self, key: str, stored: TensorStorageMetadata, box: Box) -> torch.Tensor:
-        if stored.quantizer is None:
-            tensor = empty_tensor(box.lengths, stored.properties.dtype)
-        else:
-            tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
-        if tensor.is_quantized and box != whole(stored.size):
-            raise InvalidStateError(
-                f"{key!r} is quantised and cannot be read in parts; read it whole, with [...]", key=key
-            )
-        self._read_into(key, stored, box, tensor)
-        return tensor
+    def _read(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """A box of a tensor for each of ``boxes``, all read at once."""
+        rows, target = ReadRows(), dict[str, Any]()
+        for key, box in boxes:
+            stored = self.metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            if stored.quantizer is None:
+                tensor = empty_tensor(box.lengths, stored.properties.dtype)
+            else:
+                tensor = empty_quantized(stored.size, stored.properties.dtype, stored.quantizer)
+            if tensor.is_quantized and box != whole(stored.size):
+                raise InvalidStateError(
+                    f"{key!r} is quantised and cannot be read in parts; read it whole, with [...]", key=key
+                )
+            rows.add_tensor(key, stored, box)
+            target[str(len(target))] = tensor  # several may be of one key
+        return list(self._fetch(target, replace(rows.columns(), keys=list(target))).values())
+
+    def _read_values(self, keys: Iterable[str]) -> dict[str, object]:
+        rows, target = ReadRows(), dict.fromkeys(keys)
+        for key in target:
+            rows.add_value(key)
+        return self._fetch(target, rows.columns())
 
     def _read_into(self, key: str, stored: TensorStorageMetadata, box: Box, tensor: torch.Tensor) -> None:
         rows = ReadRows()
         rows.add_tensor(key, stored, box)
-        self._fetch({key: tensor}, rows)
+        self._fetch({key: tensor}, rows.columns())
 
-    def _fetch(self, target: STATE_DICT_TYPE, rows: ReadRows) -> STATE_DICT_TYPE:
-        """``target``, filled with what ``rows`` want."""
+    def _check_open(self) -> None:
         if self._bytes_read is not None:
             raise ValueError("the checkpoint is closed; open it again to read from it")
+
+    def _fetch(self, target: STATE_DICT_TYPE, wanted: ReadColumns) -> STATE_DICT_TYPE:
+        """``target``, filled with what is wanted."""
+        self._check_open()
         planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=self._reader.allow_pickle)
         planner.set_up_planner(target, self.metadata)
         try:
-            self._reader.read_data(LoadPlan(LazyList(rows.columns())), planner).wait()
+            self._reader.read_data(LoadPlan(LazyList(wanted)), planner).wait()
         except CorruptError as error:
             if not self._reader.was_replaced():
                 raise
@@ -302,12 +319,28 @@ class Checkpoint(Mapping[str, Any]):
         return f"Checkpoint({os.fspath(self._reader.path)!r}, {len(self)} keys)"
 
 
+def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+    """The elements of each of ``boxes``, of tensors of these keys, as CPU tensors; all are read at once."""
+    return checkpoint._read(boxes)
+
+
+def read_values(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, object]:
+    """The values of these keys, which are no tensors; all are read at once."""
+    return checkpoint._read_values(keys)
+
+
+def catalog_of(checkpoint: Checkpoint) -> Catalog | None:
+    """Manifest and index, or what stands for them in a Hugging Face folder; None in torch's format."""
+    checkpoint._check_open()
+    return checkpoint._reader.catalog if isinstance(checkpoint._reader, CatalogReader) else None
+
+
+@collector_paused
 def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: bool = False) -> Checkpoint:
     """Open the checkpoint at ``path``, in any format, or a Hugging Face folder; tensors are read when you index them.
 
-    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it only the bytes wanted, and where a
-    folder has no digests small gaps between them. In torch's format a read takes only the bytes wanted, and checks them
-    if they are a whole chunk.
+    With ``verify``, a read takes whole 1 MiB blocks and checks them; without it only the bytes wanted and small gaps
+    between them. In torch's format a read takes only the bytes wanted, and checks them if they are a whole chunk.
     """
     with Door():
         while True:
@@ -320,6 +353,7 @@ def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: boo
                     raise
 
 
+@collector_paused
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -344,11 +378,13 @@ def verify(
         CorruptError: the manifest or the index is damaged, so nothing else can be checked.
         StorageError: the file system refused; the checkpoint may still be whole.
     """
-    if is_remote(path):
-        raise ValueError("verify reads only local files; copy the checkpoint from its URL to a directory first")
+    if is_for_fsspec(path):
+        raise ValueError("verify does not read from this kind of URL; copy the checkpoint to a directory first")
     if sample < 1 and level != "digests":
         raise ValueError("only level 'digests' reads a sample; leave out the level")
     is_torchs = is_torch_format(path)
+    if is_torchs and is_remote(path):
+        raise ValueError(f"{os.fspath(path)!r} is in torch's format; copy it to a directory, and verify it there")
     if is_torchs and (level not in get_args(Level) or sample != 1):
         raise ValueError(f"level must be one of {get_args(Level)}, and torch's own format has no sample to choose")
     name = f"verifying {os.path.basename(os.fspath(path))}"

@@ -20,9 +20,10 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.direct import ALIGNMENT, LocalFiles
+from holdfast._io.files import FileToRead
 from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
-from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, uses_cuda
+from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, slab_over, uses_cuda
 from holdfast._plan.reads import coalesce
 from holdfast._state.tensor_bytes import move
 from holdfast._state.tensors import cuda_stream
@@ -40,9 +41,6 @@ MOST_SEGMENT_BYTES = HOT_BYTES - 2 * ALIGNMENT
 # Slabs of so many bytes together have left the caches of the processor that emptied them when the disk fills them
 # again. Where they had not, reads were up to four times slower, depending on which processor did the disk's work.
 COLD_BYTES = 96 << 20
-
-# Threads that only read, for one that delivers: so many keep a disk busy, and three times as many were slower.
-READERS = 4
 
 # From the page cache more than these only take the processor from the one that delivers.
 _CACHED_READERS = 2
@@ -100,6 +98,12 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
     max_gap = 0
     """Bytes between two segments that are read along rather than made two reads."""
 
+    readers = LocalFiles.readers
+    """Threads that only read, for one that delivers."""
+
+    delivers_at_once = False
+    """Whether each of these threads delivers what it has read: where bytes do not come from a disk of this machine."""
+
     def __init__(
         self,
         segments: Segments,
@@ -123,7 +127,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         self._devices: set[torch.device] = set()
 
     @abc.abstractmethod
-    def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
+    def file(self, number: int) -> AbstractContextManager[tuple[FileToRead, bool]]:
         """File ``number``, for the length of the block, and whether it is in the page cache."""
 
     @abc.abstractmethod
@@ -161,7 +165,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             return
         # What is small is best left to one thread, because there is so little to each.
         are_small = self.segments.nbytes[:count].sum() < _SMALL_BYTES * count
-        if not are_small and (uses_cuda() or self._is_cached()):
+        if not are_small and (uses_cuda() or self.delivers_at_once or self._is_cached()):
             self._run_in_threads(count)
         else:
             self._run_ahead(count)
@@ -195,9 +199,11 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _run_in_threads(self, count: int) -> None:
         """Read, verify and deliver in as many threads as there are."""
-        workers = self._workers()
-        spans = self._spans(count, most=SLAB_BYTES)
-        ring = self._ring(workers, SLAB_BYTES)
+        workers, most = self._workers(), SLAB_BYTES
+        if self.delivers_at_once and not uses_cuda():
+            workers, most = self.readers, HOT_BYTES
+        spans = self._spans(count, most=most)
+        ring = self._ring(workers, most)
         try:
             run_bounded((self._job(span, ring) for span in spans), workers=workers)
         finally:
@@ -214,7 +220,7 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
             # There is no disk to keep busy, nor one to be kept from the caches: few slabs, and they stay hot.
             workers, least = _CACHED_READERS, 0
         else:
-            workers, least = self._workers() if uses_cuda() else READERS, COLD_BYTES
+            workers, least = self._workers() if uses_cuda() else self.readers, COLD_BYTES
         ring = self._ring(workers, most, least=least)
         jobs = [SegmentJob(self, span) for span in self._spans(count, most=most)]
         reads = (partial(job.read, ring) for job in jobs)
@@ -363,10 +369,16 @@ class SegmentJob(Generic[TargetT]):
         return views
 
     def read(self, ring: SlabRing) -> tuple[Slab, int]:
-        """A slab of ``ring`` with the bytes of all segments, and the offset in the file that its first byte has."""
+        """A slab with the bytes of all segments, of ``ring`` or not, and the offset in the file of its first byte."""
+        number, start, end = self._fetch.extent(self._span)
+        if not uses_cuda():  # which takes bytes only from slabs of the ring
+            with self._fetch.file(number) as (file, _):
+                data = file.take(start, end)
+            if data is not None:
+                return slab_over(data), start
         slab = ring.acquire()
         try:
-            return slab, self._fetch.read(*self._fetch.extent(self._span), slab)
+            return slab, self._fetch.read(number, start, end, slab)
         except BaseException:
             ring.release(slab)
             raise

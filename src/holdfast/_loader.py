@@ -14,6 +14,7 @@ import torch
 
 from holdfast import events
 from holdfast._checkpoint import Door, metadata_on_all, reader_for
+from holdfast._mapping.mappings import Mapping as Rules
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import DEADLINE_S, Ranks, agreed, check_deadline, participants
 from holdfast._state.nested import unflatten
@@ -23,7 +24,7 @@ from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import few
-from holdfast._values.records import check_types
+from holdfast._values.records import checked_types
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.other_keys import AnyMapping, check_mapping, finish_reading, names_for_target
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients
@@ -41,7 +42,6 @@ __all__ = ["LoadOptions", "LoadReport", "load", "read"]
 Part = TypeVar("Part")
 State = dict[Any, Any]
 Target = MutableMapping[Any, Any]
-_MakeTarget = Callable[[StorageReader, Metadata], State]
 FindReader = Callable[[], StorageReader]
 """Gives the storage for what is there when it is called; again after that was replaced by another checkpoint."""
 
@@ -57,8 +57,8 @@ class LoadOptions:
         deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
         share: "host": one rank reads what several ranks of its host want, and passes it on in memory. "job": one host
             also reads what four or more hosts want, and sends it to the others. "off": every rank reads for itself.
-        mapping: leads from the target to the checkpoint, for ``load``: a ``Mapping`` of rules; a function of a key; or
-            a dict of prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"}
+        mapping: leads from the target to the checkpoint: a ``Mapping`` of rules; for ``load`` also a function of a key,
+            or a dict of prefixes, as {"module": ""} where only the target's keys begin with "module.", {"": "module"}
             where only the stored ones do. Prefixes end at a dot; the longest counts.
         types: dataclasses, named tuples and enums to make instances of, instead of a ``holdfast.Record``.
         progress: True shows a bar on the terminal of the coordinator: phase, bytes, speed, the slowest rank. A function
@@ -80,7 +80,7 @@ class LoadOptions:
         check_progress(self.progress)
         if self.share not in ("host", "job", "off"):
             raise ValueError(f"share is 'host', 'job' or 'off', not {self.share!r}")
-        check_types(self.types)
+        checked_types(self.types)
 
 
 _DEFAULTS = LoadOptions()
@@ -203,16 +203,18 @@ def read(
 ) -> State:
     """Return everything in the checkpoint at ``path``, nested as it was saved, on the CPU; other ranks take no part.
 
-    With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not in
-    the checkpoint raises MismatchError. ``types`` adds to ``options.types``. Other errors are those of ``load``.
+    With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not there
+    raises MismatchError. With a ``Mapping``, return what is inside. ``types`` adds to ``options.types``.
     """
+    options = replace(options, types=(*options.types, *checked_types(types)))
     if options.mapping is not None:
-        raise ValueError("mapping is for load(state, path), which has a target; read gives what is stored")
-    check_types(types)
+        if keys is not None or not isinstance(options.mapping, Rules):
+            raise ValueError("read takes a Mapping of rules, and no keys then; all else is for load(state, path)")
+        load(state := State(), path, no_dist=True, options=options)
+        return state
     ranks = Ranks()
     with Door(), followed(options.progress, path, ranks.overview, ranks.is_coordinator):
-        find_reader = reader_finder(path, None, options)
-        return read_with(find_reader, keys, ranks, replace(options, types=(*options.types, *types)))
+        return read_with(reader_finder(path, None, options), keys, ranks, options)
 
 
 def reader_finder(
@@ -291,7 +293,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(
-    make_target: _MakeTarget,
+    make_target: Callable[[StorageReader, Metadata], State],
     find_reader: FindReader,
     planner: LoadPlanner,
     ranks: Ranks,
@@ -424,10 +426,9 @@ def _report(loaded: _Loaded, planner: LoadPlanner, seconds: float) -> LoadReport
     # Other planners have nothing to tell.
     ours = planner if isinstance(planner, DefaultLoadPlanner) else DefaultLoadPlanner()
     asked = {*columns.storage_keys, *ours.stored(ours.state_dict), *ours.dropped}
-    # A rank that holds no element of a tensor has nothing to read, and has it all.
-    there = ours.stored((*columns.keys, *ours.keys_without_elements()))
     return LoadReport(
-        loaded=tuple(dict.fromkeys(there)),
+        # A rank that holds no element of a tensor has nothing to read, and has it all.
+        loaded=tuple(dict.fromkeys(ours.stored((*columns.keys, *ours.keys_without_elements())))),
         unexpected=tuple(key for key in stored if key not in asked),
         differences=tuple(ours.told(ours.differences)),
         casts=tuple(ours.told(ours.casts)),
@@ -442,8 +443,7 @@ def _hand_back(state: Target, loaded: _Loaded, planner: LoadPlanner) -> None:
     """Give the state what was loaded; modules' state_dicts in it say with which versions that was saved."""
     target, versions = loaded.target, loaded.metadata.versions
     if isinstance(planner, DefaultLoadPlanner):
-        if planner.mapping is not None and planner.metadata is not None:
-            versions = planner.metadata.versions
+        versions = versions if planner.mapping is None or planner.metadata is None else planner.metadata.versions
         tell_versions(planner.versioned, versions, {difference.key for difference in planner.differences})
         if planner.made and planner.mapping is None:
             target = add_versions(target, versions)

@@ -133,8 +133,9 @@ def save(
     Args:
         state_dict: nested dicts, lists and tuples of tensors, numpy arrays and plain values. Stateful objects (modules,
             optimizers) are saved as their state_dict. Only what is written is copied.
-        checkpoint_id: the directory of the checkpoint, which is created if it does not exist; or a URL, which fsspec
-            writes in torch's format. A storage here is torch's old form.
+        checkpoint_id: the directory of the checkpoint, which is created if it does not exist; or the URL of a folder in
+            an object store: s3, gs, az or memory. Other URLs fsspec writes, in torch's format. A storage here is
+            torch's old form.
         storage_writer: a storage to write to, instead of native files at ``checkpoint_id``; ours or torch's.
         planner: decides what to write, instead of the whole state; ours or torch's.
         process_group: only these ranks take part.
@@ -205,7 +206,7 @@ def writer_for(
     if NativeWriter.validate_checkpoint_id(checkpoint_id):
         return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:
-        raise ValueError("a URL is written in torch's format, which has no place for user_metadata; save to a path")
+        raise ValueError("this URL is written in torch's format, which has no place for user_metadata; save to a path")
     return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
 
 

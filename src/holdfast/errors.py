@@ -11,6 +11,7 @@
     ├── UnsupportedVersionError     written by a newer holdfast       -> upgrade
     ├── BusyError                   somebody else needs it now        -> wait, skip this one, or use force
     ├── StorageError                the file system said no           -> retry, free space, fix permissions
+    │   └── UncertainError          nobody knows if it is published   -> look whether it is there
     ├── RankLostError               a rank died, hangs or is silent   -> look at that rank
     ├── RankDisagreementError       the ranks asked different things  -> look at the ranks it names
     ├── CrashLoopError              a run ends at the same step again -> find out why, or step back
@@ -43,6 +44,7 @@ __all__ = [
     "RankDisagreementError",
     "RankLostError",
     "StorageError",
+    "UncertainError",
     "UnsafeError",
     "UnsupportedVersionError",
 ]
@@ -95,6 +97,11 @@ class NotACheckpointError(NotFoundError):
 
 class AlreadyPublishedError(CheckpointError):
     """A checkpoint is published under the name and ``overwrite=False`` forbids replacing it."""
+
+    @classmethod
+    def at(cls, path: str) -> AlreadyPublishedError:
+        """The error of a save that must not replace what is there."""
+        return cls(f"{path!r} holds a checkpoint already; choose another name, or pass overwrite=True")
 
 
 class BusyError(CheckpointError):
@@ -221,6 +228,10 @@ class StorageError(CheckpointError):
         """The error that tells that ``action`` on ``path`` failed with ``error``, keeping its errno."""
         reason = error.strerror or str(error)
         return cls(f"cannot {action} {os.fspath(path)!r}: {reason}", errno=error.errno, path=path)
+
+
+class UncertainError(StorageError):
+    """An object store gave no answer that tells whether a checkpoint was published or deleted; nothing was removed."""
 
 
 class RankLostError(CheckpointError):

@@ -15,7 +15,7 @@ import pytest
 
 from torture.crew import Crew
 from torture.part import Options, PartResult
-from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short, steps, stops
+from torture.parts import crash_states, errno, forks, interrupts, kill, kill_ranks, power, short, steps, stops, stores
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux"),
@@ -82,6 +82,13 @@ def test_stops_under_torchrun(crew: Crew, tmp_path: Path) -> None:
     result = sample(stops, crew, tmp_path)
     assert result.injected == 4
     assert result.counts["started by the command line"] == 1
+
+
+def test_object_stores(crew: Crew, tmp_path: Path) -> None:
+    result = sample(stores, crew, tmp_path)
+    assert result.injected >= 25
+    assert result.counts["killed"] >= 5
+    assert result.counts["race, new: saved"] == 1
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="older interpreters look for signals elsewhere")

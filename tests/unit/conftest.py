@@ -7,11 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class FsspecMemory(MemoryFileSystem):
+    """The memory of fsspec under a scheme that only fsspec knows: "memory" is a store of ours."""
+
+    protocol = "fsspec-memory"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        stripped: Any = MemoryFileSystem._strip_protocol(path.removeprefix("fsspec-memory://"))
+        return stripped
+
+
+fsspec.register_implementation("fsspec-memory", FsspecMemory)
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:

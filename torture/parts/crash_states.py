@@ -18,6 +18,7 @@ from torture.shim import CHANGING, Fault, Record, armed, counts, read_trace
 from torture.weak_disk import Disk, Files, materialise
 
 NAME = "crash-states"
+IN_SLICES = True
 _SHAPES = ("small", "blob", "values")
 _CHOICES = 20_000  # at each call
 _STATES = 8000  # of which distinct
@@ -39,14 +40,14 @@ def run(options: Options) -> PartResult:
     ]
     folder = str(options.folder)
     plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "holdfast"} for mode in stepping.MODES]
-    baseline = () if options.quick else _BASELINE
-    plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in baseline]
+    plain += [{"folder": folder, "mode": mode, "shape": "small", "library": "torch"} for mode in _BASELINE]
     choices = 60 if options.quick else _CHOICES
     cases = [
         {**case, "point": point, "choices": choices, "most": _most(case, options), "seed": options.seed}
         for case, outcome in options.crew.each(record_save, plain)
         for point in range(outcome["calls"] + 1)
     ]
+    cases = options.share_of(cases)
     if options.quick:
         cases = random.Random(options.seed).sample(cases, min(100, len(cases)))
     violations: list[str] = []
@@ -72,14 +73,9 @@ def run(options: Options) -> PartResult:
         injected=states,
         required=100_000,
         violations=violations,
-        notes=[
-            f"{chosen:,} choices of what is lost made {states:,} distinct states, each given to the reader",
-            *(
-                []
-                if importlib.util.find_spec("torchtitan")
-                else ["torchtitan is not installed: its manager was not tried"]
-            ),
-        ],
+        notes=[]
+        if importlib.util.find_spec("torchtitan")
+        else ["torchtitan is not installed: its manager was not tried"],
         counts={"choices": chosen, **{f"states: {mode}": count for mode, count in of_modes.items()}},
         torch=torch_dcp.in_words(of_torch, torch_states) if torch_states else None,
     )

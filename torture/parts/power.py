@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torture import exports, libraries, saves, shim, stepping, torch_dcp
@@ -23,6 +23,7 @@ from torture.part import Options, PartResult
 from torture.shim import Action, Fault, armed, counts
 
 NAME = "power"
+IN_SLICES = True
 IMAGE_BYTES = {"ext4": 32 << 20, "xfs": 300 << 20}
 MAKE = {"ext4": ["-E", "lazy_itable_init=0,lazy_journal_init=0", "-J", "size=4"], "xfs": []}
 _SHAPES = ("small", "blob")
@@ -58,8 +59,8 @@ def run(options: Options) -> PartResult:
         for case, outcome in options.crew.each(count_calls, plain)
         for number in range(outcome["calls"] + 1)
         for action in ((Action.CUT_BEFORE, Action.CUT_AFTER) if number else (Action.CUT_BEFORE,))
-        if not options.quick or case["library"] == "holdfast"
     ]
+    cases = options.share_of(cases)
     if options.quick:
         cases = random.Random(options.seed).sample(cases, min(60, len(cases)))
     violations: list[str] = []
@@ -80,6 +81,7 @@ def run(options: Options) -> PartResult:
         injected=points["holdfast"],
         violations=violations,
         notes=notes,
+        systems=systems,
         torch=torch_dcp.in_words(torch_problems, points["torch"]) if points["torch"] else None,
     )
 
@@ -91,10 +93,12 @@ def _result(
     notes: list[str] | None = None,
     torch: str | None = None,
     skipped: str | None = None,
+    systems: Sequence[str] = tuple(IMAGE_BYTES),
 ) -> PartResult:
     return PartResult(
         fault="power cut at every file-changing call of a save, native, in torch's format, and of one over the other, "
-        f"of an export, and of what is done to the steps of a run ({'; '.join(stepping.MODES)}), ext4 and xfs",
+        f"of an export, and of what is done to the steps of a run ({'; '.join(stepping.MODES)}), "
+        f"{' and '.join(systems)}",
         must_hold="nothing torn visible, nothing acknowledged lost, the next save succeeds",
         injected=injected,
         required=200,

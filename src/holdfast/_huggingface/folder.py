@@ -22,8 +22,9 @@ import numpy as np
 
 from holdfast._huggingface.headers import Tensor, count_strings, decode_any_header
 from holdfast._huggingface.notes import NOTES_NAME, FolderNotes, decode_notes
-from holdfast._io import posix
-from holdfast._io.direct import InputFile, missing
+from holdfast._io import files, posix
+from holdfast._io.direct import missing
+from holdfast._io.urls import is_store_url
 from holdfast._native.catalog import Catalog, CatalogBytes, kind_of_file
 from holdfast._native.index import ChunkIndex, check_index, decode_index, file_digest
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, TensorEntry, WriterEntry
@@ -86,9 +87,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     What a killed save has left is none.
     """
     name = posix.text_path(path)
-    if os.path.isdir(name):
+    if is_store_url(name) or os.path.isdir(name):
         with contextlib.suppress(StorageError):  # others say so when they read
-            return any(_counts(each) or each.endswith(INDEX_SUFFIX) for each in posix.list_names(name))
+            return any(_counts(each) or each.endswith(INDEX_SUFFIX) for each in files.list_names(name))
+    if is_store_url(name):
+        return name.endswith((SUFFIX, INDEX_SUFFIX)) and files.size_of(name) is not None
     if not os.path.isfile(name):
         return False
     kind = kind_of_file(name)
@@ -113,23 +116,15 @@ def read_folder(path: str | os.PathLike[str]) -> CatalogBytes:
     """
     path = posix.absolute(path)
     while True:
-        before = identity_at(path)
+        before = files.identity_of(path)
         try:
             found = _read_folder(path, before)
         except (CorruptError, NotFoundError):
-            if identity_at(path) == before:
+            if files.identity_of(path) == before:
                 raise
         else:
-            if identity_at(path) == before:
+            if files.identity_of(path) == before:
                 return found
-
-
-def identity_at(path: str) -> Identity:
-    """The identity of what has the name ``path``; () where nothing does."""
-    with posix.reporting("look at", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        status = posix.uninterrupted(os.stat, path)
-        return status.st_dev, status.st_ino, status.st_ctime_ns
-    return ()
 
 
 def identity_in(data: CatalogBytes) -> Identity:
@@ -138,7 +133,7 @@ def identity_in(data: CatalogBytes) -> Identity:
 
 
 def _read_folder(path: str, identity: Identity) -> CatalogBytes:
-    is_directory = _is_directory(path)
+    is_directory = files.is_directory(path)
     directory = path if is_directory else os.path.dirname(path)
     index_name = _index_of(path, is_directory=is_directory)
     index = b"" if not index_name else _read_small(directory, index_name, limit=MAX_HEADER_BYTES)
@@ -150,34 +145,28 @@ def _read_folder(path: str, identity: Identity) -> CatalogBytes:
         names = [os.path.basename(path)]
     if len(names) > MAX_FILES:
         raise _corrupt(path, f"it has {len(names)} files")
-    files: list[_ReadFile] = []
+    read: list[_ReadFile] = []
     room = MAX_MANIFEST_BYTES
     for name in names:
-        files.append(_read_header(directory, name, room))
-        room -= len(files[-1].header)
-    has_notes = is_directory and posix.exists(os.path.join(directory, NOTES_NAME))
+        read.append(_read_header(directory, name, room))
+        room -= len(read[-1].header)
+    has_notes = is_directory and files.exists(os.path.join(directory, NOTES_NAME))
     # Far more than the digests of all blocks and a few chunks for each tensor take.
-    limit = _SMALL_BYTES + (sum(file.size for file in files) >> 6) + 16 * (MAX_MANIFEST_BYTES - room)
+    limit = _SMALL_BYTES + (sum(file.size for file in read) >> 6) + 16 * (MAX_MANIFEST_BYTES - room)
     notes = _read_small(directory, NOTES_NAME, limit=limit) if has_notes else b""
-    found = _pack(_Found(is_directory, has_notes, index_name, index, tuple(files), identity))
+    found = _pack(_Found(is_directory, has_notes, index_name, index, tuple(read), identity))
     # A tensor takes more than a byte of a header; what cuts it into more chunks has more digests.
-    blocks = sum(file.size // BLOCK_BYTES for file in files) + len(found) + len(notes)
+    blocks = sum(file.size // BLOCK_BYTES for file in read) + len(found) + len(notes)
     return CatalogBytes(manifest=found, index=notes, most_blocks=blocks)
-
-
-def _is_directory(path: str) -> bool:
-    with posix.reporting("look at", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return stat.S_ISDIR(posix.uninterrupted(os.stat, path).st_mode)
-    return False
 
 
 def _index_of(path: str, *, is_directory: bool) -> str:
     """The name of the index that counts; '' without one."""
     if not is_directory:
-        if not posix.exists(path):
+        if not files.exists(path):
             raise NotFoundError(f"there is no file or folder {path!r}")
         return os.path.basename(path) if path.endswith(INDEX_SUFFIX) else ""
-    names = posix.list_names(path)
+    names = files.list_names(path)
     if INDEX_NAME in names:
         return INDEX_NAME
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -188,7 +177,7 @@ def _index_of(path: str, *, is_directory: bool) -> str:
 
 
 def _names_without_index(directory: str) -> list[str]:
-    names = posix.list_names(directory)
+    names = files.list_names(directory)
     found = [WHOLE_NAME] if WHOLE_NAME in names else [name for name in names if _counts(name)]
     if not found:
         raise NotFoundError(f"{directory!r} has no safetensors files any more")
@@ -196,12 +185,14 @@ def _names_without_index(directory: str) -> list[str]:
 
 
 def _read_small(directory: str, name: str, *, limit: int) -> bytes:
-    return posix.read_whole(os.path.join(directory, _link(directory, name) or name), limit=limit)
+    return files.read_whole(os.path.join(directory, _link(directory, name) or name), limit=limit)
 
 
 def _link(directory: str, name: str) -> str:
     """Where the link ``name`` leads in the cache of the hub, '' for no link; CorruptError for others, and no file."""
     path = os.path.join(directory, name)
+    if is_store_url(path):
+        return ""
     status = posix.file_status(path)
     if status is None:
         raise missing(path)
@@ -218,13 +209,7 @@ def _read_header(directory: str, name: str, room: int) -> _ReadFile:
     """The header of a file, of which there are at most ``room`` bytes left for all that come."""
     link = _link(directory, name)
     path = os.path.join(directory, link or name)
-    try:
-        file = InputFile.open(path)
-    except StorageError as error:
-        if posix.exists(path):
-            raise
-        raise missing(path) from error
-    with file:
+    with files.opened(path) as file:
         start = bytearray(min(LENGTH_BYTES, file.size))
         file.read_into(memoryview(start), 0)
         length = int.from_bytes(start, "little")

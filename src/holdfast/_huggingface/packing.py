@@ -17,7 +17,7 @@ from holdfast._io.direct import ALIGNMENT
 from holdfast._io.folders import SharedOutputFile
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, PageJob, Slab, SlabRing, filled_slab, following
-from holdfast._native.packer import BlockJob, Packer, slabs_for
+from holdfast._native.packer import BlockJob, Packer, fill_blocks, slabs_for
 from holdfast._state.tensor_bytes import Buffer, DistantSource, Source
 from holdfast._state.tensors import empty_tensor
 from holdfast._values.box import Box, flat_range_boxes
@@ -33,6 +33,14 @@ class Fragment(NamedTuple):
     name: str
     offset: int
     data: bytes
+
+
+class Pages(NamedTuple):
+    """Whole pages that were written, from ``offset`` to ``end`` of the file ``name``."""
+
+    name: str
+    offset: int
+    end: int
 
 
 class Span(NamedTuple):
@@ -56,6 +64,7 @@ class RunPacker(Packer):
     def __init__(self, *, pinned: bool, progress: Progress, nbytes: int) -> None:
         super().__init__(pinned=pinned, slabs=slabs_for(nbytes), progress=progress)
         self.fragments: list[Fragment] = []
+        self.pages: list[Pages] = []
 
     def write_spans(self, spans: Iterable[Span]) -> None:
         """Write all of ``spans``; their digests are added to ``digests``, in order."""
@@ -69,7 +78,7 @@ class RunPacker(Packer):
     def _span_jobs(self, spans: Iterable[Span], ring: SlabRing) -> Iterator[partial[None]]:
         for job in self._runs(spans):
             self._progress.check()
-            yield partial(self._write, job, filled_slab(job, ring, self.fill), ring)
+            yield partial(self._write, job, filled_slab(job, ring, partial(fill_blocks, self.digests)), ring)
 
     def _runs(self, spans: Iterable[Span]) -> Iterator[_RunJob]:
         job: _RunJob | None = None
@@ -114,6 +123,7 @@ class RunPacker(Packer):
             self.fragments.append(Fragment(file.name, base + rest, bytes(view[rest:stop])))
         if first < last:
             file.write(view[first:last], base + first)
+            self.pages.append(Pages(file.name, base + first, base + last))
         self._progress.moved(stop - start)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast._huggingface.layout import FolderLayout, flat_start, stripes_of
-from holdfast._huggingface.packing import Fragment
+from holdfast._huggingface.packing import Fragment, Pages
 from holdfast._huggingface.stripes import STRIPE_BYTES, Stripe
 from holdfast._native.index import ChunkIndex, file_digest
 from holdfast._native.manifest import FileEntry
@@ -38,9 +38,10 @@ class FolderPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FolderReport:
-    """What a rank has written: the digests of its rows, then of its stripes, and bytes that are no whole page."""
+    """What a rank has written: the digests of its rows, then of its stripes; pages, and bytes that are no whole one."""
 
     digests: np.ndarray
+    pages: list[Pages]
     fragments: list[Fragment]
 
 
@@ -202,6 +203,24 @@ def indexed(table: ChunkTable, reports: Sequence[FolderReport]) -> tuple[ChunkIn
         for file, stop, count in zip(layout.files, stops, counts.tolist(), strict=True)
     )
     return index, files
+
+
+def check_tiled(layout: FolderLayout, reports: Sequence[FolderReport]) -> None:
+    """InternalError unless headers, pages and fragments are the files: every byte of each, and none of them twice."""
+    ranges = {file.name: [(0, len(file.header))] for file in layout.files}
+    for report in reports:
+        pieces = ((name, offset, offset + len(data)) for name, offset, data in report.fragments if data)
+        for name, offset, end in (*report.pages, *pieces):
+            ranges[name].append((offset, end))
+    for file in layout.files:
+        found = np.array(sorted(ranges[file.name]), dtype=np.int64)
+        ends, begins = found[:, 1], np.append(found[1:, 0], file.nbytes)
+        if (ends != begins).any():
+            end, begin = min(zip(ends[ends != begins].tolist(), begins[ends != begins].tolist(), strict=True))
+            how = (
+                f"nobody wrote bytes {end} to {begin}" if end < begin else f"bytes {begin} to {end} were written twice"
+            )
+            raise InternalError(f"the file {file.name!r} is not whole: {how}; please report it")
 
 
 def _taken(digests: np.ndarray, blocks: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ import time
 
 from torch.futures import Future
 
-from holdfast._huggingface.folder import decode_folder, identity_at, identity_in, read_folder
-from holdfast._io import posix
+from holdfast._huggingface.folder import decode_folder, identity_in, read_folder
+from holdfast._io import files, posix
 from holdfast._native.catalog import Catalog, CatalogBytes
 from holdfast._native.reader import CatalogReader
 from holdfast._native.verify import Level, VerifyReport, check_level, data_damage, unread
@@ -40,7 +40,7 @@ class HuggingFaceReader(CatalogReader):
         """As for native files; where no digest tells, the folder is looked at again: another may be in its place."""
         done = super().read_data(plan, planner)
         is_checked = self.verify and self.catalog.has_digests
-        if not is_checked and identity_at(self.path) != self._identity and self.was_replaced():
+        if not is_checked and files.identity_of(self.path) != self._identity and self.was_replaced():
             raise CorruptError(f"{self.path!r} was replaced while being read; load it again", path=self.path)
         return done
 

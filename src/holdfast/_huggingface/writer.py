@@ -23,10 +23,8 @@ from torch.futures import Future
 
 from holdfast._huggingface.layout import INDEX_NAME, FolderLayout, Laid, lay_out
 from holdfast._huggingface.notes import NOTES_NAME, FolderNotes, encode_notes
-from holdfast._huggingface.packing import (
-    RunPacker,
-)
-from holdfast._huggingface.places import ChunkTable, FolderPart, FolderReport, indexed, shared_out
+from holdfast._huggingface.packing import RunPacker
+from holdfast._huggingface.places import ChunkTable, FolderPart, FolderReport, check_tiled, indexed, shared_out
 from holdfast._huggingface.rank_work import RankWork
 from holdfast._huggingface.stripes import SLOTS_EACH, meet
 from holdfast._io import posix
@@ -88,7 +86,7 @@ class FolderWriter(StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, form: ExportForm | None = None, overwrite: bool = True) -> None:
-        self.path = posix.absolute(path)
+        self.path = _checked_path(path)
         self.form = form or ExportForm()
         self.overwrite = overwrite
         self._attempt = secrets.token_hex(8)
@@ -113,7 +111,7 @@ class FolderWriter(StorageWriter):
         """Start a new attempt, at ``checkpoint_id`` when it is given."""
         self.abandon()
         if checkpoint_id is not None:
-            self.path = posix.absolute(checkpoint_id)
+            self.path = _checked_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Refuse early what could not be published."""
@@ -215,7 +213,7 @@ class FolderWriter(StorageWriter):
             self.progress.sync_s += time.monotonic() - begun
         finally:
             work.close()
-        report = FolderReport(digests=work.digests(packer.digests), fragments=packer.fragments)
+        report = FolderReport(digests=work.digests(packer.digests), pages=packer.pages, fragments=packer.fragments)
         return finished([WriteResult(MetadataIndex(""), work.nbytes, report)])
 
     def finish(self, metadata: Metadata, results: list[MutableSequence[WriteResult]]) -> None:
@@ -224,6 +222,7 @@ class FolderWriter(StorageWriter):
         if table is None or self._folder is None:
             raise InternalError("a folder is finished that was not planned here; please report it")
         reports = [_report_of(result) for result in results]
+        check_tiled(table.layout, reports)
         index, files = indexed(table, reports)
         tensors = [
             TensorEntry(key=tensor.key, dtype=tensor.dtype, shape=tensor.shape)
@@ -303,3 +302,9 @@ def _report_of(results: Sequence[WriteResult]) -> FolderReport:
     if not isinstance(report, FolderReport):
         raise InternalError("a rank sent another report than that of a folder; please report it")
     return report
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    if "://" in posix.text_path(path):
+        raise ValueError(f"a Hugging Face folder is written to a directory, not to {os.fspath(path)!r}; copy it up")
+    return posix.absolute(path)

@@ -12,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
-import mmap
 import os
-import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast._io import locks, posix
+from holdfast._io import locks, page_cache, posix
 from holdfast._process import CLOSED, Descriptor, Lock, forget_in_child, opened
 from holdfast.errors import CorruptError, InternalError, StorageError
 
@@ -87,7 +84,7 @@ class OutputFile:
                     self._leave_direct()
             if not direct:
                 # Has the kernel write it now, so that the sync at the end has little left to do.
-                _advise(self._file.descriptor, "POSIX_FADV_DONTNEED", offset, count)
+                page_cache.advise(self._file.descriptor, "POSIX_FADV_DONTNEED", offset, count)
             rest = rest[count:]
             offset += count
 
@@ -163,20 +160,7 @@ class InputFile:
 
     def is_cached(self) -> bool:
         """Whether the file seems to be in the page cache, judged by a few pages; False where one cannot ask."""
-        if self.size == 0:
-            return True
-        no_wait = getattr(os, "RWF_NOWAIT", None)
-        if no_wait is None or not hasattr(os, "preadv"):
-            return False
-        page = bytearray(mmap.PAGESIZE)
-        # Without this a page that is not there would bring in its neighbours.
-        _advise(self._descriptor, "POSIX_FADV_RANDOM")
-        try:
-            return all(os.preadv(self._descriptor, [page], offset, no_wait) > 0 for offset in _probe_offsets(self.size))
-        except OSError:
-            return False
-        finally:
-            _advise(self._descriptor, "POSIX_FADV_NORMAL")
+        return self.size == 0 or page_cache.is_cached(self._descriptor, self.size)
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fills ``view`` with the bytes at ``offset``; a file that ends before is a ``CorruptError``."""
@@ -212,6 +196,10 @@ class InputFile:
             if count == 0:
                 raise self._truncated(offset + done, offset + needed)
             done += count
+
+    def take(self, start: int, end: int) -> memoryview | None:
+        """A file fills memory that is given."""
+        return None
 
     def read_range(self, view: memoryview, start: int, end: int, *, is_cached: bool) -> int:
         """Puts bytes [start, end) into ``view``, an aligned one; returns the offset in the file of its first byte.
@@ -269,27 +257,15 @@ class InputFile:
         )
 
 
-def _advise(descriptor: int, advice: str, offset: int = 0, count: int = 0) -> None:
-    # Advice: where it is not taken, nothing is lost but time.
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, offset, count, getattr(os, advice))
-
-
-def _probe_offsets(size: int) -> list[int]:
-    """A page in each of a few equal parts of the file, another one each time.
-
-    Asking for an absent page may bring it in; were it asked for again, a file nobody reads would look cached. The
-    choice leaves the program's own random numbers alone, on which a resumed training depends.
-    """
-    pages = -(-size // mmap.PAGESIZE)
-    parts = min(5, pages)
-    bounds = [pages * part // parts for part in range(parts + 1)]
-    return [(low + secrets.randbelow(high - low)) * mmap.PAGESIZE for low, high in itertools.pairwise(bounds)]
-
-
 class LocalFiles:
     """Files by number: ``paths`` names them, ``sizes`` says how many bytes each must have, or have at least."""
+
+    readers = 4
+    """Threads that only read, for one that delivers: so many keep a disk busy, and three times as many were slower."""
+    max_gap = 0
+    piece_bytes = 16 << 20
+    """What is best read at a time by who reads all."""
+    is_remote = False
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int], *, at_least: bool = False) -> None:
         self._paths = paths
@@ -318,6 +294,11 @@ class LocalFiles:
             yield file, is_cached
         finally:
             self._give_back(number)
+
+    def check(self, number: int) -> None:
+        """CorruptError unless file ``number`` is there in its size."""
+        with self.lend(number):
+            pass
 
     def is_cached(self, number: int) -> bool:
         with self.lend(number) as (_, is_cached):

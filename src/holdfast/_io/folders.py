@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 
@@ -246,6 +247,11 @@ def _bring(source: str, target: str) -> None:
             posix.uninterrupted(os.symlink, posix.uninterrupted(os.readlink, source), target)
     elif not posix.link(source, target):
         _copy(source, target)
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files that programs of others write or read; the block that it is entered for ends it."""
+    return tempfile.TemporaryDirectory(prefix="holdfast-")
 
 
 def copy_into(folder: str, paths: Iterable[str]) -> None:

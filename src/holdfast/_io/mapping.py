@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from holdfast._io.direct import ALIGNMENT, OutputFile
 from holdfast._io.pipeline import run_bounded
-from holdfast._process import Descriptor, opened
+from holdfast._process import Descriptor, Once, opened, start_thread
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import digest
 from holdfast.errors import StorageError
@@ -35,6 +36,8 @@ HUGE_PAGE = 2 << 20
 # Of Linux; the names are not in every Python's mmap.
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
+_PATIENCE_S = 0.25
+_ASKED_BYTES = 32 << 20
 _MADV_WIPEONFORK = 18
 
 _system = ctypes.CDLL(None, use_errno=True)
@@ -96,12 +99,30 @@ def attach(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 def collapse(memory: mmap.mmap, start: int, stop: int) -> None:
     """Have shared memory [start, stop), which nobody has used yet, in huge pages, where the kernel makes them.
 
-    Linux does from 6.1 on, whatever its settings for shared memory are: those are for what it does unasked.
+    Linux does from 6.1 on, whatever its settings for shared memory are: those are for what it does unasked. On a busy
+    machine it may take minutes for a single page, and lets nobody stop it. So a thread asks, and is left alone when it
+    gets no further.
     """
     for page in range(start, stop, HUGE_PAGE):
         memory[page] = 0  # of a page without any memory nothing is made
-    # Where it is refused, memory stays as it is; not by way of mmap, which would hold the interpreter all the time.
-    _advise(_address(memory) + start, stop - start, _MADV_COLLAPSE)
+    is_over, asked = Once(), [start]
+    limit = [stop]
+
+    def ask() -> None:
+        try:
+            while asked[0] < limit[0]:
+                # Where it is refused, memory stays as it is; not by way of mmap, which would hold the interpreter.
+                count = min(_ASKED_BYTES, stop - asked[0])
+                _advise(_address(memory) + asked[0], count, _MADV_COLLAPSE)
+                asked[0] += count
+        finally:
+            is_over.set()
+
+    start_thread(threading.Thread(target=ask, name="holdfast-huge-pages", daemon=True))
+    before = -1
+    while not is_over.wait(_PATIENCE_S) and asked[0] != before:
+        before = asked[0]
+    limit[0] = start
 
 
 def _room_for(size: int) -> mmap.mmap:

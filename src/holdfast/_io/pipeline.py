@@ -24,6 +24,7 @@ from holdfast._process import forget_in_child, start_thread
 from holdfast.errors import CheckpointError
 
 Result = TypeVar("Result")
+_SLICE_S = 0.2
 
 
 def default_workers(sharers: int = 1, *, least: int = 4) -> int:
@@ -86,6 +87,66 @@ def run_ahead(tasks: Iterable[Callable[[], Result]], *, workers: int, ahead: int
             yield results.take()
 
 
+def in_other_thread(call: Callable[[], Result]) -> Result:
+    """What ``call`` returns or raises. It runs in another thread, which is left alone if this one must give up.
+
+    A thread of a crew has one such thread for all its calls: starting one takes as long as hashing a megabyte.
+    """
+    is_of_crew = hasattr(_current, "failures")
+    try:
+        other = getattr(_current, "other", None) or _OtherThread()
+    except RuntimeError:  # an interpreter that shuts down starts no threads
+        return call()
+    if is_of_crew:
+        _current.other = other
+    answer = other.begin(call)
+    while True:
+        with contextlib.suppress(Empty):
+            return answer.get(timeout=_SLICE_S)()
+        if is_given_up():
+            raise CheckpointError("the request was given up, because another part of the work had failed")
+
+
+class _OtherThread:
+    """A thread that makes calls for another one, in turn. It ends when nobody has this any more."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        work = partial(_serve, self._calls)
+        start_thread(threading.Thread(target=work, name="holdfast-request", daemon=True))
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+    def begin(self, call: Callable[[], Result]) -> SimpleQueue[Callable[[], Result]]:
+        """Have ``call`` made; where what comes of it will be, as something that returns it or raises."""
+        answer: SimpleQueue[Callable[[], Result]] = SimpleQueue()
+        self._calls.put(lambda: answer.put(_outcome(call)))
+        return answer
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call
+
+
+_current = threading.local()
+
+
+def is_given_up() -> bool:
+    """Whether this thread works for others, and they have failed: what it waits for is of no use any more."""
+    return bool(getattr(_current, "failures", ()))
+
+
+def _outcome(call: Callable[[], Result]) -> Callable[[], Result]:
+    """What comes of ``call``, as something that returns it or raises."""
+    try:
+        return partial(_same, call())
+    except BaseException as error:
+        return partial(_raise, error)
+
+
 def _same(result: Result) -> Result:
     return result
 
@@ -115,13 +176,8 @@ class _InOrder(Generic[Result]):
         self._done.put((self.taken, partial(_raise, _left_behind())))
 
     def put(self, number: int, task: Callable[[], Result]) -> None:
-        """Run ``task``, and keep what comes of it, as something that returns it or raises."""
-        outcome: Callable[[], Result]
-        try:
-            outcome = partial(_same, task())
-        except BaseException as error:
-            outcome = partial(_raise, error)
-        self._done.put((number, outcome))
+        """Run ``task``, and keep what comes of it."""
+        self._done.put((number, _outcome(task)))
 
     def take(self) -> Result:
         while self.taken not in self._early:
@@ -216,6 +272,7 @@ class _Crew:
 def _work(
     to_do: SimpleQueue[Callable[[], None] | None], done: SimpleQueue[None], failures: list[BaseException]
 ) -> None:
+    _current.failures = failures
     while (job := to_do.get()) is not None:
         _do(job, failures)
         # Whatever the job holds goes before the next one is waited for.

@@ -27,11 +27,11 @@ Result = TypeVar("Result")
 
 _LINK_UNSUPPORTED = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 _RENAME_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-_DIRECTORY_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_DIRECTORY_SYNC_UNSUPPORTED = _RENAME_UNSUPPORTED
 _FULL_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY})
-_RENAME_NOREPLACE = 1
-_AT_FDCWD = -100
+_RENAME_NOREPLACE, _AT_FDCWD = 1, -100
 _SHOWN_NAME = 100
+_BEGIN_URLS = ("s3:/", "s3a:/", "gs:/", "az:/", "adl:/", "azure:/", "abfs:/", "abfss:/", "memory:/")
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -97,17 +97,20 @@ def text_path(path: str | os.PathLike[str]) -> str:
     """``path`` as text; TypeError for bytes, of which most of the library could make nothing."""
     name: object = os.fspath(path)
     if not isinstance(name, str):
-        raise TypeError(
-            f"a path is a str or an os.PathLike of one, not {type(name).__name__}; use os.fsdecode({name!r})"
-        )
+        raise TypeError(f"a path is a str, or a PathLike of one, not {type(name).__name__}; use os.fsdecode({name!r})")
     return name
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` as it is now, wherever the process goes; links stay, and so do dots, which may come after one."""
     name = text_path(path)
+    scheme, mark, place = name.partition("://")
+    if mark:  # a URL is never relative
+        return f"{scheme}://{place.rstrip('/')}"
     if not name or os.path.isabs(name):
         return name
+    if name.startswith(_BEGIN_URLS):
+        raise ValueError(f"{name!r} was a URL until pathlib took a slash of it; pass a str (for a directory, ./{name})")
     with reporting("find", name):
         return os.path.join(os.getcwd(), name)
 

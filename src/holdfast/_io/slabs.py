@@ -16,12 +16,14 @@ import contextlib
 import errno
 import mmap
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from holdfast._io.direct import ALIGNMENT, OutputFile
@@ -45,15 +47,32 @@ def release() -> None:
 
 
 class Slab:
-    """Page-aligned memory, as a writable ``view`` and as a one-dimensional uint8 ``tensor``."""
+    """Page-aligned memory, as a writable ``view`` and as a one-dimensional uint8 ``tensor``.
 
-    __slots__ = ("address", "is_lent", "tensor", "view")
+    One that ``is_apart`` is over memory of others, which may not be written, and goes back to no ring.
+    """
 
-    def __init__(self, view: memoryview, tensor: torch.Tensor) -> None:
+    __slots__ = ("address", "is_apart", "is_lent", "tensor", "view")
+
+    def __init__(self, view: memoryview, tensor: torch.Tensor, *, is_apart: bool = False) -> None:
         self.view = view
         self.tensor = tensor
         self.address: int = tensor.data_ptr()
-        self.is_lent = True
+        self.is_lent, self.is_apart = True, is_apart
+
+
+class _Memory:
+    """What numpy takes for writable memory, which torch would otherwise warn of."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        known = np.frombuffer(view, np.uint8).__array_interface__
+        self.__array_interface__ = {**known, "data": (known["data"][0], False)}
+
+
+def slab_over(view: memoryview) -> Slab:
+    """A slab over the memory of ``view``."""
+    return Slab(view, torch.from_numpy(np.asarray(_Memory(view))), is_apart=True)
 
 
 class SlabRing:
@@ -119,6 +138,8 @@ class SlabRing:
 
     def release(self, slab: Slab) -> None:
         """Gives ``slab`` to the next borrower; the caller does not touch it any more."""
+        if slab.is_apart:
+            return
         with self._lock:
             if not slab.is_lent:
                 raise InternalError("a slab was given back twice; please report it")
@@ -147,6 +168,13 @@ class SlabRing:
             if arena is not None and self.allocated == 0 and arena.numel() <= _MOST_KEPT_BYTES:
                 _kept.append(arena)
             self._free.put(None)
+
+
+def lent_view(slab: Slab, count: int, ring: SlabRing) -> memoryview:
+    """The first ``count`` bytes of ``slab``, which goes back to ``ring`` when nobody has this view any more."""
+    view = slab.view[:count]
+    weakref.finalize(view, ring.release, slab).atexit = False
+    return view
 
 
 def _memory(size: int) -> torch.Tensor:

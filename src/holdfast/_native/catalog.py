@@ -19,9 +19,12 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast._io import posix
-from holdfast._io.direct import LocalFiles, check_size, missing
+from holdfast._io import files, posix
+from holdfast._io.direct import check_size, missing
+from holdfast._io.files import FilesToRead
+from holdfast._io.urls import is_store_url
 from holdfast._native.index import ChunkIndex, check_index, decode_index
+from holdfast._native.leftovers import METRICS_NAME, PINNED_NAME
 from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
 from holdfast._native.paths import decode_path, split_planner_data, stored_containers
 from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
@@ -70,6 +73,19 @@ class Catalog:
         return np.searchsorted(self.index.tensor, np.arange(len(self.manifest.tensors) + 1))
 
     @cached_property
+    def first_block(self) -> np.ndarray:
+        """Where in the digests of the index each chunk's begin; one more entry at the end."""
+        return self.index.first_block()
+
+    @cached_property
+    def storing_ids(self) -> np.ndarray:
+        """``storing_id`` of each tensor by its number; one more entry at the end, -1."""
+        ids, entries = self.tensor_ids, self.manifest.tensors
+        return np.array(
+            [ids[entry.alias_of] if entry.alias_of else number for number, entry in enumerate(entries)] + [-1]
+        )
+
+    @cached_property
     def values(self) -> dict[str, object]:
         """The typed JSON of each value that the manifest itself holds."""
         return {entry.key: entry.value for entry in self.manifest.values}
@@ -87,11 +103,9 @@ class Catalog:
 
     def first_rows(self, keys: Sequence[str]) -> np.ndarray:
         """The index row of the first chunk of each of ``keys``; -1 for what is no tensor."""
-        ids, entries = self.tensor_ids, self.manifest.tensors
-        numbers = [ids.get(key, -1) for key in keys]
-        # The last one stands for -1.
-        storing = [ids[entry.alias_of] if entry.alias_of else number for number, entry in enumerate(entries)] + [-1]
-        firsts: np.ndarray = np.append(self.row_bounds[:-1], -1)[np.array(storing)[numbers]]
+        ids = self.tensor_ids
+        numbers = np.array([ids.get(key, -1) for key in keys], dtype=np.int64)
+        firsts: np.ndarray = np.append(self.row_bounds[:-1], -1)[self.storing_ids[numbers]]
         return firsts
 
     def rows_of(self, key: str) -> range:
@@ -111,7 +125,7 @@ class Catalog:
         rows = slice(first.start, first.stop), slice(second.start, second.stop)
         if not all(np.array_equal(column[rows[0]], column[rows[1]]) for column in (index.lo, index.length)):
             return None
-        blocks = index.first_block()
+        blocks = self.first_block
         mine, its = (index.digests[blocks[each.start] : blocks[each.stop]] for each in (first, second))
         return np.array_equal(mine, its)
 
@@ -122,21 +136,19 @@ class Catalog:
         name = self.manifest.files[file].name
         return os.path.join(self.directory, self.links.get(name, name))
 
-    def data_files(self) -> LocalFiles:
+    def data_files(self) -> FilesToRead:
         """The data files, to be read from; the caller closes them."""
-        files = self.manifest.files
-        return LocalFiles(list(map(self.file_path, range(len(files)))), [file.bytes for file in files])
+        entries = self.manifest.files
+        return files.data_files(list(map(self.file_path, range(len(entries)))), [entry.bytes for entry in entries])
 
     def check_files(self) -> None:
         """CorruptError unless all data files are there in their sizes."""
         for number, file in enumerate(self.manifest.files):
             path = self.file_path(number)
-            status = posix.file_status(path)
-            if status is None:
+            size = files.size_of(path)
+            if size is None:
                 raise missing(path)
-            if not stat.S_ISREG(status.st_mode):
-                raise CorruptError(f"{path!r} is not a regular file; use another checkpoint", path=path)
-            check_size(path, status.st_size, file.bytes)
+            check_size(path, size, file.bytes)
 
     def paths(self) -> dict[str, Path]:
         paths = {entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.tensors}
@@ -259,20 +271,30 @@ def _read_manifest_bytes(directory: str) -> bytes:
         raise _nothing_there(directory) from error
 
 
+_REMAINS = {MANIFEST_NAME, METRICS_NAME, PINNED_NAME}
+"""What a deletion in a store leaves, or leaves when it is cut off: a manifest that says so, and what was added."""
+
 _AS_IT_IS = "holdfast.load, open and convert find that out from the path and read it as it is"
 
 
 def _nothing_there(directory: str) -> NotFoundError:
     try:
-        names = posix.list_names(directory)
-    except StorageError:
-        return NotFoundError(f"there is no checkpoint at {directory!r}: no such directory")
+        names = set(files.list_names(directory))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR) and is_store_url(directory):
+            raise
+        nothing = "nothing is there" if is_store_url(directory) else "no such directory"
+        if is_store_url(directory) and files.size_of(directory) is not None:
+            return NotACheckpointError(f"{directory!r} is one object; a checkpoint is a folder of them")
+        return NotFoundError(f"there is no checkpoint at {directory!r}: {nothing}")
+    if MANIFEST_NAME in names and not names - _REMAINS:
+        return NotFoundError(f"there is no checkpoint at {directory!r}: it was deleted")
     # What a killed save has left does not make it something else: whoever resumes starts fresh.
-    if all(name.startswith(("data-", "index-", "manifest-")) or is_of_a_save(name) for name in names):
+    if all(name.startswith(("data-", "index-", "manifest-")) or is_of_a_save(name) for name in names - _REMAINS):
         return NotFoundError(f"{directory!r} holds no finished checkpoint: no save to it was published")
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         return NotACheckpointError(f"{directory!r} is a Hugging Face folder, not a native checkpoint; {_AS_IT_IS}")
-    below = next((name for name in sorted(names) if posix.exists(os.path.join(directory, name, MANIFEST_NAME))), None)
+    below = next((name for name in sorted(names) if files.exists(os.path.join(directory, name, MANIFEST_NAME))), None)
     advice = "" if below is None else f"; there are checkpoints below it, such as {os.path.join(directory, below)!r}"
     return NotACheckpointError(f"{directory!r} is not a checkpoint: it has no {MANIFEST_NAME}{advice}")
 
@@ -302,7 +324,7 @@ def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
     entry = manifest.index
     path = os.path.join(directory, entry.name)
     try:
-        data = posix.read_whole(path, limit=entry.bytes)
+        data = files.read_whole(path, limit=entry.bytes)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise

@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast import events
 from holdfast._io import locks, posix
 from holdfast._io.locks import Directory
+from holdfast._io.urls import is_store_url
 from holdfast._native.catalog import read_published
+from holdfast._native.leftovers import METRICS_NAME, PINNED_NAME, attempts_in
 from holdfast._native.manifest import decode_summary
 from holdfast._native.publish import MANIFEST_NAME, all_heads, files_of_heads, format_at, formats_at, is_marked
-from holdfast._native.sweep import attempts_in, living_writer, sweep_directory
+from holdfast._native.store_removal import delete_in_store
+from holdfast._native.sweep import living_writer, sweep_directory
 from holdfast._torch_codec.metadata_file import METADATA_NAME
 from holdfast._values.dtypes import MAX_MANIFEST_BYTES
 from holdfast.errors import BusyError, CorruptError, NotACheckpointError, StorageError
 
 __all__ = ["DeleteReport", "delete"]
-
-METRICS_NAME, PINNED_NAME = "metrics.json", "pinned"
-"""Files that may be added to a published step: metrics that came later; a file that protects it from deletion."""
 
 _DAMAGED = "damaged"
 """Takes the place of the attempt, if the manifest that names it cannot be read."""
@@ -65,9 +66,11 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
         CorruptError: there are two checkpoints, and nothing tells which one is meant.
         StorageError: the file system refused.
     """
-    if "://" in posix.text_path(path):
-        raise ValueError("only local checkpoints can be deleted; at a URL, use the tools of its file system")
     path = posix.absolute(path)
+    if is_store_url(path):
+        return delete_at_url(path, force=force, why_it_stays=lambda: "")
+    if "://" in path:
+        raise ValueError("only directories and object stores are known; at this URL, use the tools of its file system")
     with events.Operation("delete", path) as operation, _open(path) as directory:
         found = {name: directory.status(name) for name in directory.names()}
         with locks.locked_directory(path):
@@ -86,6 +89,17 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> DeleteReport
         nbytes = sum(status.st_size for status in gone.values() if status is not None)
         operation.tell("removed", nbytes=nbytes)
     return DeleteReport(path=path, attempt=operation.attempt, files=tuple(gone), bytes=nbytes, problems=tuple(problems))
+
+
+def delete_at_url(path: str, *, force: bool, why_it_stays: Callable[[], str]) -> DeleteReport:
+    """The same in an object store; it stays if there is a reason when it has just been made no checkpoint any more."""
+    with events.Operation("delete", path) as operation:
+        removed = delete_in_store(path, force=force, why_it_stays=why_it_stays)
+        operation.attempt = removed.attempt
+        nbytes = sum(removed.sizes.values())
+        operation.tell("removed", nbytes=nbytes)
+    files, problems = tuple(removed.sizes), removed.problems
+    return DeleteReport(path=path, attempt=removed.attempt, files=files, bytes=nbytes, problems=problems)
 
 
 def finish_deletion(path: str) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast._engine import READERS, SegmentFetch, SegmentJob, Segments
-from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
+from holdfast._engine import SegmentFetch, SegmentJob, Segments
+from holdfast._io.direct import ALIGNMENT
+from holdfast._io.files import FilesToRead, FileToRead
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, pinned, uses_cuda
 from holdfast._native.catalog import Catalog
@@ -70,7 +71,7 @@ class Fetch(SegmentFetch[Target]):
     def __init__(
         self,
         catalog: Catalog,
-        files: LocalFiles,
+        files: FilesToRead,
         wanted: Wanted,
         *,
         open_targets: Callable[[list[int]], list[Target]],
@@ -88,9 +89,10 @@ class Fetch(SegmentFetch[Target]):
         )
         self._catalog = catalog
         self._files = files
+        self.max_gap, self.readers, self.delivers_at_once = files.max_gap, files.readers, files.is_remote
         self._wanted = wanted
 
-    def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
+    def file(self, number: int) -> AbstractContextManager[tuple[FileToRead, bool]]:
         return self._files.lend(number)
 
     def expected(self, digests: np.ndarray) -> list[int]:
@@ -126,7 +128,7 @@ def _segments(catalog: Catalog, wanted: Wanted, *, verify: bool) -> Segments:
     box, start, nbytes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     row = wanted.row[box]
     nbytes = np.minimum(nbytes, index.bytes[row] - start)
-    digests = index.first_block()[row] + start // BLOCK_BYTES if verify else np.full(len(box), -1)
+    digests = catalog.first_block[row] + start // BLOCK_BYTES if verify else np.full(len(box), -1)
     file, offset = index.file[row], index.offset[row] + start
     order = np.lexsort((offset, file))
     return Segments(
@@ -140,10 +142,7 @@ def _segments(catalog: Catalog, wanted: Wanted, *, verify: bool) -> Segments:
 
 
 def _spans(catalog: Catalog, wanted: Wanted, number: int, *, verify: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The byte ranges of a chunk that part of it needs: whole blocks to verify them, else just its bytes.
-
-    Where nobody has asked for just these, because nothing could be verified, what lies in small gaps is read along.
-    """
+    """The byte ranges of a chunk that part of it needs: whole blocks to verify them, else its bytes and small gaps."""
     row = int(wanted.row[number])
     entry = catalog.manifest.tensors[int(catalog.index.tensor[row])]
     dimensions = len(entry.shape)
@@ -153,7 +152,7 @@ def _spans(catalog: Catalog, wanted: Wanted, number: int, *, verify: bool) -> tu
         shape,
         Box(lo, length),
         DTYPES[entry.dtype].itemsize,
-        max_gap=BLOCK_BYTES - 1 if verify else 0 if catalog.has_digests else _GAP_BYTES,
+        max_gap=BLOCK_BYTES - 1 if verify else _GAP_BYTES,
     )
     if verify:
         blocks = touched_blocks(starts, stops, BLOCK_BYTES)
@@ -196,7 +195,7 @@ class SharedFetch(Fetch):
             super()._transfer()
             return
         alone, slices = self._part(block, reads)
-        workers = READERS
+        workers = self.readers
         with ExitStack() as stack:
             if uses_cuda():
                 workers = min(default_workers(self._exchange.size), _MOST_CUDA_WORKERS)
@@ -227,7 +226,7 @@ class SharedFetch(Fetch):
         """The common reads of this host, the same on each of its ranks."""
         index, exchange = self._catalog.index, self._exchange
         mine = np.zeros(len(index.digests), dtype=bool)
-        mine[block[self._is_to_share()]] = True
+        mine[block[self._is_to_share(block)]] = True
         wanted = exchange.gather_wishes(mine)
         places = partial(
             locate,
@@ -287,22 +286,28 @@ class SharedFetch(Fetch):
 
         return Freight(job=job, number=number, place=place, check=check)
 
-    def _is_to_share(self) -> np.ndarray:
-        """Which segments this rank would rather have from others, if they want them too."""
+    def _is_to_share(self, block: np.ndarray) -> np.ndarray:
+        """Which segments, each in one ``block``, this rank would rather have from others, if they want them too."""
         files = self.segments.file
-        if self._exchange.size > _FEW_RANKS or len(files) == 0:
-            return np.ones(len(files), dtype=bool)
-        # In file order, so that each is looked at once.
-        first = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
-        is_cold = [not self._files.is_cached(number) for number in files[first].tolist()]
-        return np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
+        is_to_share = np.ones(len(files), dtype=bool)
+        if self._exchange.size <= _FEW_RANKS and len(files):
+            # In file order, so that each is looked at once.
+            first = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+            is_cold = [not self._files.is_cached(number) for number in files[first].tolist()]
+            is_to_share = np.repeat(np.array(is_cold, dtype=bool), np.diff(np.append(first, len(files))))
+        if not self._verify and len(files):
+            # Nothing has it read the rest of a block. Others may well want just that, as at the end of a rank's rows.
+            begin = self.segments.start - self.segments.start % BLOCK_BYTES
+            size = np.minimum(BLOCK_BYTES, self._catalog.index.bytes[self._wanted.row[self.segments.box]] - begin)
+            is_to_share &= 2 * np.bincount(block, weights=self.segments.nbytes)[block] > size
+        return is_to_share
 
     def _part(self, block: np.ndarray, reads: CommonReads) -> tuple[int, list[slice]]:
         """Put the segments that are read alone first; how many they are, and which segments each common read brings."""
         place = np.full(len(self._catalog.index.digests), -1, dtype=np.int64)
         place[reads.blocks.number] = np.arange(len(reads.blocks.number))
         place = place[block]
-        is_common = (place >= 0) & self._is_to_share()
+        is_common = (place >= 0) & self._is_to_share(block)
         order = np.argsort(is_common, kind="stable")
         count = len(order) - int(is_common.sum())
         self.segments = _reordered(self.segments, order, count)

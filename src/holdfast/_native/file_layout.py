@@ -319,6 +319,11 @@ class Image:
         self._sizes = [copy.source.nbytes for copy in self.copies]
         self.data_bytes = sum(self._sizes)
 
+    @property
+    def data_files(self) -> list[DataFile]:
+        """The files, laid out."""
+        return self._files
+
     def _end_file(self) -> None:
         if self._files:
             self.nbytes = self._begins[-1] + -(-self._files[-1].end // ALIGNMENT) * ALIGNMENT

@@ -41,6 +41,9 @@ FEATURES = frozenset({"pickle"})
 BYTE_KINDS = frozenset({"bytes", "json", "opaque", "pickle"})
 """Kinds of tensors that are not numbers but one run of bytes."""
 
+MOST_TOMBSTONE_BYTES = 256
+"""No manifest of a checkpoint is as short."""
+
 _NO_DIGEST = "0" * 16
 _START = re.compile(rb'\{"format":"holdfast","version":([0-9]{1,9})[,}]')
 _END = re.compile(rb'"digest":"([0-9a-f]{16})"\}')
@@ -157,6 +160,16 @@ class _Needs(msgspec.Struct, frozen=True, kw_only=True):
     requires: tuple[str, ...]
 
 
+class _Tombstone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Takes the place of a manifest in an object store, where nothing is removed that could be another one by then."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    retired: str
+    digest: str = _NO_DIGEST
+
+
+_decode_tombstone = msgspec.json.Decoder(_Tombstone).decode
 _decode_needs = msgspec.json.Decoder(_Needs).decode
 _decode_manifest = msgspec.json.Decoder(Manifest).decode
 _decode_summary = msgspec.json.Decoder(_SummaryAndMetadata).decode
@@ -232,7 +245,29 @@ def decode_summary(data: bytes, *, path: str) -> tuple[Summary, object]:
     return manifest, manifest.metadata
 
 
-def _serialise(manifest: Manifest) -> bytes:
+def encode_tombstone(attempt: str) -> bytes:
+    """What says that the checkpoint of ``attempt`` was deleted. Each deletion has an attempt of its own in it."""
+    return _serialise(_Tombstone(retired=attempt))
+
+
+def is_retired(data: bytes) -> bool:
+    """Whether a manifest of these bytes only says that there is none any more."""
+    return retired_attempt(data) != ""
+
+
+def retired_attempt(data: bytes) -> str:
+    """The attempt whose checkpoint was deleted, if that is what these bytes say."""
+    if len(data) > MOST_TOMBSTONE_BYTES:
+        return ""
+    try:
+        tombstone = _decode_tombstone(data)
+        is_one = _ATTEMPT.fullmatch(tombstone.retired) is not None and _serialise(tombstone) == data
+    except (_BadManifest, msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    return tombstone.retired if is_one else ""
+
+
+def _serialise(manifest: Manifest | _Tombstone) -> bytes:
     try:
         data = _encode_json(msgspec.structs.replace(manifest, digest=_NO_DIGEST))
     except (UnicodeEncodeError, RecursionError) as error:

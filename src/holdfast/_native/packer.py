@@ -51,14 +51,15 @@ class Chunk(NamedTuple):
     header_bytes: int
 
 
+PackedBlock = tuple[Source, int, int, int, int]
+"""Bytes from a start to a stop of a source, their place in the slab, the number of their digest."""
+
+
 @dataclass(slots=True)
 class BlockJob(PageJob):
-    """Whole blocks of one file.
+    """Whole blocks of one file."""
 
-    A block: bytes from ``start`` to ``stop`` of a source, their place in the slab, the number of their digest.
-    """
-
-    blocks: list[tuple[Source, int, int, int, int]] = field(default_factory=list)
+    blocks: list[PackedBlock] = field(default_factory=list)
 
 
 class DataFile:
@@ -213,26 +214,28 @@ class Packer:
     def _runners(
         self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing
     ) -> Iterator[Callable[[], None]]:
+        fill = partial(fill_blocks, self.digests)
         for job in self._jobs(chunks, open_file):
             self._progress.check()
-            yield partial(write_pages, job, filled_slab(job, ring, self.fill), ring, self._progress)
+            yield partial(write_pages, job, filled_slab(job, ring, fill), ring, self._progress)
         if self._on_filled is not None:
             self._on_filled()
 
-    def fill(self, job: BlockJob, slab: Slab) -> None:
-        """Put the blocks of ``job`` into ``slab``, and take their digests there."""
-        view, digests, filled = slab.view, self.digests, 0
-        for number, (source, start, stop, at, slot) in enumerate(job.blocks):
-            if not isinstance(source, DistantSource):
-                source.copy_out(start, stop, slab, at)
-            elif at >= filled:
-                end = _end_of_run(job.blocks, number)
-                source.copy_out(start, end, slab, at)
-                filled = at + end - start
-            digests[slot] = digest(view[at : at + stop - start])
+
+def fill_blocks(digests: list[int], job: BlockJob, slab: Slab) -> None:
+    """Put the blocks of ``job`` into ``slab``, and take their ``digests`` there."""
+    view, filled = slab.view, 0
+    for number, (source, start, stop, at, slot) in enumerate(job.blocks):
+        if not isinstance(source, DistantSource):
+            source.copy_out(start, stop, slab, at)
+        elif at >= filled:
+            end = _end_of_run(job.blocks, number)
+            source.copy_out(start, end, slab, at)
+            filled = at + end - start
+        digests[slot] = digest(view[at : at + stop - start])
 
 
-def _end_of_run(blocks: list[tuple[Source, int, int, int, int]], number: int) -> int:
+def _end_of_run(blocks: list[PackedBlock], number: int) -> int:
     """Where the last of the blocks ends that follow block ``number`` in its source."""
     source, _, end, _, _ = blocks[number]
     for other, start, stop, _, _ in blocks[number + 1 :]:

@@ -33,8 +33,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from holdfast._io import locks, posix
-from holdfast._native.manifest import Manifest, Summary, decode_manifest, encode_manifest
+from holdfast._io import files, locks, posix
+from holdfast._io.stores import store_of
+from holdfast._native.manifest import (
+    MOST_TOMBSTONE_BYTES,
+    Manifest,
+    Summary,
+    decode_manifest,
+    decode_summary,
+    encode_manifest,
+    is_retired,
+)
 from holdfast._process import Ending, forget_in_child
 from holdfast._torch_codec.metadata_file import (
     MARKER,
@@ -155,10 +164,35 @@ def other_format_stays(directory: str, own: Format) -> AlreadyPublishedError:
 def _heads(directory: str) -> dict[Format, str]:
     """The file whose presence is the checkpoint, for each format that has one."""
     found: dict[Format, str] = {}
+    # One request tells of all files in a folder of a store.
+    sizes = store_of(directory).sizes(directory) if "://" in directory else None
     for kind, name in _HEADS:
-        if kind not in found and _exists(directory, name) and not (name == METADATA_NAME and is_marked(directory)):
+        if kind in found:
+            continue
+        if sizes is None:
+            status = posix.file_status(os.path.join(directory, name))
+            size = None if status is None or stat.S_ISDIR(status.st_mode) else status.st_size
+        else:
+            size = sizes.get(name)
+        is_short = name == MANIFEST_NAME and (size or 0) <= MOST_TOMBSTONE_BYTES
+        if (
+            size is not None
+            and not (is_short and _is_retired(directory))
+            and not (name == METADATA_NAME and is_marked(directory))
+        ):
             found[kind] = name
     return found
+
+
+def _is_retired(directory: str) -> bool:
+    try:
+        return is_retired(_read(directory, MANIFEST_NAME))
+    except CorruptError:  # it is no file
+        return False
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return True
 
 
 def all_heads(directory: str, kind: Format) -> list[str]:
@@ -172,7 +206,7 @@ def all_heads(directory: str, kind: Format) -> list[str]:
 def is_marked(directory: str) -> bool:
     """Whether ``.metadata`` is just the marker of a native checkpoint, or gone by now."""
     try:
-        return is_marker(posix.read_whole(os.path.join(directory, METADATA_NAME), limit=_MOST_NOTE_BYTES))
+        return is_marker(files.read_whole(os.path.join(directory, METADATA_NAME), limit=_MOST_NOTE_BYTES))
     except CorruptError:  # it is longer, or no file
         return False
     except StorageError as error:
@@ -188,7 +222,7 @@ def _exists(directory: str, name: str) -> bool:
 
 def _read(directory: str, name: str) -> bytes:
     limit = MAX_MANIFEST_BYTES if name == MANIFEST_NAME else MAX_METADATA_BYTES
-    return posix.read_whole(os.path.join(directory, name), limit=limit)
+    return files.read_whole(os.path.join(directory, name), limit=limit)
 
 
 def _digests(directory: str, found: dict[Format, str]) -> dict[Format, int] | None:
@@ -207,10 +241,10 @@ def _note(winner: Format, digests: dict[Format, int]) -> bytes:
 
 def _notes(directory: str) -> dict[str, bytes]:
     notes: dict[str, bytes] = {}
-    for name in posix.list_names(directory):
+    for name in files.list_names(directory):
         if name.startswith(NOTE_PREFIX):
             with contextlib.suppress(StorageError, CorruptError):
-                notes[name] = posix.read_whole(os.path.join(directory, name), limit=_MOST_NOTE_BYTES)
+                notes[name] = files.read_whole(os.path.join(directory, name), limit=_MOST_NOTE_BYTES)
     return notes
 
 
@@ -331,9 +365,7 @@ def is_published(directory: str, attempt: str) -> bool | None:
 def check_unpublished(directory: str) -> None:
     """AlreadyPublishedError when a checkpoint has the name: better now than after writing everything."""
     if formats_at(directory):
-        raise AlreadyPublishedError(
-            f"{directory!r} holds a checkpoint already; choose another name, or pass overwrite=True"
-        )
+        raise AlreadyPublishedError.at(directory)
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -341,9 +373,18 @@ def read_manifest(directory: str) -> Manifest:
     return decode_manifest(read_manifest_bytes(directory), path=os.path.join(directory, MANIFEST_NAME))
 
 
+def read_summary(directory: str) -> tuple[Summary, object]:
+    """What the same manifest says of its save and its files; and the user's metadata, still encoded."""
+    return decode_summary(read_manifest_bytes(directory), path=os.path.join(directory, MANIFEST_NAME))
+
+
 def read_manifest_bytes(directory: str) -> bytes:
-    """The same as it is in the file, unchecked."""
-    return posix.read_whole(os.path.join(directory, MANIFEST_NAME), limit=MAX_MANIFEST_BYTES)
+    """The same as it is in the file, unchecked; one that only says that there is none counts as none."""
+    path = os.path.join(directory, MANIFEST_NAME)
+    data = files.read_whole(path, limit=MAX_MANIFEST_BYTES)
+    if is_retired(data):
+        raise StorageError(f"the checkpoint at {directory!r} was deleted", errno=errno.ENOENT, path=path)
+    return data
 
 
 @dataclass(slots=True, kw_only=True)

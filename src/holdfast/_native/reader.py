@@ -16,7 +16,8 @@ import torch
 from torch.futures import Future
 
 from holdfast._io import posix
-from holdfast._io.direct import LocalFiles
+from holdfast._io.files import FilesToRead
+from holdfast._io.urls import is_store_url
 from holdfast._native.catalog import Catalog, CatalogBytes, decode_catalog, read_catalog_bytes, was_replaced
 from holdfast._native.fetch import Fetch, SharedFetch, Wanted
 from holdfast._native.forms import generator_of
@@ -62,7 +63,7 @@ class CatalogReader(StorageReader):
         self.allow_pickle = allow_pickle
         self.catalog_bytes_read = 0
         self._catalog: Catalog | None = None
-        self._files: LocalFiles | None = None
+        self._files: FilesToRead | None = None
         self._exchange: Exchange | None = None
         self._shares_next_read = False
         self._is_open_on_ranks = False  # and whoever asks for the metadata next gets what was read for all
@@ -190,7 +191,7 @@ class CatalogReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        return "://" not in os.fspath(checkpoint_id) or is_store_url(checkpoint_id)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_files": None, "_catalog": None, "_exchange": None}

@@ -30,73 +30,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Literal, cast
 
 from holdfast import events
 from holdfast._io import locks, posix
 from holdfast._io.folders import attempt_of, remove_folder
 from holdfast._io.locks import Directory, walk
-from holdfast._native.manifest import decode_manifest
+from holdfast._io.urls import is_store_url
+from holdfast._native.leftovers import Leftover, SweepReport, Verdict, attempts_in
+from holdfast._native.manifest import decode_manifest, is_retired
 from holdfast._native.publish import MANIFEST_NAME, format_at, formats_at
+from holdfast._native.store_removal import sweep_store
 from holdfast._process import Descriptor, Ending
 from holdfast._torch_codec.metadata_file import NOTE_PREFIX, is_of_a_save
 from holdfast._values.dtypes import MAX_MANIFEST_BYTES
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError, UnsupportedVersionError
 
 __all__ = ["Leftover", "SweepReport", "sweep"]
-
-_ATTEMPT = r"(?P<attempt>[0-9a-zA-Z_-]{1,64})"
-_NUMBER = r"(?:0|[1-9][0-9]{0,9})"
-_NAMES = {
-    "data": re.compile(rf"data-{_ATTEMPT}-{_NUMBER}-{_NUMBER}\.safetensors"),
-    "index": re.compile(rf"index-{_ATTEMPT}\.safetensors"),
-    "manifest": re.compile(rf"manifest-{_ATTEMPT}\.tmp"),
-    "reader": re.compile(rf"reader-{_ATTEMPT}\.lock"),
-}
-READERS_NAME = os.path.join(".holdfast", "readers")
-"""Where, below the root of a run, readers hold steps: ``reader-<id>.lock``, locked, and a folder ``reader-<id>``."""
-
-
-Verdict = Literal["dead", "living", "unknown"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
-    """What an unpublished ``attempt`` has in ``directory``: ``files`` of ``bytes`` in all, and whether it is dead.
-
-    ``verdict`` is "dead", "living" (a save goes on) or "unknown", and ``reason`` says why. ``removed`` are the files
-    that are gone now.
-    """
-
-    directory: str
-    attempt: str
-    files: tuple[str, ...]
-    bytes: int
-    verdict: Verdict
-    reason: str
-    removed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepReport:
-    """What a sweep found in ``directories`` directories; ``problems`` are what it could not look at or remove."""
-
-    root: str
-    directories: int
-    leftovers: tuple[Leftover, ...]
-    problems: tuple[str, ...]
-
-    @property
-    def dead(self) -> tuple[Leftover, ...]:
-        return tuple(leftover for leftover in self.leftovers if leftover.verdict == "dead")
-
-    @property
-    def removed_files(self) -> int:
-        return sum(len(leftover.removed) for leftover in self.leftovers)
 
 
 def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Collection[str] = ()) -> SweepReport:
@@ -105,12 +58,17 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
     ``attempts`` are ids that the caller knows to be dead, for file systems whose locks do not tell (shared ones, or
     ones without locks). Even those are left alone where a lock shows that a writer lives, or a manifest needs them.
 
+    In an object store nothing tells that a saver is dead. There the report says how old the files are, and only the
+    ``attempts`` that are named are removed, and what deletions left.
+
     Raises:
         NotFoundError: there is no directory ``root``.
     """
-    if "://" in posix.text_path(root):
-        raise ValueError("only local directories can be swept; at a URL no save can be proven dead")
     root = posix.absolute(root)
+    if is_store_url(root):
+        return _told(sweep_store(root, delete=delete, named=frozenset(attempts)))
+    if "://" in root:
+        raise ValueError("only directories and object stores can be swept")
     leftovers: list[Leftover] = []
     problems: list[str] = []
     directories = 0
@@ -128,10 +86,14 @@ def sweep(root: str | os.PathLike[str], *, delete: bool = False, attempts: Colle
         if directories == 0 and error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFoundError(f"there is no directory {root!r} to sweep") from error
         raise
-    for each in leftovers:
+    return _told(SweepReport(root=root, directories=directories, leftovers=tuple(leftovers), problems=tuple(problems)))
+
+
+def _told(report: SweepReport) -> SweepReport:
+    for each in report.leftovers:
         if each.removed:
             events.Operation("sweep", each.directory, attempt=each.attempt).tell("removed", nbytes=each.bytes)
-    return SweepReport(root=root, directories=directories, leftovers=tuple(leftovers), problems=tuple(problems))
+    return report
 
 
 class _NotDead(Exception):
@@ -239,22 +201,11 @@ def _sweep_folder(
     )
 
 
-def attempts_in(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of files like ours, by attempt."""
-    attempts: dict[str, list[str]] = {}
-    for name in names:
-        for pattern in _NAMES.values():
-            match = pattern.fullmatch(name)
-            if match is not None:
-                attempts.setdefault(match["attempt"], []).append(name)
-    return attempts
-
-
 def _published(directory: Directory) -> str | None:
     """The attempt that is published in ``directory``; _NotDead when there is a manifest that cannot be read."""
     try:
         data = directory.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES)
-        return decode_manifest(data, path=directory.path_of(MANIFEST_NAME)).attempt
+        return None if is_retired(data) else decode_manifest(data, path=directory.path_of(MANIFEST_NAME)).attempt
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None

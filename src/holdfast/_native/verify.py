@@ -11,7 +11,6 @@ import abc
 import errno
 import itertools
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +21,11 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._io import posix
-from holdfast._io.direct import ALIGNMENT, LocalFiles
+from holdfast._io import files, posix
+from holdfast._io.direct import ALIGNMENT
+from holdfast._io.files import FilesToRead
 from holdfast._io.pipeline import default_workers, run_bounded
-from holdfast._io.slabs import SLAB_BYTES, SlabRing
+from holdfast._io.slabs import SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
 from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
 from holdfast._native.manifest import FileEntry, Summary
@@ -157,8 +157,7 @@ def data_damage(
 
 
 def _manifest_bytes(directory: str) -> int:
-    status = posix.file_status(os.path.join(directory, MANIFEST_NAME))
-    return 0 if status is None else status.st_size
+    return files.size_of(os.path.join(directory, MANIFEST_NAME)) or 0
 
 
 def has_its_files(directory: str, manifest: Summary) -> bool:
@@ -167,8 +166,10 @@ def has_its_files(directory: str, manifest: Summary) -> bool:
         (manifest.index.name, manifest.index.bytes),
         *((file.name, file.bytes) for file in manifest.files),
     ):
-        status = posix.file_status(os.path.join(directory, name))
-        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        try:
+            if files.size_of(os.path.join(directory, name)) != size:
+                return False
+        except CorruptError:
             return False
     return True
 
@@ -186,7 +187,7 @@ class _DataFile:
 class FileChecks(abc.ABC):
     """One pass over ``files``, in threads: the damage that is found, and how much of ``total_bytes`` is done."""
 
-    def __init__(self, files: LocalFiles, total_bytes: int, on_progress: OnBytes | None) -> None:
+    def __init__(self, files: FilesToRead, total_bytes: int, on_progress: OnBytes | None) -> None:
         self._files = files
         self._damage: list[tuple[int, int, Damage]] = []
         self._on_progress = on_progress
@@ -203,8 +204,8 @@ class FileChecks(abc.ABC):
 
     def run(self) -> list[Damage]:
         """All damage, in file order."""
-        workers = default_workers()
-        ring = SlabRing(workers)
+        workers = max(default_workers(), self._files.readers)
+        ring = SlabRing(workers, nbytes=self._files.piece_bytes)
         try:
             run_bounded(self.jobs(ring), workers=workers)
         finally:
@@ -246,8 +247,7 @@ class _DataChecks(FileChecks):
         for number, entry in enumerate(self._catalog.manifest.files):
             rows = self._order[self._bounds[number] : self._bounds[number + 1]]
             try:
-                with self._files.lend(number):
-                    pass
+                self._files.check(number)
             except CorruptError as error:
                 self._lose_file(number, rows, problem_of(error))
                 self.progress.moved(_expected(entry, self._sample))
@@ -260,7 +260,11 @@ class _DataChecks(FileChecks):
                 with self._lock:
                     self.total_bytes += entry.header + int(blocks.nbytes.sum()) - _expected(entry, self._sample)
             groups = coalesce(
-                np.zeros_like(blocks.offset), blocks.offset, blocks.nbytes, most=SLAB_BYTES, alignment=ALIGNMENT
+                np.zeros_like(blocks.offset),
+                blocks.offset,
+                blocks.nbytes,
+                most=self._files.piece_bytes,
+                alignment=ALIGNMENT,
             ).tolist()
             opened = _DataFile(
                 number=number, rows=rows, blocks=blocks, digests=self._catalog.index.digests[every.number]

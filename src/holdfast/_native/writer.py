@@ -8,24 +8,27 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch.futures import Future
 
 from holdfast._io import posix
-from holdfast._io.mapping import FileImage, WrittenImage
+from holdfast._io.mapping import ImageFiles
 from holdfast._io.slabs import uses_cuda
+from holdfast._io.stores import store_of
+from holdfast._io.urls import is_store_url
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, encode_leaf, files_to_write
 from holdfast._native.manifest import WriterEntry
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Packer, slabs_for
 from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
+from holdfast._native.place import ChunkOutput, ImageOutput, MakesPacker, SavePlace
 from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, is_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
+from holdfast._native.store_place import StorePlace
 from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
 from holdfast._torch_classes.adapt import final_save_plan, is_torchs
@@ -43,12 +46,31 @@ from holdfast.storage import StorageWriter, ValueBuffer, WriteResult
 _MOST_FAILED = 8
 
 
-class ImageOutput(Files, Protocol):
-    """Whoever writes file images from memory: this process, or another that has the same memory."""
+class DirectoryPlace:
+    """A directory of a file system."""
 
-    def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
-        """What was written, durably."""
-        ...
+    packer: MakesPacker = Packer
+    images: Callable[[Progress], ImageOutput] = ImageFiles
+    missing_directories = staticmethod(posix.missing_directories)
+    make = staticmethod(posix.make_directories)
+    sync = staticmethod(posix.sync_directory)
+    publish = staticmethod(publish)
+
+    def begin(self, path: str, *, overwrite: bool) -> None:
+        if not overwrite:
+            check_unpublished(path)
+
+    def rename(self, path: str, name: str, new_name: str) -> None:
+        posix.replace(os.path.join(path, name), os.path.join(path, new_name))
+
+    def remove(self, path: str, attempt: str, names: Iterable[str]) -> None:
+        if is_published(path, attempt) is False:
+            for name in names:
+                with contextlib.suppress(StorageError):
+                    posix.remove(os.path.join(path, name))
+
+    def clear(self, path: str, attempt: str | None, directories: Sequence[str]) -> None:
+        posix.remove_empty_directories(directories)
 
 
 class NativeWriter(StorageWriter):
@@ -73,6 +95,7 @@ class NativeWriter(StorageWriter):
         user_metadata: Mapping[str, object] | None = None,
     ) -> None:
         self.path = posix.absolute(path)
+        self._place: SavePlace = StorePlace() if "://" in self.path else DirectoryPlace()
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
         if user_metadata is not None and not isinstance(user_metadata, Mapping):
@@ -96,6 +119,7 @@ class NativeWriter(StorageWriter):
         self._begin_attempt()
         if checkpoint_id is not None:
             self.path = posix.absolute(checkpoint_id)
+            self._place = StorePlace() if "://" in self.path else DirectoryPlace()
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.path, save_id=self._attempt)
@@ -110,8 +134,8 @@ class NativeWriter(StorageWriter):
         self.is_coordinator = is_coordinator
         self._begin_attempt()
         self._not_there = ()
-        if is_coordinator and not self.overwrite:
-            check_unpublished(self.path)
+        if is_coordinator:
+            self._place.begin(self.path, overwrite=self.overwrite)
         for name in RESERVED_NAMES:
             if name in self.user_metadata:
                 raise InvalidStateError(f"the name {name!r} in user_metadata is reserved; use another")
@@ -136,7 +160,7 @@ class NativeWriter(StorageWriter):
         """The plans, each with the attempt and the number of its writer."""
         self._unfinished = self._attempt
         # By now every rank has cleaned up after the save before, and none has begun to write.
-        number = partial(WriterNumber, failed=self._failed, not_there=tuple(posix.missing_directories(self.path)))
+        number = partial(WriterNumber, failed=self._failed, not_there=tuple(self._place.missing_directories(self.path)))
         return [
             dataclasses.replace(plan, storage_data=number(attempt=self._attempt, writer=writer))
             for writer, plan in enumerate(plans)
@@ -147,9 +171,10 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         self.progress.total = work.planned_bytes
-        packer = Packer(pinned=uses_cuda(), slabs=slabs_for(work.planned_bytes), progress=self.progress)
-        write = partial(packer.write, work.chunks(), work.next_file)
-        done.set_result(self._written(work, packer, packer, write))
+        slabs = slabs_for(work.planned_bytes)
+        output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
+        write = partial(output.write, work.chunks(), work.next_file)
+        done.set_result(self._written(work, output, output, write))
         return done
 
     def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles:
@@ -169,9 +194,18 @@ class NativeWriter(StorageWriter):
         self, staged: StagedFiles, *, slabs: int, on_copied: Callable[[], None]
     ) -> MutableSequence[WriteResult]:
         """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
-        packer = Packer(pinned=uses_cuda(), slabs=slabs, on_filled=on_copied, progress=self.progress)
-        write = partial(packer.write, staged.chunks, staged.work.next_file)
-        return self._written(staged.work, packer, packer, write)
+        output = self._place.packer(slabs=slabs, on_filled=on_copied, pinned=uses_cuda(), progress=self.progress)
+        write = partial(output.write, staged.chunks, staged.work.next_file)
+        return self._written(staged.work, output, output, write)
+
+    def image_output(self, progress: Progress) -> ImageOutput:
+        """What writes files from memory in this process."""
+        return self._place.images(progress)
+
+    def check_for_process(self) -> None:
+        """InvalidStateError where another process cannot write."""
+        if is_store_url(self.path):
+            assert store_of(self.path).settings
 
     def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> MutableSequence[WriteResult]:
         """Write what ``lay_out`` laid out and ``memory`` holds by now, by means of ``files``, durably."""
@@ -189,7 +223,7 @@ class NativeWriter(StorageWriter):
         self.close()
         if number.is_spent:
             # Nobody could tell this rank the attempt; finish gives its files the names that they should have.
-            not_there = tuple(posix.missing_directories(self.path))
+            not_there = tuple(self._place.missing_directories(self.path))
             number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer, not_there=not_there)
         else:
             self._attempt = number.attempt
@@ -199,19 +233,19 @@ class NativeWriter(StorageWriter):
         return files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
 
     def _written(
-        self, work: WriterFiles, places: Packer | Image, files: Files, write: Callable[[], list[WrittenFile]]
+        self, work: WriterFiles, places: ChunkOutput | Image, files: Files, write: Callable[[], list[WrittenFile]]
     ) -> MutableSequence[WriteResult]:
         """What ``write`` wrote; ``files`` are held from here on, and removed if it fails."""
         self._held = Held(files, self.path, self._attempt, writer=self, removing=self.is_coordinator)
         try:
-            posix.make_directories(self.path)
+            self._place.make(self.path)
             written = write()
         except BaseException:
             self.abandon()
             raise
         begun = time.monotonic()
         if written:
-            posix.sync_directory(self.path)
+            self._place.sync(self.path)
         self.progress.sync_s += time.monotonic() - begun
         self.progress.done = sum(map(attrgetter("bytes"), written))  # by the byte, headers too
         return LazyList(work.report(written, places.placed, places.digests))
@@ -243,12 +277,9 @@ class NativeWriter(StorageWriter):
                     with_planner_data(self.user_metadata, ours, versions, containers), key="planner_data"
                 ),
             )
-            publish(self.path, manifest, index, overwrite=self.overwrite, marks=self.leaves_marker)
+            self._place.publish(self.path, manifest, index, overwrite=self.overwrite, marks=self.leaves_marker)
         except BaseException:
-            if is_published(self.path, self._attempt) is False:
-                for name in (file.name for report in reports for file in report.files):
-                    with contextlib.suppress(StorageError):
-                        posix.remove(os.path.join(self.path, name))
+            self._place.remove(self.path, self._attempt, [file.name for report in reports for file in report.files])
             self.abandon()
             raise
         self._unfinished = None
@@ -259,7 +290,8 @@ class NativeWriter(StorageWriter):
         if self._held is not None:
             self._held.remove()
         self.close()
-        posix.remove_empty_directories(self._not_there)
+        self._place.clear(self.path, self._unfinished, self._not_there)
+        self._unfinished = None
 
     def _named(self, report: WriteReport, writer: int) -> WriteReport:
         """``report``, its files under names of this attempt: those of a rank that did not know it are renamed."""
@@ -267,7 +299,7 @@ class NativeWriter(StorageWriter):
         for number, file in enumerate(report.files):
             if not file.name.startswith(prefix):
                 name = f"{prefix}{writer}-{number}.safetensors"
-                posix.replace(os.path.join(self.path, file.name), os.path.join(self.path, name))
+                self._place.rename(self.path, file.name, name)
                 files = list(report.files)
                 files[number] = dataclasses.replace(file, name=name)
                 report = dataclasses.replace(report, files=files)
@@ -278,7 +310,6 @@ class NativeWriter(StorageWriter):
         if self._unfinished is not None:
             if is_published(self.path, self._unfinished) is False:
                 self._failed = (*self._failed, self._unfinished)[-_MOST_FAILED:]
-            self._unfinished = None
             self.abandon()
         self._attempt = self._given_attempt or secrets.token_hex(8)
 
@@ -295,4 +326,4 @@ class NativeWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        return "://" not in os.fspath(checkpoint_id) or is_store_url(checkpoint_id)

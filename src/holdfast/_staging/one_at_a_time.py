@@ -48,6 +48,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
     complete, everything may be changed), "writing", and "published" or "failed". ``bytes_done`` counts what is on disk
     of this rank's ``bytes_total``. ``unchanged`` lists chosen tensors that are just as they were at the save before,
     known once the checkpoint is written. ``report`` tells, on the coordinator once it is published, how long that took.
+    ``path`` is where the checkpoint is written; "" with a storage of the caller's.
 
     An error that nobody asks for with ``result`` or ``exception`` is raised by the next save.
     """
@@ -57,6 +58,7 @@ class AsyncSave(Future[Metadata], AsyncSaveResponse):
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[Metadata] = self
         self.phase: Phase = "planned"
+        self.path = ""
         self.bytes_total = 0
         self.unchanged: tuple[str, ...] = ()
         self.report: SaveReport | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import bisect
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -36,7 +37,10 @@ import xxhash
 from holdfast import _process
 from holdfast._io import posix
 from holdfast._io.mapping import FileImage, ImageFiles, WrittenImage, attach
+from holdfast._io.objects import ObjectImages
 from holdfast._io.pipeline import run_ahead
+from holdfast._io.stores import Store, StoreSettings, store_of
+from holdfast._io.urls import is_store_url
 from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError, StorageError
 
@@ -48,10 +52,11 @@ _TELL_EVERY_S = 0.2
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write these files, with this umask where it is known, and keep them open."""
+    """Write these files, with this umask where it is known, and keep them open; ``store`` is the one of URLs."""
 
     files: list[FileImage]
     umask: int | None = None
+    store: StoreSettings | None = None
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -142,6 +147,12 @@ _PLACES = {
 }
 
 
+def _place_of_client() -> dict[str, str]:
+    """Where the client of object stores is, if it is installed; it is not loaded for that."""
+    found = importlib.util.find_spec("obstore")
+    return {} if found is None or found.origin is None else {"obstore": os.path.dirname(os.path.dirname(found.origin))}
+
+
 class WriterProcess:
     """A process that writes file images from a shared region."""
 
@@ -197,7 +208,7 @@ class WriterProcess:
 
     def _launch(self, theirs: socket.socket, region: Region) -> None:
         numbers = [theirs.fileno(), region.descriptor, region.nbytes]
-        arguments = json.dumps([_PACKAGE, _PLACES, *numbers])
+        arguments = json.dumps([_PACKAGE, {**_PLACES, **_place_of_client()}, *numbers])
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, arguments],
             pass_fds=(theirs.fileno(), region.descriptor),
@@ -265,7 +276,9 @@ class ProcessOutput:
         if not files:
             return []
         self._number = self._process.number
-        self._process.order(Write(list(files), posix.umask()))
+        url = self._paths[0]
+        settings = store_of(url).settings if is_store_url(url) else None
+        self._process.order(Write(list(files), posix.umask(), settings))
         written = 0
         ends = list(itertools.accumulate(file.size for file in files))
         while True:
@@ -298,8 +311,9 @@ class ProcessOutput:
             self._tell(Abandon())
         except CheckpointError:
             for path in self._paths:
-                with contextlib.suppress(StorageError):
-                    posix.remove(path)
+                if not is_store_url(path):  # there the coordinator does it
+                    with contextlib.suppress(StorageError):
+                        posix.remove(path)
 
     def _tell(self, order: Close | Abandon) -> None:
         if self._number is None or self._process.number != self._number:
@@ -321,7 +335,7 @@ class _Server:
     def __init__(self, connection: socket.socket, memory: memoryview) -> None:
         self._connection = connection
         self._memory = memory
-        self._files: ImageFiles | None = None
+        self._files: ImageFiles | ObjectImages | None = None
         self._is_reported = False
         self._progress = Progress()
         self._told_at = 0.0
@@ -343,7 +357,10 @@ class _Server:
         if order.umask is not None:
             os.umask(order.umask)
         self._progress = Progress(self._check)
-        self._files, self._is_reported = ImageFiles(self._progress), False
+        if order.store is not None:
+            Store(**msgspec.structs.asdict(order.store))
+        output = ImageFiles if order.store is None else ObjectImages
+        self._files, self._is_reported = output(self._progress), False
         try:
             written = self._files.write(order.files, self._memory)
         except _Stopped:

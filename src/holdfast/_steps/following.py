@@ -3,7 +3,8 @@
 To hold a step, a reader links its files into a folder of its own. Whatever happens to the step, that folder is a whole
 checkpoint. Beside the folder is a file that the reader keeps locked while it lives. So whoever deletes sees which steps
 are held, and a sweep, or the next reader, removes what dead readers left. Where a file system has no links, the folder
-is empty and only says that the step is held. Then the reader reads the step itself, and deletions leave it alone.
+is empty and only says that the step is held. Then the reader reads the step itself, and deletions leave it alone. In an
+object store it is the same, without links and locks; ``store_runs.py`` tells how.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from holdfast._io import locks, posix
-from holdfast._native.publish import MANIFEST_NAME, files_of
-from holdfast._native.sweep import READERS_NAME, release_all, sweep_directory
+from holdfast._io.urls import is_store_url
+from holdfast._native.leftovers import READERS_NAME
+from holdfast._native.publish import MANIFEST_NAME, files_of, read_summary
+from holdfast._native.sweep import release_all, sweep_directory
 from holdfast._process import Ending
-from holdfast._steps.listing import Step, Steps, checked_step, is_whole, read_summary
+from holdfast._steps.listing import Step, Steps, checked_step
+from holdfast._steps.runs import Found
+from holdfast._steps.store_runs import ReaderInStore
 from holdfast.errors import BusyError, StorageError
 
 __all__ = ["HeldStep", "follow"]
@@ -29,7 +34,7 @@ __all__ = ["HeldStep", "follow"]
 Until = Callable[[], bool] | threading.Event
 
 
-class HeldStep:
+class HeldStep(contextlib.AbstractContextManager["HeldStep"]):
     """A step that stays readable at ``path`` until ``release``, which the end of a ``with`` block calls too."""
 
     def __init__(self, found: Step, path: str, release: Callable[[], None]) -> None:
@@ -44,9 +49,6 @@ class HeldStep:
         release, self._release = self._release, None
         if release is not None:
             release()
-
-    def __enter__(self) -> HeldStep:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -67,7 +69,7 @@ def follow(
     A step can be read at its ``path`` until it is released, or the next one is asked for: no deletion takes it away.
 
     Args:
-        root: the directory of the run.
+        root: the directory of the run, or the URL of its folder in an object store.
         start: "latest" begins with the newest step, and skips those that appeared while you worked with another one.
             "all" gives every step in order, a number every step from that one on.
         poll_s: how long to wait between two looks, in seconds.
@@ -84,18 +86,18 @@ def follow(
 
 
 def _followed(steps: Steps, start: str | int, poll_s: float, until: Until | None) -> Iterator[HeldStep]:
-    reader = _Reader(steps.root)
+    reader = ReaderInStore(steps.root) if is_store_url(steps.root) else _Reader(steps.root)
     closing = Ending(reader.close)
-    passed: set[tuple[int, tuple[int, int, int]]] = set()
+    passed: set[Found] = set()
     with closing, closing:
         while True:
             # Ask before looking. Otherwise a step that is published between the look and the question would be missed.
             is_over = until is not None and (until.is_set() if isinstance(until, threading.Event) else until())
             found = _next(steps, start, passed)
             if found is not None:
-                held = reader.hold(found)
-                if held is not None:
-                    with held:
+                path = reader.hold(found.path, found.attempt)
+                if path is not None:
+                    with HeldStep(found, path, reader.release) as held:
                         yield held
             elif is_over:
                 return
@@ -105,14 +107,14 @@ def _followed(steps: Steps, start: str | int, poll_s: float, until: Until | None
                 time.sleep(poll_s)
 
 
-def _next(steps: Steps, start: str | int, passed: set[tuple[int, tuple[int, int, int]]]) -> Step | None:
+def _next(steps: Steps, start: str | int, passed: set[Found]) -> Step | None:
     """The step to give next, if there is one. It is added to ``passed``, and so are the steps that it makes stale."""
     first = start if isinstance(start, int) else 0
     found = [each for each in steps.found() if each[0] >= first]
     for each in found if start != "latest" else reversed(found):
         if each not in passed:
             step = steps.look(*each)
-            if step is not None and is_whole(step):
+            if step is not None and steps.is_whole(step):
                 passed.update([each] if start != "latest" else found)
                 return step
         elif start == "latest":
@@ -128,20 +130,20 @@ class _Reader(locks.LockedFile):
         self._root = root
         self._folder = self.path.removesuffix(".lock")
 
-    def hold(self, found: Step) -> HeldStep | None:
-        """Hold the step; None if it was deleted, or saved again, meanwhile."""
+    def hold(self, step: str, attempt: str) -> str | None:
+        """Hold the ``step``, and return where it can be read; None if it was deleted, or saved again, meanwhile."""
         if self.descriptor < 0:
             self._begin()
-        folder = os.path.join(self._folder, os.path.basename(found.path))
+        folder = os.path.join(self._folder, os.path.basename(step))
         posix.make_directories(folder)
         try:
-            has_links = self._link(found.path, folder)
+            has_links = self._link(step, folder)
             if not has_links:
                 with contextlib.suppress(BusyError), locks.locked_directory(self._root):
                     pass  # a deletion that began before the folder existed has ended by now
-            path = folder if has_links else found.path
-            if read_summary(path)[0].attempt == found.attempt:
-                return HeldStep(found, path, self.release)
+            path = folder if has_links else step
+            if read_summary(path)[0].attempt == attempt:
+                return path
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise

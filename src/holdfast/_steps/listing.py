@@ -4,9 +4,10 @@ A root has a directory ``step-<number>`` for each step. The listing is the truth
 exists. No file says which step is the latest, so no such file can be wrong, and a root may be moved. A directory
 without a manifest is never a step: a save is under way there, or was killed.
 
-Any process may list, report, pin and delete, with or without a manager. Reports and pins take the lock of the step's
-directory, so none of them runs during a deletion. Deletions take the lock of the root, so two of them never remove the
-last two steps. What a manifest says is remembered until that file changes.
+Any process may list, report, pin and delete, with or without a manager. In a directory, reports and pins take the lock
+of the step, so none of them runs during a deletion. Deletions take the lock of the root, so two of them never remove
+the last two steps. ``store_runs.py`` tells how that is in an object store. What a manifest says is remembered until it
+changes.
 """
 
 from __future__ import annotations
@@ -17,46 +18,34 @@ import logging
 import math
 import operator
 import os
-import re
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, SupportsFloat, TypeVar, cast
 
 import msgspec
 
-from holdfast._io import locks, posix
-from holdfast._native.delete import METRICS_NAME, PINNED_NAME, DeleteReport, delete, finish_deletion
-from holdfast._native.manifest import Summary, decode_summary
-from holdfast._native.publish import MANIFEST_NAME, read_manifest_bytes
-from holdfast._native.sweep import READERS_NAME, sweep_directory
+from holdfast._io import posix
+from holdfast._io.pipeline import run_ahead
+from holdfast._io.urls import is_store_url
+from holdfast._native.delete import DeleteReport
+from holdfast._native.leftovers import METRICS_NAME
+from holdfast._native.manifest import Summary
+from holdfast._native.publish import read_summary
 from holdfast._native.values import decode_value
-from holdfast._native.verify import has_its_files
-from holdfast._process import Ending
-from holdfast._torch_codec.metadata_file import NOTE_PREFIX
+from holdfast._steps.runs import Found, Run, RunDirectory
+from holdfast._steps.store_runs import RunInStore
 from holdfast._values.lazy import few
-from holdfast.errors import (
-    BusyError,
-    CheckpointError,
-    CorruptError,
-    NotACheckpointError,
-    NotFoundError,
-    StorageError,
-    UnsupportedVersionError,
-)
+from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError
 
 __all__ = ["Step", "Steps"]
 
 logger = logging.getLogger("holdfast")
 
-_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_MOST_METRICS_BYTES = 1 << 20
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 
-Found = TypeVar("Found")
+Seen = TypeVar("Seen")
 Mode = Literal["min", "max"]
-_Identity = tuple[int, int, int]
-"""What tells two manifests of one step apart: inode, time of change, size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +78,10 @@ class Steps:
     """The steps in the directory ``root``, which need not exist yet. Each call looks at the disk again."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        if "://" in posix.text_path(root):
-            raise ValueError("steps are listed in a local directory; a URL has none")
         self.root = posix.absolute(root)
-        self._remembered: dict[int, tuple[_Identity, Step]] = {}
+        self._run = run_at(self.root)
+        self._remembered: dict[int, tuple[Hashable, Step]] = {}
+        self._last_read: tuple[str, Summary] | None = None
 
     def path(self, step: int) -> str:
         """The directory of ``step``, whether it exists or not."""
@@ -100,18 +89,18 @@ class Steps:
 
     def steps(self) -> list[Step]:
         """All steps, ascending. A step whose manifest cannot be read is among them, with its ``problem``."""
-        return self._until_settled(lambda: list(self._descending()))[::-1]
+        return self._until_settled(lambda: self.look_at(self.found()))
 
     def latest(self) -> Step | None:
         """The newest step that has all its files, in their sizes."""
-        return self._until_settled(lambda: next(filter(is_whole, self._descending()), None))
+        return self._until_settled(lambda: next(filter(self.is_whole, self._descending()), None))
 
     def best(self, metric: str, mode: Mode = "min") -> Step | None:
         """The step with the lowest ("min") or highest ("max") ``metric``, among those that have all their files.
 
         NaN is worse than any number. Of equal steps, the later one is better. Steps without the metric do not count.
         """
-        return next(filter(is_whole, ranked(self.steps(), metric, mode)), None)
+        return next(filter(self.is_whole, ranked(self.steps(), metric, mode)), None)
 
     def report(self, step: int, metrics: Mapping[str, object]) -> None:
         """Add ``metrics``, numbers by name, to those of ``step``, durably. A name that exists gets the new number.
@@ -120,27 +109,27 @@ class Steps:
         """
         numbers = checked_metrics(metrics)
         with self._locked(step) as found:
-            with contextlib.suppress(CorruptError):  # the listing has logged it
-                numbers = {**_reported(found), **numbers}
-            kept = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-            data = msgspec.json.encode(_Reported(attempt=found.attempt, metrics=kept))
-            # It is named like a note, because a sweep removes notes that are left.
-            staged = os.path.join(found.path, f"{NOTE_PREFIX}{secrets.token_hex(8)}.tmp")
-            removing = Ending(lambda: posix.remove(staged))
-            with removing, removing:
-                posix.write_new(staged, data)
-                posix.replace(staged, os.path.join(found.path, METRICS_NAME))
+            attempt = found.attempt
+
+            def change(before: bytes | None) -> bytes:
+                known: dict[str, float] = {}
+                with contextlib.suppress(CorruptError):  # the listing has logged it
+                    known = _reported(found, before)
+                kept = {name: n if math.isfinite(n) else str(n) for name, n in {**known, **numbers}.items()}
+                return msgspec.json.encode(_Reported(attempt=attempt, metrics=kept))
+
+            self._run.change(found.step, change)
 
     def pin(self, step: int) -> None:
         """Protect ``step`` from being deleted, durably, until ``unpin``."""
         with self._locked(step) as found:
             if not found.pinned:
-                posix.write_new(os.path.join(found.path, PINNED_NAME), b"")
+                self._run.pin(found.step)
 
     def unpin(self, step: int) -> None:
         """Let ``step`` be deleted again."""
         with self._locked(step) as found:
-            posix.remove(os.path.join(found.path, PINNED_NAME))
+            self._run.unpin(found.step)
 
     def delete(self, step: int, *, force: bool = False) -> DeleteReport:
         """Delete ``step``. With ``force``, also one that is pinned, or the only one that is whole.
@@ -150,58 +139,62 @@ class Steps:
             BusyError: it is pinned, the only one that is whole, held by a reader, or being saved. It stays.
         """
         self._existing(step)  # there may be no root to lock
-        with locks.locked_directory(self.root):
-            found = self._existing(step)
-            others = (other for other in self._descending() if other.step != found.step)
-            if not force and is_whole(found) and not any(map(is_whole, others)):
-                raise BusyError(f"step {step} of {self.root!r} is the only one that is whole; force=True deletes it")
-            if found.step in held_steps(self.root):
-                raise BusyError(f"a reader holds step {step} of {self.root!r}; wait until it follows on, or ends")
-            return delete(found.path, force=force)
+
+        was_whole: list[bool] = []
+
+        def why_it_stays() -> str:
+            if not was_whole:
+                was_whole.append(self.is_whole(self._existing(step)))
+            others = (other for other in self._descending() if other.step != step)
+            if was_whole[0] and not force and not any(map(self.is_whole, others)):
+                return f"step {step} of {self.root!r} is the only one that is whole; force=True deletes it"
+            if step in self._run.held():
+                return f"a reader holds step {step} of {self.root!r}; wait until it follows on, or ends"
+            return ""
+
+        return self._run.delete(checked_step(step), why_it_stays, force=force)
 
     def finish_deletions(self) -> None:
         """Remove what killed deletions and saves left. Call it only while nobody begins a save here."""
-        for number in self._numbers():
-            with contextlib.suppress(BusyError, NotFoundError):
-                finish_deletion(self.path(number))
+        self._run.finish_deletions()
 
-    def found(self) -> list[tuple[int, _Identity]]:
-        """The numbers of all steps, ascending, and the identities of their manifests."""
-        return list(self._found_descending())[::-1]
-
-    def _found_descending(self) -> Iterator[tuple[int, _Identity]]:
-        """The same, the newest first. Old steps are not touched until they are asked for: one of them may be broken."""
-        for number in reversed(self._numbers()):
-            status = posix.file_status(os.path.join(self.path(number), MANIFEST_NAME))
-            if status is not None:
-                yield number, (status.st_ino, status.st_mtime_ns, status.st_size)
+    def found(self) -> list[Found]:
+        """All steps, ascending."""
+        return self._run.found()
 
     def _descending(self) -> Iterator[Step]:
-        looks = (self.look(number, identity) for number, identity in self._found_descending())
+        looks = (self.look(number, identity) for number, identity in self._run.found_descending())
         return (step for step in looks if step is not None)
 
-    def _until_settled(self, look: Callable[[], Found]) -> Found:
+    def look_at(self, found: list[Found]) -> list[Step]:
+        """Those of the steps that are still there."""
+        looks = (partial(self.look, number, identity) for number, identity in found)
+        at_once = self._run.looks_at_once
+        seen = run_ahead(looks, workers=at_once, ahead=at_once) if at_once > 1 else (look() for look in looks)
+        return [step for step in seen if step is not None]
+
+    def held(self) -> set[int]:
+        """The steps that readers hold."""
+        return self._run.held()
+
+    def is_whole(self, step: Step) -> bool:
+        """Whether the manifest of ``step`` can be read, and all files that it names are there in their sizes."""
+        last = self._last_read
+        return self._run.is_whole(step.step, last[1] if last is not None and last[0] == step.attempt else None)
+
+    def _until_settled(self, look: Callable[[], Seen]) -> Seen:
         """What ``look`` finds. If that is nothing, it looks again until no step has changed between two looks.
 
         During one look, all the listed steps may be deleted and new ones published.
         """
-        before: list[tuple[int, _Identity]] | None = None
+        before: list[Found] | None = None
         while True:
             result = look()
             if result or (now := self.found()) == before:
                 return result
             before = now
 
-    def _numbers(self) -> list[int]:
-        try:
-            names = posix.list_directories(self.root)
-        except StorageError as error:
-            if error.errno == errno.ENOTDIR and posix.exists(self.root):
-                raise NotACheckpointError(f"{self.root!r} is a file; the root of a run is a directory") from error
-            raise
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
-
-    def look(self, number: int, identity: _Identity, *, strict: bool = False) -> Step | None:
+    def look(self, number: int, identity: Hashable, *, strict: bool = False) -> Step | None:
         """The step whose manifest has this ``identity``; None if it was deleted meanwhile.
 
         If the manifest cannot be read, the step has the ``problem``; ``strict`` raises it instead.
@@ -209,7 +202,7 @@ class Steps:
         known, step = self._remembered.get(number, (None, None))
         if step is None or known != identity:
             try:
-                step = _read(number, self.path(number))
+                step = self._read(number)
             except CheckpointError as error:
                 if strict:
                     raise
@@ -219,10 +212,30 @@ class Steps:
             self._remembered[number] = identity, step
         metrics = step.metrics
         try:
-            metrics = {**metrics, **_reported(step)}
+            metrics = {**metrics, **_reported(step, self._run.reported(number))}
         except CheckpointError as error:
             logger.warning("metrics that were reported for step %d do not count: %s", number, error)
-        return replace(step, metrics=metrics, pinned=posix.exists(os.path.join(step.path, PINNED_NAME)))
+        return replace(step, metrics=metrics, pinned=self._run.is_pinned(number))
+
+    def _read(self, number: int) -> Step | None:
+        """What the manifest says; None if there is no manifest."""
+        path = self.path(number)
+        try:
+            summary, metadata = read_summary(path)
+        except StorageError as error:
+            if error.errno not in _GONE:
+                raise
+            return None
+        self._last_read = summary.attempt, summary
+        return Step(
+            step=number,
+            path=path,
+            attempt=summary.attempt,
+            saved_at=summary.writer.saved_at,
+            bytes=summary.index.bytes + sum(file.bytes for file in summary.files),
+            world_size=summary.writer.world_size,
+            metrics=_numbers_in(decode_value(metadata, key="user_metadata")),
+        )
 
     def _existing(self, step: int, *, strict: bool = False) -> Step:
         number, identities = checked_step(step), dict(self.found())
@@ -235,23 +248,17 @@ class Steps:
     @contextlib.contextmanager
     def _locked(self, step: int) -> Iterator[Step]:
         """The step. It cannot be deleted or replaced during the block; then the directory is synced."""
-        with locks.locked_directory(self.path(step)):
-            found = self._existing(step, strict=True)
-            yield found
-            posix.sync_directory(found.path)
+        with self._run.locked(checked_step(step)):
+            yield self._existing(step, strict=True)
 
 
-def held_steps(root: str) -> set[int]:
-    """The steps of the run in ``root`` that readers hold. Where locks cannot be trusted, dead readers count too."""
-    readers = os.path.join(root, READERS_NAME)
-    if not posix.exists(readers):
-        return set()
-    held: set[str] = set()
-    with locks.Directory.open(readers) as directory:
-        for reader in sweep_directory(directory, [], delete=False):
-            if reader.verdict != "dead":
-                held.update(posix.list_directories(directory.path_of(f"reader-{reader.attempt}")))
-    return {int(match[1]) for match in map(_NAME.fullmatch, held) if match is not None}
+def run_at(root: str) -> Run:
+    """The run in the directory, or the folder of a store, ``root``."""
+    if is_store_url(root):
+        return RunInStore(root)
+    if "://" in root:
+        raise ValueError("the steps of a run are in a directory, or in an object store: s3, gs, az or memory")
+    return RunDirectory(root)
 
 
 def checked_step(step: object) -> int:
@@ -296,42 +303,6 @@ def ranked(steps: Iterable[Step], metric: str, mode: Mode = "min") -> list[Step]
     return sorted((step for step in steps if metric in step.metrics), key=goodness, reverse=True)
 
 
-def is_whole(step: Step) -> bool:
-    """Whether the manifest of ``step`` can be read, and all files that it names are there in their sizes."""
-    try:
-        return has_its_files(step.path, read_summary(step.path)[0])
-    except (CorruptError, UnsupportedVersionError):
-        return False
-    except StorageError as error:
-        if error.errno not in _GONE:
-            raise  # it may be whole all the same
-        return False
-
-
-def read_summary(path: str) -> tuple[Summary, object]:
-    """What the manifest in ``path`` says of its save and its files; and the user's metadata, still encoded."""
-    return decode_summary(read_manifest_bytes(path), path=os.path.join(path, MANIFEST_NAME))
-
-
-def _read(number: int, path: str) -> Step | None:
-    """What the manifest in ``path`` says; None if there is no manifest."""
-    try:
-        summary, metadata = read_summary(path)
-    except StorageError as error:
-        if error.errno not in _GONE:
-            raise
-        return None
-    return Step(
-        step=number,
-        path=path,
-        attempt=summary.attempt,
-        saved_at=summary.writer.saved_at,
-        bytes=summary.index.bytes + sum(file.bytes for file in summary.files),
-        world_size=summary.writer.world_size,
-        metrics=_numbers_in(decode_value(metadata, key="user_metadata")),
-    )
-
-
 def _numbers_in(kept: object) -> dict[str, float]:
     """The metrics in the user's metadata. Only floats count: a user may keep other things under that name."""
     metrics = kept.get("metrics") if isinstance(kept, dict) else None
@@ -339,16 +310,14 @@ def _numbers_in(kept: object) -> dict[str, float]:
     return {name: value for name, value in pairs if isinstance(name, str) and type(value) is float}
 
 
-def _reported(step: Step) -> dict[str, float]:
+def _reported(step: Step, data: bytes | None) -> dict[str, float]:
     """The metrics that were reported after the save; CorruptError if the file is not one of ours."""
+    if data is None:
+        return {}
     path = os.path.join(step.path, METRICS_NAME)
     try:
-        reported = msgspec.json.decode(posix.read_whole(path, limit=_MOST_METRICS_BYTES), type=_Reported)
+        reported = msgspec.json.decode(data, type=_Reported)
         numbers = {name: float(value) for name, value in reported.metrics.items()}
-    except StorageError as error:
-        if error.errno not in _GONE:
-            raise
-        return {}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(f"{path!r} is not what was written ({error}); remove it", path=path) from error
     return numbers if reported.attempt == step.attempt else {}

@@ -25,9 +25,9 @@ from holdfast._ranks.agreement import Agreement
 from holdfast._ranks.ranks import agreed, participants
 from holdfast._saver import SaveOptions, State, save
 from holdfast._staging.one_at_a_time import AsyncSave, interpreter_ends
-from holdfast._steps.listing import Step, Steps, checked_metrics, checked_step, held_steps, is_whole
+from holdfast._steps.listing import Step, Steps, checked_metrics, checked_step
 from holdfast._steps.policies import Every, Keep, checked_policies, kept
-from holdfast._steps.resuming import Initial, OnCrashLoop, Resumed, Target, lock_run, remove_leftovers, resume, withdraw
+from holdfast._steps.resuming import Initial, OnCrashLoop, Resumed, Target, remove_leftovers, resume, withdraw
 from holdfast._steps.stopping import StopOn, StopWatch
 from holdfast.errors import BusyError, CheckpointError, InvalidStateError, MismatchError, RankLostError
 from holdfast.planner import SavePlanner
@@ -50,7 +50,8 @@ class CheckpointManager(Steps):
     call the methods of ``Steps`` on its own. Leaving the block finishes the save under way, even after an error.
 
     Args:
-        root: a directory, which is made if it does not exist. Step 100 is saved at ``root/step-100``.
+        root: a directory, which is made if it does not exist, or the URL of a folder in an object store. Step 100 is
+            saved at ``root/step-100``.
         save: when to save.
         keep: policies. A step stays if any of them wants it. Without policies, every step stays.
         stop: what the run stops for; with None nothing stops it, and no signal is handled.
@@ -105,8 +106,8 @@ class CheckpointManager(Steps):
 
         def begin(sayings: list[str]) -> str:
             agreed("arguments of CheckpointManager", dict(zip(ranks.job_ranks, sayings, strict=True)))
-            self._ending.callback(lock_run(self).discard)
-            remove_leftovers(self)
+            self._ending.callback(self._run.claim())
+            remove_leftovers(self._run)
             return secrets.token_hex(8)
 
         try:
@@ -160,7 +161,7 @@ class CheckpointManager(Steps):
         group = self._process_group
         load_it = partial(load, state, strict=strict, options=options, process_group=group)
         job = partial(participants, group, no_dist=False, call="resume", place=self.root, deadline_s=options.deadline_s)
-        resumed, self._resumed = resume(self, state, initial, load_it, job, on_crash_loop)
+        resumed, self._resumed = resume(self, self._run, state, initial, load_it, job, on_crash_loop)
         self._has_looked = True
         if resumed.step is not None:
             self._begun = self._saved = resumed.step
@@ -203,8 +204,8 @@ class CheckpointManager(Steps):
             raise ValueError("the names 'step' and 'metrics' in user_metadata are the manager's; use others")
         self._look_once()
         try:
-            self._finish_before(waits="stop" in asked)
             with self._retention.held_off():
+                self._finish_before(waits="stop" in asked)
                 self._begin_save(number, state, told, planner)
         except CheckpointError as error:
             self._fail(number, error)
@@ -227,6 +228,11 @@ class CheckpointManager(Steps):
             raise CheckpointError(f"the run was asked to stop at step {step}, which could not be saved; see the log")
         return True
 
+    @property
+    def under_way(self) -> AsyncSave | None:
+        """The handle of the save in the background, until its outcome is taken."""
+        return None if self._under_way is None else self._under_way.handle
+
     def stop_requested(self) -> bool:
         """Whether this rank knows that the run is to stop soon. For loops that do not save, such as evaluation."""
         return self._is_stopped or (self._watch is not None and self._watch.reason != "")
@@ -242,7 +248,9 @@ class CheckpointManager(Steps):
 
     def _locked(self, step: int) -> Any:
         if (last := self._under_way) is not None and last.step == step:
-            last.handle.exception()  # so that a step can be reported to, or pinned, right after ``save``
+            error = last.handle.exception()  # so that a step can be reported to, or pinned, right after ``save``
+            if error is not None:
+                raise error
         return super()._locked(step)
 
     def forget_parent(self) -> None:
@@ -323,8 +331,7 @@ class CheckpointManager(Steps):
 
     def _look_once(self) -> None:
         """Warn, once, if this run is about to replace steps of another one."""
-        there = [] if self._has_looked or not self._is_coordinator else self.found()
-        self._has_looked = True
+        self._has_looked, there = True, [] if self._has_looked or not self._is_coordinator else self.found()
         if there:
             said = f"{self.root!r} has steps up to {there[-1][0]}, and resume() was not called"
             logger.warning("%s: steps of the same numbers are replaced, and none of the others is deleted", said)
@@ -352,7 +359,7 @@ class CheckpointManager(Steps):
                 elif last is not None:
                     self._fail(last.step, failure)
             if is_orderly and self._resumed is not None and self._is_coordinator:
-                withdraw(self.root, self._resumed.attempt)
+                withdraw(self._run, self._resumed.attempt)
 
 
 class _UnderWay(NamedTuple):
@@ -396,7 +403,7 @@ class _Retention:
 
     @contextlib.contextmanager
     def held_off(self) -> Iterator[None]:
-        """Begin no deletion during the block: training waits for a copy then, and deletions would slow it down."""
+        """Do nothing more during the block: training waits for a copy then, which anything else would slow down."""
         self._pause = pause = Once()
         try:
             yield
@@ -408,8 +415,13 @@ class _Retention:
         for event in self._under_way:
             event.wait()
 
+    def _wait_for_training(self) -> None:
+        if (pause := self._pause) is not None:
+            pause.wait()
+
     def _run(self, newest: int, is_over: Once) -> None:
         try:
+            self._wait_for_training()
             with self._turn:
                 self._retire(newest)
         except Exception as error:
@@ -418,19 +430,21 @@ class _Retention:
             is_over.set()
 
     def _retire(self, newest: int) -> None:
-        listed = self._steps.steps()
-        held = held_steps(self._steps.root)
-        stay = kept(listed, self._policies, newest=newest, held=held)
+        listed: list[Step] = []
+        for found in self._steps.found():
+            self._wait_for_training()
+            listed += self._steps.look_at([found])
+        stay = kept(listed, self._policies, newest=newest, held=self._steps.held())
         going = [step for step in listed if step.step not in stay]
-        if going and not any(step.step == newest and is_whole(step) for step in listed):
+        if going and not any(step.step == newest and self._steps.is_whole(step) for step in listed):
             logger.error("step %d was just published and has not all its files; no other step is deleted", newest)
             return
         for step in going:
-            if (pause := self._pause) is not None:
-                pause.wait()
+            self._wait_for_training()
             if self.is_brief:
                 return
             try:
-                self._steps.delete(step.step)
+                for problem in self._steps.delete(step.step).problems:
+                    logger.warning("of step %d, which was deleted: %s", step.step, problem)
             except BusyError as error:
                 logger.info("step %d stays for now: %s", step.step, error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from holdfast._io import locks, posix
+from holdfast._io import files
 from holdfast._loader import LoadReport
-from holdfast._native.sweep import attempts_in, sweep
 from holdfast._ranks.ranks import Ranks
 from holdfast._steps.listing import Step, Steps
-from holdfast.errors import BusyError, CheckpointError, CorruptError, CrashLoopError, NotFoundError, StorageError
+from holdfast._steps.runs import FOLDER, MOST_NOTE_BYTES, Run
+from holdfast.errors import CheckpointError, CorruptError, CrashLoopError, NotFoundError, StorageError
 
 logger = logging.getLogger("holdfast")
 
@@ -35,9 +34,8 @@ OnCrashLoop = Literal["raise", "step back"]
 _MOST_RESUMES = 2
 """How often a run may resume from one step with nothing published since. The next time is a crash loop."""
 
-_FOLDER = ".holdfast"
-_NOTE = os.path.join(_FOLDER, "resumes.json")
-_MOST_NOTE_BYTES = 1 << 20
+_NOTE_NAME = "resumes.json"
+_NOTE = os.path.join(FOLDER, _NOTE_NAME)
 # A file that the disk cannot read any more, or that is gone, is damage. Other errors are for people to look into.
 _DAMAGE = frozenset({errno.EIO, errno.ENOENT, errno.ESTALE})
 
@@ -90,6 +88,7 @@ class _Note(msgspec.Struct, kw_only=True):
 
 def resume(
     steps: Steps,
+    run: Run,
     state: Target,
     initial: Initial | None,
     load_it: Callable[[str | os.PathLike[str]], LoadReport],
@@ -102,7 +101,7 @@ def resume(
     skipped: list[Skipped] = []
     while True:
         with participants() as ranks:
-            choose = partial(_choose, steps, tuple(skipped), on_crash_loop)
+            choose = partial(_choose, steps, run, tuple(skipped), on_crash_loop)
             step, passed_over = ranks.all_reduce("choosing a step to resume from", int, choose)
         skipped += _logged(passed_over)
         if step is None:
@@ -112,7 +111,7 @@ def resume(
         except CheckpointError as error:
             if not isinstance(error, (CorruptError, NotFoundError)) and getattr(error, "errno", None) not in _DAMAGE:
                 if ranks.is_coordinator:
-                    withdraw(steps.root, step.attempt)  # the step does not fit, or was refused: that is no crash
+                    withdraw(run, step.attempt)  # the step does not fit, or was refused: that is no crash
                 raise
             skipped += _logged([Skipped(step.step, step.path, error.message)])
         else:
@@ -133,7 +132,7 @@ def _begin(state: Target, initial: Initial | None, load_it: Callable[[str | os.P
 
 
 def _choose(
-    steps: Steps, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLoop, _: object
+    steps: Steps, run: Run, skipped: tuple[Skipped, ...], on_crash_loop: OnCrashLoop, _: object
 ) -> tuple[Step | None, list[Skipped]]:
     """The newest step that was not ``skipped``, and the crash loops that were passed over. Notes the try.
 
@@ -168,9 +167,9 @@ def _choose(
                 times=times,
             )
         note.times[step.attempt] = times + 1
-        _write_note(steps.root, note)
+        run.put(_NOTE_NAME, msgspec.json.encode(note))
         return step, passed_over
-    _write_note(steps.root, note)
+    run.put(_NOTE_NAME, msgspec.json.encode(note))
     reasons = "; ".join(f"step {each.step}: {each.why}" for each in (*skipped, *passed_over))
     if passed_over:
         raise CrashLoopError(f"no step of {steps.root!r} is left to resume from: {reasons}", step=passed_over[-1].step)
@@ -180,12 +179,12 @@ def _choose(
     )
 
 
-def withdraw(root: str, attempt: str) -> None:
+def withdraw(run: Run, attempt: str) -> None:
     """Forget that the run was resumed from ``attempt``, because it did not crash. Only the coordinator calls it."""
     try:
-        note = _read_note(root)
+        note = _read_note(run.root)
         if note.times.pop(attempt, None) is not None:
-            _write_note(root, note)
+            run.put(_NOTE_NAME, msgspec.json.encode(note))
     except CheckpointError as error:
         logger.warning("the note of a resume could not be withdrawn: %s", error)
 
@@ -193,7 +192,7 @@ def withdraw(root: str, attempt: str) -> None:
 def _read_note(root: str) -> _Note:
     path = os.path.join(root, _NOTE)
     try:
-        return msgspec.json.decode(posix.read_whole(path, limit=_MOST_NOTE_BYTES), type=_Note)
+        return msgspec.json.decode(files.read_whole(path, limit=MOST_NOTE_BYTES), type=_Note)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -202,47 +201,10 @@ def _read_note(root: str) -> _Note:
     return _Note()
 
 
-def _write_note(root: str, note: _Note) -> None:
-    path = os.path.join(root, _NOTE)
-    posix.remove(f"{path}.tmp")
-    posix.write_new(f"{path}.tmp", msgspec.json.encode(note))
-    posix.replace(f"{path}.tmp", path)
-
-
-def lock_run(steps: Steps) -> locks.LockedFile:
-    """The lock of the run, held; BusyError if another manager holds it. The log says where locks cannot be trusted."""
-    steps.found()  # raises if the root is a file
-    folder, name = os.path.join(steps.root, _FOLDER), "manager.lock"
-    posix.make_directories(folder)
-    with locks.Directory.open(folder) as directory:
-        is_reliable, kind = locks.are_reliable(directory.descriptor)
-        if not is_reliable:
-            logger.warning("%r: locks of other hosts may be invisible on %s; have one manager only", folder, kind)
-        directory.create(name, [])
-        try:
-            file = directory.lock(name)
-        except StorageError as error:
-            if error.errno not in locks.UNSUPPORTED:
-                raise
-            return locks.LockedFile(os.path.join(folder, name))  # which is not open, and locks nothing
-        if file is None:
-            holder = directory.read(name, limit=_MOST_NOTE_BYTES).decode(errors="replace").strip()
-            raise BusyError(
-                f"another CheckpointManager has {steps.root!r}: {holder}; close it, or wait for that process to end. "
-                "holdfast.Steps lists, reports, pins and deletes without one"
-            )
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        posix.write_all(file.descriptor, f"{who:<120}\n".encode(), file.path)  # long enough to cover the line before
-        return file
-
-
-def remove_leftovers(steps: Steps) -> None:
-    """Remove what killed deletions, saves and readers left. Only whoever has the lock of the run may call it."""
+def remove_leftovers(run: Run) -> None:
+    """Remove what killed deletions, saves and readers left. Only whoever has claimed the run may call it."""
     try:
-        steps.finish_deletions()
-        sweep(os.path.join(steps.root, _FOLDER), delete=True)  # what dead readers left
-        for step in steps.steps():
-            if attempts_in(posix.list_names(step.path)).keys() - {step.attempt}:
-                sweep(step.path, delete=True)
+        run.finish_deletions()
+        run.remove_leftovers()
     except CheckpointError as error:
-        logger.warning("what killed saves left in %r could not be removed: %s", steps.root, error)
+        logger.warning("what killed saves left in %r could not be removed: %s", run.root, error)

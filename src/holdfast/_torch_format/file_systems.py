@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._io import posix
+from holdfast._io.urls import is_store_url
 from holdfast._native.publish import MANIFEST_NAME, Turn, other_format_stays
 from holdfast._process import Ending
 from holdfast._torch_classes.translate import encode_metadata
@@ -89,7 +90,7 @@ class FileSystem(FileSystemBase):
         return Path(posix.absolute(path))
 
     def mkdir(self, path: PathLike) -> None:
-        posix.make_directories(path)
+        posix.make_directories(posix.absolute(path))  # which refuses what was a URL
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
@@ -214,6 +215,11 @@ def _file_system(url: str, options: dict[str, object]) -> Any:
 def is_remote(checkpoint_id: PathLike) -> bool:
     """Whether the id is a URL and not a path."""
     return "://" in posix.text_path(checkpoint_id)
+
+
+def is_for_fsspec(checkpoint_id: PathLike) -> bool:
+    """Whether it is a URL, and no store that is used without fsspec."""
+    return is_remote(checkpoint_id) and not is_store_url(checkpoint_id)
 
 
 def is_local(fs: FileSystemBase) -> bool:
@@ -350,9 +356,7 @@ def check_replaceable(fs: FileSystemBase, directory: PathLike, name: str, *, ove
 
 def check_unpublished(fs: FileSystemBase, target: PathLike) -> None:
     if fs.exists(target):
-        raise AlreadyPublishedError(
-            f"{os.path.dirname(str(target))!r} holds a checkpoint already; choose another name, or pass overwrite=True"
-        )
+        raise AlreadyPublishedError.at(os.path.dirname(str(target)))
 
 
 def may_be_published(fs: FileSystemBase, target: PathLike, names: Collection[str]) -> bool:

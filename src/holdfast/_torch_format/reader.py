@@ -23,7 +23,8 @@ import torch
 from torch.futures import Future
 
 from holdfast._io import posix
-from holdfast._io.direct import ALIGNMENT, InputFile, LocalFiles
+from holdfast._io.direct import ALIGNMENT, LocalFiles
+from holdfast._io.files import FileToRead
 from holdfast._io.slabs import SLAB_BYTES, SlabRing
 from holdfast._native.verify import Damage, FileChecks, VerifyReport, problem_of
 from holdfast._torch_classes.adapt import TorchLoadPlanner, final_load_plan
@@ -420,7 +421,7 @@ class _ItemChecks(FileChecks):
         self.note(self._numbers[file], Damage(file=file, key=key, span=span, problem=problem))
 
 
-def _checksum(file: InputFile, begin: int, end: int, ring: SlabRing, *, is_cached: bool) -> int:
+def _checksum(file: FileToRead, begin: int, end: int, ring: SlabRing, *, is_cached: bool) -> int:
     """The CRC-32 of bytes [begin, end) of ``file``, read through a slab."""
     checksum = 0
     with ring.lend() as slab:

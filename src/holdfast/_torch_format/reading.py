@@ -25,7 +25,8 @@ import torch
 
 from holdfast import _process as forks
 from holdfast._engine import MOST_SEGMENT_BYTES, Destination, SegmentFetch, Segments, in_blocks
-from holdfast._io.direct import InputFile, LocalFiles
+from holdfast._io.direct import LocalFiles
+from holdfast._io.files import FileToRead
 from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import Slab
 from holdfast._plan.reads import byte_spans
@@ -101,7 +102,7 @@ def _find_layouts(items: Sequence[Item], files: LocalFiles, layouts: Layouts, pr
 class Ends:
     """The bytes of one archive, a few at a time; its two ends are read once."""
 
-    def __init__(self, file: InputFile, place: StorageInfo) -> None:
+    def __init__(self, file: FileToRead, place: StorageInfo) -> None:
         self._file = file
         self._offset = place.offset
         length = place.length
@@ -208,7 +209,7 @@ class _ItemFetch(SegmentFetch[Destination]):
         assert isinstance(target, _WholeItem)
         self._delivery.deliver(item, target.data)
 
-    def file(self, number: int) -> AbstractContextManager[tuple[InputFile, bool]]:
+    def file(self, number: int) -> AbstractContextManager[tuple[FileToRead, bool]]:
         return self._files.lend(number)
 
     def expected(self, digests: np.ndarray) -> list[int]:

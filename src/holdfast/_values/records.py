@@ -67,10 +67,11 @@ REGISTERED: dict[type, _Registration] = {}
 _BY_NAME: dict[str, _Registration] = {}
 
 
-def check_types(types: object) -> None:
-    """ValueError for what is no list of classes."""
+def checked_types(types: object) -> Collection[type]:
+    """``types``; ValueError for what is no list of classes."""
     if not isinstance(types, Collection) or not all(isinstance(each, type) for each in types):
         raise ValueError(f"types is a list of classes, not {types!r}")
+    return types
 
 
 def register_type(

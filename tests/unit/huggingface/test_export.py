@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast import hf
+from holdfast._huggingface.packing import RunPacker
 from holdfast.cli import app
 
 STATE = {
@@ -104,6 +106,34 @@ def test_files_and_types_like_those_of_another_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["first", "second"]
 
 
+@pytest.mark.parametrize(("lost", "said"), [("pages", "nobody wrote bytes 4096 to"), ("fragments", "nobody wrote")])
+def test_a_file_that_is_not_whole_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, said: str
+) -> None:
+    written = RunPacker.write_spans
+
+    def forgetful(packer: RunPacker, spans: Any) -> None:
+        written(packer, spans)
+        getattr(packer, lost).pop()
+
+    monkeypatch.setattr(RunPacker, "write_spans", forgetful)
+    with pytest.raises(holdfast.InternalError, match=f"'model.safetensors' is not whole: {said}"):
+        hf.export({"a": torch.ones(3000)}, tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = RunPacker.write_spans
+
+    def twice(packer: RunPacker, spans: Any) -> None:
+        written(packer, spans)
+        packer.fragments.append(packer.fragments[-1])
+
+    monkeypatch.setattr(RunPacker, "write_spans", twice)
+    with pytest.raises(holdfast.InternalError, match="were written twice"):
+        hf.export({"a": torch.ones(3000)}, tmp_path / "model")
+
+
 def test_assets_come_with_the_weights(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "old.bin"):
@@ -137,9 +167,10 @@ def test_a_checkpoint_becomes_a_folder_and_back(tmp_path: Path) -> None:
     holdfast.convert(tmp_path / "model", tmp_path / "back", to="native")
     found = holdfast.read(tmp_path / "back")
     assert all(same(found[f"model.{key}"], tensor) for key, tensor in STATE.items())
-    form = hf.FolderForm(dtype=torch.float16)
+    form = hf.FolderForm(dtype=torch.float16, options=hf.ExportOptions(shard_bytes=8))
     holdfast.convert(tmp_path / "checkpoint", tmp_path / "half", to=form)
     assert holdfast.read(tmp_path / "half")["model.norm"].dtype == torch.float16
+    assert len(list((tmp_path / "half").glob("*.safetensors"))) > 1
     with pytest.raises(holdfast.AlreadyPublishedError):
         holdfast.convert(tmp_path / "checkpoint", tmp_path / "half", to="hf")
 

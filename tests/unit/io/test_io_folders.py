@@ -23,6 +23,7 @@ from holdfast._io.folders import (
     fill_in,
     publish_folder,
     remove_folder,
+    scratch_folder,
 )
 from holdfast._process import OpenDescriptor
 
@@ -256,3 +257,9 @@ def test_a_signal_as_a_file_is_closed_is_no_failure(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(OpenDescriptor, "close", interrupted)
     fill_in(str(tmp_path / "file"), [(0, b"text")])
     assert (tmp_path / "file").read_bytes() == b"text"
+
+
+def test_a_scratch_folder_is_gone_after_its_block() -> None:
+    with scratch_folder() as path:
+        Path(path, "file").write_bytes(b"1")
+    assert not os.path.exists(path)

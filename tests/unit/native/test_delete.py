@@ -96,8 +96,8 @@ def test_where_nothing_is_that_is_said(tmp_path: Path) -> None:
     with pytest.raises(holdfast.NotACheckpointError):
         holdfast.delete(tmp_path / "folder")
     assert os.listdir(tmp_path / "folder") == ["notes.txt"]
-    with pytest.raises(ValueError, match="only local"):
-        holdfast.delete("memory://somewhere")
+    with pytest.raises(ValueError, match="only directories and object stores"):
+        holdfast.delete("ftp://somewhere")
 
 
 def test_of_two_deletions_the_later_one_finds_nothing(tmp_path: Path) -> None:

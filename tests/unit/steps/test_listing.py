@@ -105,8 +105,8 @@ def test_a_root_that_is_not_there_is_empty_and_one_that_is_a_file_is_an_error(tm
     (tmp_path / "file").write_text("x")
     with pytest.raises(holdfast.NotACheckpointError, match="is a file; the root of a run is a directory"):
         holdfast.Steps(tmp_path / "file").steps()
-    with pytest.raises(ValueError, match="local directory"):
-        holdfast.Steps("s3://bucket/run")
+    with pytest.raises(ValueError, match="in a directory, or in an object store"):
+        holdfast.Steps("ftp://bucket/run")
     save(tmp_path / "later", 5)
     assert [step.step for step in steps.steps()] == [5]
 

@@ -52,6 +52,17 @@ def test_steps_are_saved_when_they_are_due_and_no_others(root: Path, asynchronou
     holdfast.release()
 
 
+def test_the_save_under_way_has_a_handle_until_its_outcome_is_taken(root: Path) -> None:
+    with manager(root) as checkpoints:
+        assert checkpoints.under_way is None
+        checkpoints.save(1, state())
+        handle = checkpoints.under_way
+        assert handle is not None
+        checkpoints.wait()
+        assert handle.done()
+        assert checkpoints.under_way is None
+
+
 def test_metrics_and_step_are_in_the_checkpoint_beside_what_the_user_keeps(root: Path) -> None:
     with manager(root) as checkpoints:
         metrics = {"loss": torch.tensor(0.5), "accuracy": 1}
@@ -141,8 +152,8 @@ def test_a_root_that_is_a_file_is_refused_and_left_alone(root: Path) -> None:
 
 
 def test_a_root_at_a_url_is_refused() -> None:
-    with pytest.raises(ValueError, match="a local directory"):
-        CheckpointManager("s3://bucket/run", save=Every(steps=1))
+    with pytest.raises(ValueError, match="in a directory, or in an object store"):
+        CheckpointManager("ftp://bucket/run", save=Every(steps=1))
 
 
 @pytest.mark.parametrize(
@@ -283,14 +294,14 @@ def test_a_newest_step_without_its_files_lets_nothing_be_deleted(root: Path, cap
     with manager(root, keep=Latest(1)) as checkpoints:
         checkpoints.save(1, state(1))
         checkpoints.wait()
-        real = holdfast.Steps.steps
+        real = holdfast.Steps.found
 
         def lose_a_file(self: holdfast.Steps) -> Any:
             for file in (root / "step-2").glob("data-*"):
                 file.unlink()
             return real(self)
 
-        with mock.patch.object(holdfast.Steps, "steps", lose_a_file):
+        with mock.patch.object(holdfast.Steps, "found", lose_a_file):
             checkpoints.save(2, state(2))
             checkpoints.wait()
     assert (root / "step-1" / "manifest.json").exists()
@@ -432,7 +443,8 @@ def test_nothing_is_deleted_while_a_save_blocks_the_caller(root: Path) -> None:
             checkpoints.save(step, state())
     is_blocking, deleted = [True], []
     with manager(root, keep=Latest(1)) as checkpoints, mock.patch.object(holdfast.Steps, "delete") as delete:
-        delete.side_effect = lambda step: deleted.append((step, is_blocking[0]))
+        delete.return_value.problems = ()
+        delete.side_effect = lambda step: deleted.append((step, is_blocking[0])) or mock.DEFAULT
         with checkpoints._retention.held_off():
             checkpoints._retention.begin(4)
             is_blocking[0] = False
@@ -523,6 +535,17 @@ def test_the_end_of_the_block_raises_what_the_last_save_failed_with(root: Path) 
     with pytest.raises(holdfast.StorageError), manager(root) as checkpoints:
         failing(checkpoints, iter([1]))
     manager(root).close()
+
+
+def test_a_report_to_a_step_that_could_not_be_saved_raises_why_and_changes_nothing(root: Path) -> None:
+    with manager(root) as checkpoints:
+        checkpoints.save(1, state())
+        checkpoints.wait()
+    with manager(root, on_error="warn") as checkpoints:
+        failing(checkpoints, iter([1]))
+        with pytest.raises(holdfast.StorageError):
+            checkpoints.report(1, {"val_loss": 0.5})
+        assert [step.metrics for step in checkpoints.steps()] == [{}]
 
 
 def test_with_warn_the_end_of_the_block_logs_what_the_last_save_failed_with(
@@ -655,7 +678,7 @@ def test_log_of_a_quiet_run_is_empty(root: Path, caplog: pytest.LogCaptureFixtur
 
 def run_until_stopped(root: Path, ask: Callable[[int], None], **options: Any) -> int:
     """The step at which a run ends; ``ask`` is called at each."""
-    with manager(root, save=Every(steps=1000), **options) as checkpoints:
+    with manager(root, save=Every(steps=10**12), **options) as checkpoints:
         for step in itertools.count(1):
             ask(step)
             checkpoints.save(step, state(step))

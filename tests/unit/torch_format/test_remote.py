@@ -54,15 +54,15 @@ def target() -> dict[str, Any]:
 @pytest.fixture
 def url() -> Iterator[str]:
     """A place in memory that nobody else has; nothing is there yet."""
-    place = f"memory://{uuid.uuid4()}/checkpoint"
+    place = f"fsspec-memory://{uuid.uuid4()}/checkpoint"
     yield place
-    memory = fsspec.filesystem("memory")
+    memory = fsspec.filesystem("fsspec-memory")
     if memory.exists(os.path.dirname(place)):
         memory.rm(os.path.dirname(place), recursive=True)
 
 
 def names(url: str) -> set[str]:
-    return {os.path.basename(name) for name in fsspec.filesystem("memory").ls(url, detail=False)}
+    return {os.path.basename(name) for name in fsspec.filesystem("fsspec-memory").ls(url, detail=False)}
 
 
 def test_a_state_comes_back_without_allow_pickle(url: str, same: Callable[..., None]) -> None:
@@ -109,7 +109,7 @@ def test_the_metadata_runs_no_code(url: str, tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return os.makedirs, (ran,)
 
-    fsspec.filesystem("memory").pipe_file(f"{url}/.metadata", pickle.dumps(Trap()))
+    fsspec.filesystem("fsspec-memory").pipe_file(f"{url}/.metadata", pickle.dumps(Trap()))
     for read in (lambda: holdfast.load(url), lambda: holdfast.load(target(), url), lambda: holdfast.open(url)):
         with pytest.raises(UnsafeError, match=r"\.metadata"):
             read()
@@ -154,7 +154,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_alone(url: str, monkeypatch: py
         failed.append(args)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), "mv", refuse)
+    monkeypatch.setattr(type(fsspec.filesystem("fsspec-memory")), "mv", refuse)
     with pytest.raises(StorageError, match="No space left"):
         holdfast.save({"a": torch.ones(3)}, url)
     assert len(failed) == 1
@@ -179,7 +179,7 @@ def test_a_stream_that_fails_leaves_no_file(url: str) -> None:
 def test_nothing_there_is_not_found(url: str) -> None:
     with pytest.raises(NotFoundError, match="no checkpoint"):
         holdfast.load(url)
-    fsspec.filesystem("memory").makedirs(url)
+    fsspec.filesystem("fsspec-memory").makedirs(url)
     with pytest.raises(NotACheckpointError, match=r"\.metadata"):
         holdfast.load(url)
 
@@ -202,7 +202,7 @@ def test_a_writer_is_reset_to_another_url(url: str) -> None:
 
 
 def test_ids_that_are_valid(tmp_path: Path) -> None:
-    assert FsspecWriter.validate_checkpoint_id("memory://a")
+    assert FsspecWriter.validate_checkpoint_id("fsspec-memory://a")
     assert not FsspecWriter.validate_checkpoint_id("no-such-scheme://a")
     assert not FsspecReader.validate_checkpoint_id(tmp_path)
 
@@ -215,7 +215,7 @@ def test_a_scheme_that_nobody_knows_is_named() -> None:
 
 def test_without_fsspec_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    for use in (lambda: holdfast.save({"a": 1}, "memory://a"), lambda: holdfast.open("memory://a")):
+    for use in (lambda: holdfast.save({"a": 1}, "fsspec-memory://a"), lambda: holdfast.open("fsspec-memory://a")):
         with pytest.raises(RuntimeError, match="need fsspec; install it"):
             use()
 
@@ -239,7 +239,7 @@ def test_show_takes_a_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["show", "nosuch://a"], ["verify", "memory://a"], ["convert", "memory://a", "b", "--to", "native"]],
+    [["show", "nosuch://a"], ["verify", "fsspec-memory://a"], ["convert", "fsspec-memory://a", "b", "--to", "native"]],
     ids=lambda command: command[0],
 )
 def test_commands_refuse_what_they_cannot_do_at_a_url(command: list[str]) -> None:
@@ -250,7 +250,7 @@ def test_commands_refuse_what_they_cannot_do_at_a_url(command: list[str]) -> Non
 
 def test_a_truncated_file_is_corrupt(url: str) -> None:
     holdfast.save(state(), url)
-    memory = fsspec.filesystem("memory")
+    memory = fsspec.filesystem("fsspec-memory")
     memory.pipe_file(f"{url}/__0_0.distcp", memory.cat_file(f"{url}/__0_0.distcp")[:-40])
     with pytest.raises(CheckpointError, match="truncated"):
         holdfast.load(url)

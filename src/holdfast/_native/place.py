@@ -1,0 +1,78 @@
+"""Where a checkpoint is written: what a writer asks of a directory, and of a folder in an object store.
+
+``DirectoryPlace`` in ``writer.py`` is the one, ``StorePlace`` in ``store_place.py`` the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from holdfast._io.mapping import FileImage, WrittenImage
+from holdfast._native.manifest import Manifest
+from holdfast._native.packer import Chunk, DataFile, Placed
+from holdfast._native.publish import Files
+from holdfast._native.report import WrittenFile
+from holdfast._values.deadline import Progress
+
+
+class ImageOutput(Files, Protocol):
+    """Whoever writes file images from memory: this process, or another that has the same memory."""
+
+    def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
+        """What was written, durably."""
+        ...
+
+
+class ChunkOutput(Files, Protocol):
+    """Whoever writes chunks to files; then ``placed`` says where each went, and ``digests`` has those of all blocks."""
+
+    placed: list[Placed]
+    digests: list[int]
+
+    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
+        """Write every chunk and return the durable files."""
+        ...
+
+
+class MakesPacker(Protocol):
+    """``slabs`` buffers are used; ``on_filled`` is called when all bytes are copied."""
+
+    def __call__(
+        self, *, slabs: int, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
+    ) -> ChunkOutput: ...
+
+
+class SavePlace(Protocol):
+    """Where one checkpoint goes. What only the coordinator may call says so."""
+
+    packer: MakesPacker
+    images: Callable[[Progress], ImageOutput]
+
+    def begin(self, path: str, *, overwrite: bool) -> None:
+        """Look at what is there, before anything is written; the coordinator calls it."""
+        ...
+
+    def missing_directories(self, path: str) -> Sequence[str]: ...
+
+    def make(self, path: str) -> None:
+        """Guarantee that files can be made."""
+        ...
+
+    def sync(self, path: str) -> None:
+        """Return when the names of files are durable."""
+        ...
+
+    def rename(self, path: str, name: str, new_name: str) -> None: ...
+
+    def publish(self, path: str, manifest: Manifest, index: bytes, *, overwrite: bool, marks: bool) -> None:
+        """Make the checkpoint visible in one step; the coordinator calls it."""
+        ...
+
+    def remove(self, path: str, attempt: str, names: Iterable[str]) -> None:
+        """Remove the files ``names`` of an attempt that failed, unless they may be part of what is published."""
+        ...
+
+    def clear(self, path: str, attempt: str | None, directories: Sequence[str]) -> None:
+        """Remove what an attempt that failed leaves, as far as that is for the caller, who has its own files gone."""
+        ...
