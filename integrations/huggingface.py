@@ -78,6 +78,8 @@ def model_cases(folder: Path, crew: Crew, fewer: Crew) -> Iterator[Case]:
         what = f"{name}: save_pretrained, loaded on"
         for count, on in ((RANKS, crew), (FEWER_RANKS, fewer)):
             yield Case(package="holdfast", name=f"{what} {count} ranks", run=partial(load_on, on, count, theirs))
+        run = partial(readers.converted, name, theirs, folder)
+        yield Case(package="holdfast", name=f"{name}: save_pretrained, converted to native and back", run=run)
         run = partial(load_on, fewer, FEWER_RANKS, partial(Path, exported))
         yield Case(package="holdfast", name=f"{name}: its own export, loaded on {FEWER_RANKS} ranks", run=run)
 

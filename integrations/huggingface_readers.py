@@ -10,6 +10,9 @@ import torch
 from huggingface_models import MODELS
 from huggingface_ranks import assert_equal, odd_tensors
 
+import holdfast
+from holdfast.mapping import Drop
+
 
 def files_of(folder: Path) -> list[Path]:
     """The safetensors files of ``folder``."""
@@ -28,6 +31,20 @@ def from_pretrained(name: str, folder: Path, dtype: torch.dtype | None = None) -
     assert_equal(found.state_dict(), model.state_dict())
     assert torch.equal(MODELS[name].logits(found.eval()), MODELS[name].logits(model)), "other logits"
     return f"{len(list(found.parameters()))} parameters and the logits are equal, {len(files_of(folder))} files"
+
+
+def converted(name: str, folder: Callable[[], Path], near: Path) -> str:
+    """The command convert: in one process, with the rules for the model, and no model."""
+    model, inside, outside = MODELS[name].make(), near / f"{name} native", near / f"{name} back"
+    mapping = holdfast.Mapping.from_transformers(model)
+    holdfast.convert(folder(), inside, to="native", mapping=mapping)
+    found, wanted = holdfast.read(inside), model.state_dict()
+    dropped = {rule.inside for rule in mapping.rules if isinstance(rule, Drop)}
+    assert_equal(found, {key: tensor for key, tensor in wanted.items() if key not in dropped})
+    holdfast.convert(inside, outside, to="hf", mapping=mapping)
+    assert_equal(holdfast.read(outside), holdfast.read(folder()))
+    assert_equal(holdfast.read(folder(), options=holdfast.LoadOptions(mapping=mapping)), found)
+    return f"{len(found)} tensors, by {len(mapping.rules)} rules"
 
 
 def safe_open(folder: Path, wanted: dict[str, torch.Tensor]) -> str:

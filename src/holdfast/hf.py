@@ -13,7 +13,7 @@ from collections.abc import Mapping as AnyMapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,9 @@ from holdfast._huggingface.reader import HuggingFaceReader
 from holdfast._huggingface.writer import ExportForm, FolderWriter, is_asset
 from holdfast._io import posix
 from holdfast._mapping.mappings import Mapping
-from holdfast._saver import SaveOptions, save
+from holdfast._saver import SaveOptions, planner_for, save
 from holdfast._state.tensors import DTYPE_NAMES
 from holdfast._values.dtypes import DTYPES
-from holdfast.default_planner import DefaultSavePlanner
 from holdfast.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -102,16 +101,8 @@ def export(
         AlreadyPublishedError: the folder exists, is not empty, and ``overwrite`` is not set.
         StorageError: the file system refused. The old folder is as it was.
     """
-    form = FolderForm(dtype=dtype, like=like, assets=assets, shard_bytes=options.shard_bytes, metadata=options.metadata)
-    writer, planner = form.writer(path, mapping=mapping, overwrite=overwrite), _planner(mapping, options)
-    return save(
-        _tensors(state),
-        storage_writer=writer,
-        planner=planner,
-        process_group=options.process_group,
-        no_dist=options.no_dist,
-        options=options,
-    )
+    form = FolderForm(dtype=dtype, like=like, assets=assets, options=options)
+    return save(_tensors(state), **_arguments(path, form, mapping, overwrite=overwrite))
 
 
 def async_export(
@@ -126,26 +117,24 @@ def async_export(
     options: ExportOptions = _DEFAULTS,
 ) -> AsyncSave:
     """The same in the background, from a copy of ``state`` as it is now; the handle is that of ``async_save``."""
-    form = FolderForm(dtype=dtype, like=like, assets=assets, shard_bytes=options.shard_bytes, metadata=options.metadata)
-    writer, planner = form.writer(path, mapping=mapping, overwrite=overwrite), _planner(mapping, options)
-    return async_save(
-        _tensors(state),
-        storage_writer=writer,
-        planner=planner,
-        process_group=options.process_group,
-        no_dist=options.no_dist,
-        options=options,
-    )
+    form = FolderForm(dtype=dtype, like=like, assets=assets, options=options)
+    return async_save(_tensors(state), **_arguments(path, form, mapping, overwrite=overwrite))
 
 
-def _planner(mapping: Mapping | None, options: ExportOptions) -> DefaultSavePlanner:
+def _arguments(path: Paths, form: FolderForm, mapping: Mapping | None, *, overwrite: bool) -> dict[str, Any]:
+    """The arguments of a save that is an export."""
+    options = form.options
     if options.mapping is not None:
         raise ValueError("an export has its mapping beside the options: export(state, path, mapping=...)")
-    if isinstance(options.replica_check, str):
-        return DefaultSavePlanner(
-            replica_check=cast(Literal["sample", "all", "off"], options.replica_check), mapping=mapping
-        )
-    return DefaultSavePlanner(may_differ=options.replica_check, mapping=mapping)
+    planner = planner_for(options)
+    planner.mapping = mapping
+    return {
+        "storage_writer": form.writer(path, mapping=mapping, overwrite=overwrite),
+        "planner": planner,
+        "process_group": options.process_group,
+        "no_dist": options.no_dist,
+        "options": options,
+    }
 
 
 def _tensors(state: torch.nn.Module | AnyMapping[Any, Any]) -> dict[Any, Any]:
@@ -160,15 +149,13 @@ class FolderForm:
         dtype: as for ``export``.
         like: as for ``export``.
         assets: as for ``export``.
-        shard_bytes: as in ``ExportOptions``.
-        metadata: as in ``ExportOptions``.
+        options: as for ``export``; a conversion looks at ``shard_bytes`` and ``metadata``.
     """
 
     dtype: Dtypes | None = None
     like: Paths | None = None
     assets: Paths | Iterable[Paths] | None = None
-    shard_bytes: int = 5_000_000_000
-    metadata: AnyMapping[str, str] = field(default_factory=dict)
+    options: ExportOptions = _DEFAULTS
 
     def writer(self, path: Paths, *, mapping: Mapping | None = None, overwrite: bool) -> FolderWriter:
         """The storage that writes such a folder to ``path``, with the types and offsets that ``mapping`` says."""
@@ -183,10 +170,10 @@ class FolderForm:
         form = ExportForm(
             dtype=dtype,
             added=lambda key: -rules.offset_of(key),
-            shard_bytes=self.shard_bytes,
+            shard_bytes=self.options.shard_bytes,
             files=files,
             assets=_files(self.assets),
-            metadata=self.metadata,
+            metadata=self.options.metadata,
             mapping=None if mapping is None else json.loads(mapping.to_json()),
         )
         return FolderWriter(path, form=form, overwrite=overwrite)

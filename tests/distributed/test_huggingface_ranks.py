@@ -128,6 +128,23 @@ def test_what_four_ranks_want_is_read_once(pool: Crew, tmp_path: Path, has_notes
     assert sum(each for _, each in read) > 3.9 * size
 
 
+def reads_of_rows(folder: str) -> int:
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    target = {"w": distribute_tensor(torch.zeros(3000, 1000), mesh, [S0], src_data_rank=None)}
+    with page_cache(is_full=False):
+        report = holdfast.load(target, folder)
+    assert torch.equal(target["w"].full_tensor(), torch.arange(3_000_000.0).view(3000, 1000))
+    return report.bytes_read
+
+
+def test_rows_without_digests_are_read_to_the_byte(pool: Crew, tmp_path: Path) -> None:
+    write_folder(tmp_path, {FIRST: {"w": torch.arange(3_000_000.0).view(3000, 1000)}}, pad=3)
+    own = 1500 * 1000 * 4
+    assert all(own <= read <= own + 8192 for read in pool.run(2, reads_of_rows, str(tmp_path))), (
+        "whole pages, no blocks"
+    )
+
+
 def damaged_load(folder: str) -> str:
     try:
         holdfast.load({"w": torch.zeros(1000, 1000)}, folder)

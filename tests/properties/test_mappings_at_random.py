@@ -64,6 +64,8 @@ def moves(draw: st.DrawFn) -> tuple[Move, Lists, Lists]:
             operations.append(Unstack(dim))
             found, is_list = [[torch.stack(each, dim)] for each in found], False
         elif kind == "stack" and not was_list and size and not any(type(each) is Stack for each in operations):
+            if len({each[0].shape[dim] for each in found}) > 1:
+                continue  # one {e} in all outside names has the same numbers in each
             operations.append(Stack(dim))
             found = [list(each[0].unbind(dim)) for each in found]
         elif kind == "split" and insides > 1 and not is_split and size:

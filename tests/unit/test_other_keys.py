@@ -197,7 +197,7 @@ def test_what_is_no_map_is_refused(path: str) -> None:
     for wrong in ("module", {"a": 1}, {1: "a"}, 5):
         with pytest.raises(ValueError, match=r"mapping is a holdfast\.Mapping"):
             LoadOptions(mapping=wrong)
-    with pytest.raises(ValueError, match="mapping is for load"):
+    with pytest.raises(ValueError, match="read takes a Mapping of rules"):
         holdfast.read(path, options=LoadOptions(mapping={"a": "b"}))
     with pytest.raises(holdfast.InvalidStateError, match="mapping gave a NoneType for 'w'"):
         load({"w": torch.zeros(3)}, path, lambda key: None)

@@ -133,6 +133,13 @@ def test_offsets_are_added_after_the_load(path: str) -> None:
     assert target["whole"].tolist() == [1.5, 3.5, 2.5, 4.5]
 
 
+def test_an_offset_is_added_once_where_two_keys_have_one_memory(path: str) -> None:
+    holdfast.save({"a": numbered(3), "b": numbered(3)}, path)
+    shared = torch.zeros(3)
+    holdfast.load({"a": shared, "b": shared}, path, options=mapped(Mapping([Offset("{name}", 1.5)])))
+    assert shared.tolist() == [1.5, 2.5, 3.5]
+
+
 def test_offsets_of_what_is_no_floating_tensor_are_refused(path: str) -> None:
     holdfast.save({"n": torch.ones(2, dtype=torch.int64), "epoch": 1}, path)
     with pytest.raises(MismatchError, match="gets an offset as 'n'") as caught:

@@ -5,13 +5,14 @@ One list serves both directions. It is JSON as well as Python; JSON is checked a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import msgspec
 import torch
 
 from holdfast._mapping.matching import Fault, Matched, Matcher, Shapes, match, outside_faults
-from holdfast._mapping.rules import Cast, Drop, Move, Offset, Rule, Tie
+from holdfast._mapping.rules import Cast, Drop, Move, Offset, Rule, Template, Tie, places_of
 from holdfast._mapping.transformers import rules_of
 from holdfast._state.tensors import TORCH_DTYPES
 
@@ -72,6 +73,27 @@ class Mapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     def matched(self, inside: Shapes) -> Matched:
         """What the rules mean for these keys."""
         return match(self.rules, inside, strict=self.strict)
+
+    def from_outside(self, outside: Shapes) -> Matched:
+        """What is inside, where nothing is known but ``outside``: the two sides of a match have changed places in it.
+
+        Its ties lead from one key inside to another. It has all faults. ValueError for a rule that leads one way only.
+        """
+        back = match([rule.inverse() for rule in self.rules if isinstance(rule, (Move, Drop))], outside)
+        faults = [replace(fault, side="outside" if fault.side == "inside" else "inside") for fault in back.faults]
+        inside = {key: outside[name] for key, name in back.same.items()}
+        inside |= {key: size for key, size in back.outside().items() if size is not None}
+        ties = [rule for rule in self.rules if isinstance(rule, Tie)]
+        matcher = Matcher([tie.same_as for tie in ties])
+        for key in [*inside] if ties else ():
+            for number, texts in matcher.find(key):
+                names = tuple(dict.fromkeys(name for name, _ in places_of(ties[number].same_as)))
+                tied = Template(ties[number].inside, names).key(texts)
+                if tied in inside:
+                    problem = f"is not in the files of a model where it is tied to {key!r}; drop it by a rule"
+                    faults.append(Fault(key=tied, side="outside", kind="unclaimed", problem=problem))
+                back.ties[tied], inside[tied] = key, inside[key]
+        return replace(back, faults=faults or [*self.check(outside, inside)])
 
     def rules_twice(self, matched: Matched) -> list[Fault]:
         """The outside keys to which two rules give a dtype, or two an offset."""

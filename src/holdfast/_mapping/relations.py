@@ -44,6 +44,19 @@ class Patch:
     axes: tuple[Axis, ...]
     fixed: tuple[tuple[int, int], ...]
 
+    def around(self, box: Box) -> Box | None:
+        """The smallest box of the inside tensor that has what is in ``box`` of the outside one; None for nothing."""
+        common = self.box.intersect(box)
+        if common is None:
+            return None
+        spans = {dim: (index, 1) for dim, index in self.fixed}
+        for (dim, start, step), first, low, length in zip(
+            self.axes, self.box.offsets, common.offsets, common.lengths, strict=True
+        ):
+            spans[dim] = start + step * (low - first), step * (length - 1) + 1
+        dims = sorted(dim for dim in spans if dim >= 0)
+        return Box(tuple(spans[dim][0] for dim in dims), tuple(spans[dim][1] for dim in dims))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
@@ -110,6 +123,14 @@ def _undone(operation: Operation, found: _Lists, outsides: int) -> _Lists:
         pieces = [list(_parted(tensor, operation.dim, parts)) for tensor in found[0]]
         return [[of_one[part] for of_one in pieces] for part in range(len(parts))]
     if isinstance(operation, Split):
+        lengths = [tensor.size[_dimension(tensor.size, operation.dim)] for each in found for tensor in each[:1]]
+        if operation.parts and any(
+            length * sum(operation.parts) != part * sum(lengths)
+            for length, part in zip(lengths, operation.parts, strict=True)
+        ):
+            raise DoesNotFit(
+                f"are {lengths} long in dimension {operation.dim}, not in the proportion {operation.parts}"
+            )
         return [[_joined(of_one, operation.dim) for of_one in zip(*found, strict=True)]]
     if isinstance(operation, Stack):
         lists = [list(_unbound(each[0], operation.dim)) for each in found]

@@ -38,23 +38,30 @@ class _Operation(
         _check_dims(self.dim)
 
 
-class Concat(_Operation, frozen=True):
-    """Several tensors outside are one inside, one after the other in dimension ``dim``.
-
-    ``parts`` says in which proportion they share it, as (4, 1, 1) for queries, keys and values; by default they are
-    equally long.
-    """
+class _Parted(_Operation, frozen=True):
+    """What both have that cut a tensor: in dimension ``dim`` it has ``parts`` of lengths in this proportion."""
 
     parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(not 0 < part < _MAX_NUMBER for part in self.parts):
-            raise ValueError(f"the parts of a Concat are positive numbers, not {self.parts}")
+            raise ValueError(f"the parts of a {type(self).__name__} are positive numbers, not {self.parts}")
 
 
-class Split(_Operation, frozen=True):
-    """One tensor outside is several inside, which lie in it one after the other in dimension ``dim``."""
+class Concat(_Parted, frozen=True):
+    """Several tensors outside are one inside, one after the other in dimension ``dim``.
+
+    ``parts`` says in which proportion they share it, as (4, 1, 1) for queries, keys and values; by default they are
+    equally long.
+    """
+
+
+class Split(_Parted, frozen=True):
+    """One tensor outside is several inside, which lie in it one after the other in dimension ``dim``.
+
+    How long each is, the tensors inside say. Only where there are none yet, as in a conversion, ``parts`` has to.
+    """
 
 
 class Stack(_Operation, frozen=True):
@@ -102,6 +109,8 @@ class Deinterleave(_Order, frozen=True):
 
 
 Operation = Concat | Split | Stack | Unstack | Transpose | Interleave | Deinterleave
+_PAIRS = (Concat, Split), (Stack, Unstack), (Interleave, Deinterleave)
+_INVERSES: dict[type[Operation], type[Operation]] = {**dict(_PAIRS), **{other: one for one, other in _PAIRS}}
 
 
 class _Rule(
@@ -153,11 +162,24 @@ class Move(_Rule, frozen=True):
     def insides(self) -> tuple[str, ...]:
         return (self.inside,) if isinstance(self.inside, str) else self.inside
 
+    def inverse(self) -> Move:
+        """The rule that leads back; ValueError where nothing says how long the parts are that something is cut into."""
+        return Move(self.inside, self.outside, tuple(map(_inverse, reversed(self.operations))))
+
     @property
     def number(self) -> str | None:
         """The name of the number of the list that is one tensor on the other side."""
         one, other = ({name for name, _ in places_of(side[0])} for side in (self.outsides, self.insides))
         return next(iter(one ^ other), None)
+
+
+def _inverse(operation: Operation) -> Operation:
+    if isinstance(operation, Split) and not operation.parts:
+        raise ValueError(
+            f"{operation} has the lengths of its parts from a state, and here is none; give it parts, as (4, 1, 1)"
+        )
+    other = _INVERSES.get(type(operation), type(operation))
+    return other(**msgspec.structs.asdict(operation))
 
 
 def _check_chain(move: Move) -> None:
@@ -166,19 +188,24 @@ def _check_chain(move: Move) -> None:
     is_list = move.number is not None and any(name == move.number for name, _ in places_of(move.outsides[0]))
     for operation in move.operations:
         if isinstance(operation, Concat):
-            if operation.parts and len(operation.parts) != count:
-                raise ValueError(f"{len(operation.parts)} parts for {count} tensors of {move.outside!r}")
+            _check_parts(operation.parts, count, move.outside)
             count = 1
         elif isinstance(operation, Split):
             if count != 1:
                 raise ValueError(f"a Split is of one tensor, not of {count}: {move.outside!r}")
             count = len(move.insides)
+            _check_parts(operation.parts, count, move.inside)
         elif isinstance(operation, (Stack, Unstack)):
             if is_list != isinstance(operation, Stack):
                 raise ValueError(f"a Stack is of a list, an Unstack is of one tensor: {move.outside!r}")
             is_list = not is_list
     if count != len(move.insides) or is_list != any(name == move.number for name, _ in places_of(move.insides[0])):
         raise ValueError(f"the operations for {move.outside!r} do not make {move.inside!r}")
+
+
+def _check_parts(parts: tuple[int, ...], count: int, patterns: str | tuple[str, ...]) -> None:
+    if parts and len(parts) != count:
+        raise ValueError(f"{len(parts)} parts for {count} tensors of {patterns!r}")
 
 
 class Tie(_Rule, frozen=True):
@@ -205,6 +232,10 @@ class Drop(_Rule, frozen=True):
         if bool(self.outside) == bool(self.inside):
             raise ValueError("a Drop names what is outside, or what is inside: one of both")
         places_of(self.outside or self.inside)
+
+    def inverse(self) -> Drop:
+        """The rule for the other side."""
+        return Drop(outside=self.inside, inside=self.outside)
 
 
 class Cast(_Rule, frozen=True):

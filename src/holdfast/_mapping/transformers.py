@@ -189,7 +189,7 @@ def _operations(converter: _Converter, sources: list[str], config: object) -> tu
             found.append(Concat(dim))
             names = converter.target_patterns
         elif kind == "Concatenate":
-            found.append(Split(dim))
+            found.append(Split(dim, (1,) * len(sources)))  # which transformers loads by a Chunk
             names = converter.target_patterns
         elif kind == "SplitModulelist":
             found.append(Stack(dim))

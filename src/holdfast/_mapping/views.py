@@ -179,7 +179,7 @@ class _Inside:
         found = []
         for patch in patches:
             for piece in self.pieces(group.inside[patch.inside]).pieces:
-                view = _view(patch, piece)
+                view = view_of(patch, piece)
                 if view is not None:
                     found.append(view)
         requires_grad = any(each.requires_grad for each in held)
@@ -205,7 +205,7 @@ def _is_quantized(dtype: torch.dtype) -> bool:
     return torch.empty(0, dtype=dtype, device="cpu").is_quantized
 
 
-def _view(patch: Patch, piece: Piece) -> Piece | None:
+def view_of(patch: Patch, piece: Piece) -> Piece | None:
     """What ``piece`` of an inside tensor has of ``patch``, in the place that it has outside; None where it has none."""
     tensor, (lows, lengths) = piece.tensor, (piece.box.offsets, piece.box.lengths)
     strides, place = tensor.stride(), tensor.storage_offset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,6 +63,10 @@ def convert_command(
         str | None,
         typer.Option("--assets", help="With --to hf: a folder; all but its weights is copied.", show_default=False),
     ] = None,
+    mapping: Annotated[
+        str | None,
+        typer.Option("--mapping", help="A file with a holdfast.Mapping as JSON; see above.", show_default=False),
+    ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read and write pickled values. This runs code from SRC.")
     ] = False,
@@ -79,6 +84,9 @@ def convert_command(
 
     SRC is a checkpoint of any format, a Hugging Face folder, or a .pt or .safetensors file; which, is found out. Copies
     tensors in pieces, so it needs little memory. Values keep their types. DST appears whole or not at all.
+
+    A mapping says how tensors outside, in files, and inside, in a state, belong together. With --to hf it leads from
+    the inside, which SRC has, to the outside; else from the outside to the inside.
     """
     form = {"dtype": dtype, "like": like, "assets": assets}
     if to is not _Format.HF and any(value is not None for value in form.values()):
@@ -89,6 +97,7 @@ def convert_command(
             source,
             target,
             to=_folder_form(form) if to is _Format.HF else to.value,
+            mapping=None if mapping is None else _mapping(mapping),
             allow_pickle=allow_pickle,
             overwrite=overwrite,
             verify=verify,
@@ -101,6 +110,13 @@ def convert_command(
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.values, 'value')}"
     line = Text.assemble(("converted", "bold green"), f": {held}, {effort(done)} -> ", (shown_name(target), "bold"))
     output_console().print(line, soft_wrap=True)
+
+
+def _mapping(name: str) -> holdfast.Mapping:
+    try:
+        return holdfast.Mapping.from_json(Path(name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{name!r} cannot be used: {error}", param_hint="--mapping") from error
 
 
 def _folder_form(options: dict[str, Any]) -> holdfast.hf.FolderForm:

@@ -134,9 +134,10 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.flatten_state_dict and metadata is not None:
             if not self.state_dict.keys() <= metadata.state_dict_metadata.keys():
                 take_whole_values(self.state_dict, self.mappings, metadata, containers)
-            self.made, refused = fill_empty_containers(
+            made, refused = fill_empty_containers(
                 self.original_state_dict, self.state_dict, self.mappings, metadata, self.owners
             )
+            self.made += made
             found = (class_difference(stored.get(at), emptied(like), path_key(at)) for at, like in containers.items())
             self._refused += [*refused, *filter(None, found)]
 

@@ -11,21 +11,25 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from holdfast._mapping.mappings import Mapping as Rules
-from holdfast._mapping.matching import Fault
+from holdfast._mapping.matching import Fault, Matched
 from holdfast._mapping.rules import Cast, Offset
 from holdfast._mapping.views import OutsideTensor, outside_of
-from holdfast._state.nested import stored_paths
-from holdfast.default_planner.targets import prefixes, settle_ties
-from holdfast.errors import Difference, InvalidStateError
+from holdfast._state.nested import stored_paths, unflatten
+from holdfast.default_planner.targets import empty_state, prefixes, require_gradients, settle_ties
+from holdfast.errors import Difference, InvalidStateError, MismatchError
 from holdfast.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
+    ChunkStorageMetadata,
     Metadata,
     Path,
     TensorStorageMetadata,
     Versions,
     path_key,
+    restorable_paths,
 )
 from holdfast.planner import LoadPlan, read_columns
 from holdfast.storage import StorageReader
@@ -71,6 +75,8 @@ def stored_key(mapping: Names, key: str) -> str:
 
 def see_outside(planner: DefaultLoadPlanner, metadata: Metadata, mapping: AnyMapping) -> Metadata:
     """``metadata`` as the planner is to see it; with rules, it has the leaves of its target as they are outside."""
+    if isinstance(mapping, Rules) and not planner.original_state_dict:
+        _want_all(planner, metadata, mapping)
     paths = {key: planner.mappings.get(key, (key,)) for key in planner.state_dict}
     if not isinstance(mapping, Rules):
         metadata, planner.names = renamed(metadata, paths, mapping)
@@ -104,6 +110,63 @@ def see_outside(planner: DefaultLoadPlanner, metadata: Metadata, mapping: AnyMap
         if isinstance(entry, TensorStorageMetadata) and entry.alias_of in hidden:
             entries[key] = dataclasses.replace(entry, alias_of=None)
     return dataclasses.replace(metadata, state_dict_metadata=entries)
+
+
+def _want_all(planner: DefaultLoadPlanner, metadata: Metadata, mapping: Rules) -> None:
+    """Have room in the target, which is empty, for all that is in the checkpoint, as it is inside."""
+    inside, _ = metadata_inside(metadata, mapping)
+    planner.state_dict, planner.mappings = leaves, paths = empty_state(inside), restorable_paths(inside)
+    require_gradients(inside, leaves)
+    made = unflatten(leaves, paths, inside.containers) if planner.flatten_state_dict else leaves
+    planner.original_state_dict.update(made)
+    planner.made = list(metadata.state_dict_metadata)
+
+
+def metadata_inside(metadata: Metadata, mapping: Rules) -> tuple[Metadata, Matched]:
+    """What a checkpoint of the inside would say of itself, where ``metadata`` is of the outside; and how they belong
+    together. MismatchError with every fault of the mapping.
+    """
+    matched = mapping.from_outside(shapes_of(metadata))
+    made, faults = metadata_made(metadata, matched)
+    if faults:
+        found = [Difference(key=each.key, kind="mapping", stored="", wanted=each.problem) for each in faults]
+        raise MismatchError.of(found, advice="Change the rules of the mapping.")
+    for key, other in matched.ties.items():
+        entry = made.state_dict_metadata[other]
+        assert isinstance(entry, TensorStorageMetadata)
+        made.state_dict_metadata[key] = dataclasses.replace(entry, alias_of=other)
+    return made, matched
+
+
+def shapes_of(metadata: Metadata) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of all tensors, and None for what is none."""
+    return {
+        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) and entry.kind is None else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def metadata_made(metadata: Metadata, matched: Matched) -> tuple[Metadata, list[Fault]]:
+    """What a checkpoint of what ``matched`` makes would say of itself, but for ties; and all faults."""
+    stored, paths, faults = metadata.state_dict_metadata, stored_paths(metadata), [*matched.faults]
+    new_names = {name: key for key, name in matched.same.items()}
+    entries: dict[str, STORAGE_TYPES] = {}
+    sources: dict[str, tuple[str, ...]] = {key: (name,) for key, name in matched.same.items()}
+    for key, name in matched.same.items():
+        entry = entries[key] = stored[name]
+        if isinstance(entry, TensorStorageMetadata) and entry.alias_of is not None:
+            entries[key] = dataclasses.replace(entry, alias_of=new_names.get(entry.alias_of))
+    for group in matched.groups:
+        held = [entry for name in group.inside if isinstance(entry := stored[name], TensorStorageMetadata)]
+        if len({each.properties.dtype for each in held}) > 1 or any(each.quantizer is not None for each in held):
+            said = f"and {len(held) - 1} more make {group.outside[0]!r}, but have different dtypes, or are quantised"
+            faults.append(Fault(key=group.inside[0], side="inside", kind="dtype", problem=said))
+            continue
+        for key, size in zip(group.outside, group.relation.sizes, strict=True):
+            chunk = ChunkStorageMetadata(torch.Size((0,) * len(size)), torch.Size(size))
+            entries[key], sources[key] = TensorStorageMetadata(held[0].properties, chunk.sizes, [chunk]), group.inside
+    places = {key: _outside_path(paths.get(names[0], names[:1]), key) for key, names in sources.items() if paths}
+    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=places, paths=places), faults
 
 
 def finish_reading(planner: DefaultLoadPlanner, reader: StorageReader, plan: LoadPlan) -> None:

@@ -11,6 +11,7 @@ and those that torch derives from them keep them.
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import inspect
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import Any, TypeGuard, cast
 from torch.futures import Future
 
 from holdfast._async_saver import AsyncCheckpointerType, AsyncSave, async_save
+from holdfast._io.urls import is_store_url
 from holdfast._loader import LoadOptions, LoadReport, load
 from holdfast._native.publish import format_at
 from holdfast._native.reader import NativeReader
@@ -82,7 +84,7 @@ class NativeReaderForTorch(storage.StorageReader):
 
     def __init__(self, path: _Path, _extension_registry: Any = None) -> None:
         self._native = NativeReader(path, **_options[-1])
-        self._torchs = TORCHS_READER(path, _extension_registry)
+        self._registry = _extension_registry
         self._chosen: storage.StorageReader | None = None
 
     @property
@@ -94,15 +96,17 @@ class NativeReaderForTorch(storage.StorageReader):
     @property
     def behind(self) -> storage.StorageReader:
         """The reader for what is there: a native one, or torch's own."""
-        if self._chosen is None:
-            is_native = format_at(self.path) == "native"
-            self._chosen = cast(storage.StorageReader, self._native) if is_native else self._torchs
+        if self._chosen is None and format_at(self.path) == "native":
+            self._chosen = cast(storage.StorageReader, self._native)
+        elif self._chosen is None and is_store_url(self.path):
+            self._chosen = importlib.import_module(f"torch.distributed.checkpoint.{FSSPEC}").FsspecReader(self.path)
+        elif self._chosen is None:
+            self._chosen = TORCHS_READER(self.path, self._registry)
         return self._chosen
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
         self._chosen = None
         self._native.reset(checkpoint_id)
-        self._torchs.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """What the checkpoint that is there now says of itself."""
@@ -125,7 +129,8 @@ class NativeReaderForTorch(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        return bool(TORCHS_READER.validate_checkpoint_id(checkpoint_id))
+        is_url = "://" in os.fspath(checkpoint_id)
+        return is_store_url(checkpoint_id) if is_url else bool(TORCHS_READER.validate_checkpoint_id(checkpoint_id))
 
 
 # Whoever made one of torch's before the names were replaced still has what the names stand for.

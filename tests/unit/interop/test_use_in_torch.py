@@ -140,9 +140,9 @@ def test_what_torch_derives_from_its_storage_stays_its_own(tmp_path: Path) -> No
         assert TORCHS_OWN[0] in dcp.HuggingFaceStorageWriter.__mro__
         assert TORCHS_OWN[0] in torch_fsspec.FsspecWriter.__mro__
         dcp.save({"a": torch.ones(2)}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))
-        dcp.save({"a": torch.ones(2)}, checkpoint_id=f"memory://{tmp_path.name}")
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=f"fsspec-memory://{tmp_path.name}")
         loaded = {"a": torch.zeros(2)}
-        dcp.load(loaded, checkpoint_id=f"memory://{tmp_path.name}")
+        dcp.load(loaded, checkpoint_id=f"fsspec-memory://{tmp_path.name}")
     assert loaded["a"].sum() == 2
     assert "model.safetensors.index.json" in os.listdir(tmp_path / "hf")
 
@@ -248,9 +248,9 @@ def test_functions_come_back_with_the_last_use_that_replaced_them(tmp_path: Path
 
 def test_functions_take_urls_and_storages_as_torchs_do(tmp_path: Path) -> None:
     with use_in_torch(functions=True):
-        dcp.save({"a": torch.ones(2)}, checkpoint_id=f"memory://functions-{tmp_path.name}")
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=f"fsspec-memory://functions-{tmp_path.name}")
         loaded = {"a": torch.zeros(2)}
-        dcp.load(loaded, checkpoint_id=f"memory://functions-{tmp_path.name}")
+        dcp.load(loaded, checkpoint_id=f"fsspec-memory://functions-{tmp_path.name}")
         assert loaded["a"].sum() == 2
         dcp.save({"a": torch.ones(2)}, storage_writer=TORCHS_OWN[0](tmp_path / "torch's"))
         assert not is_native(tmp_path / "torch's")
