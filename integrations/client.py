@@ -58,6 +58,15 @@ def assert_same(found: Any, expected: Any, place: str = "state") -> None:
         assert found == expected, f"{place}: {found!r} is not {expected!r}"
 
 
+def refusal(kind: type[Exception], action: Callable[[], object]) -> str:
+    """What the error of ``action`` says, which is to fail with one of that ``kind``."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"it was not refused with {kind.__name__}")
+
+
 def native_checkpoints(directory: str) -> list[str]:
     """The native checkpoints below ``directory``; none of torch's own may be there, only markers."""
     root = Path(directory)

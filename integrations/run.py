@@ -1,7 +1,11 @@
-"""Run real programs that save with torch.distributed.checkpoint on native storage, and print what came of each.
+"""Run real programs of the frameworks, under torchrun on CPU and gloo, and print what came of each.
 
-The exit code is 0 when every client that can run on this machine did what it should; one that cannot is listed with the
-reason. ``python integrations/run.py [client ...]`` chooses.
+The exit code is 0 when every case that can run on this machine did what it should; one that cannot is listed with the
+reason. ``python integrations/run.py [word ...]`` chooses those whose framework or name has one of the words.
+
+A case (``cases.py``) is one or more launches of a script of this folder, one after the other, with one directory that
+stays. The script gets that directory and the name of the action, and prints what it has checked as its last line
+(``client.py``).
 """
 
 from __future__ import annotations
@@ -15,69 +19,88 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cases import CASES, Case, Launch
+
 HERE = Path(__file__).parent
-RANKS = 2
 TIMEOUT_S = 300
+OWN_RANKS_TIMEOUT_S = 600  # what starts ranks itself starts services too, and starts them again
 CANNOT_RUN = 77
-CLIENTS = {
-    "accelerate_fsdp2": "accelerate",
-    "fabric_model_parallel": "lightning",
-    "torchtitan_manager": "torchtitan",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a client: ``result`` is "passed", "cannot run here" or "FAILED"."""
+    """What came of a case: ``result`` is "passed", "cannot run here" or "FAILED"."""
 
-    client: str
-    version: str
     result: str
     note: str
 
 
-def run(client: str) -> Outcome:
-    """What comes of ``client`` on two ranks over gloo."""
-    try:
-        version = f"{CLIENTS[client]} {importlib.metadata.version(CLIENTS[client])}"
-    except importlib.metadata.PackageNotFoundError:
-        return Outcome(client=client, version=CLIENTS[client], result="cannot run here", note="it is not installed")
+def launched(case: Case, launch: Launch, directory: str) -> Outcome:
+    """What comes of one launch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory(prefix="holdfast-integration-") as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        try:
-            done = subprocess.run(
-                [*command, str(HERE / f"{client}.py"), directory],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=TIMEOUT_S,
-                env=environment,
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(client=client, version=version, result="FAILED", note=f"not done after {TIMEOUT_S} s")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.ranks}"]
+    command = [sys.executable, *([] if launch.starts_ranks else torchrun)]
+    timeout_s = OWN_RANKS_TIMEOUT_S if launch.starts_ranks else TIMEOUT_S
+    try:
+        done = subprocess.run(
+            [*command, str(HERE / case.script), directory, launch.action],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(result="FAILED", note=f"{launch.action}: not done after {timeout_s} s")
     notes = [json.loads(line)["note"] for line in done.stdout.splitlines() if line.startswith('{"note": ')]
     note = notes[-1] if notes else ""
-    if done.returncode == 0 and notes:
-        return Outcome(client=client, version=version, result="passed", note=note)
     # The launcher has an exit code of its own, and tells those of the ranks in its report.
-    if notes and f"exitcode  : {CANNOT_RUN} " in done.stderr:
-        return Outcome(client=client, version=version, result="cannot run here", note=note)
-    print(done.stderr[-6000:], file=sys.stderr)
-    return Outcome(client=client, version=version, result="FAILED", note="see its output above")
+    if launch.is_killed and "exitcode  : -9 " in done.stderr and not notes:
+        return Outcome(result="passed", note="killed")
+    if done.returncode == 0 and notes and not launch.is_killed:
+        return Outcome(result="passed", note=note)
+    if notes and (f"exitcode  : {CANNOT_RUN} " in done.stderr or done.returncode == CANNOT_RUN):
+        return Outcome(result="cannot run here", note=note)
+    print(done.stdout[-2000:], done.stderr[-6000:], file=sys.stderr)
+    expected = "it was to be killed, and was not" if launch.is_killed else "see its output above"
+    return Outcome(result="FAILED", note=f"{launch.action} on {launch.ranks} ranks: {expected}")
+
+
+def run(case: Case) -> Outcome:
+    """What comes of all launches of ``case``; the note is that of the last one."""
+    try:
+        importlib.metadata.version(case.framework)
+    except importlib.metadata.PackageNotFoundError:
+        return Outcome(result="cannot run here", note="it is not installed")
+    outcome = Outcome(result="FAILED", note="it has no launches")
+    with tempfile.TemporaryDirectory(prefix="holdfast-integration-") as directory:
+        for launch in case.launches:
+            outcome = launched(case, launch, directory)
+            if outcome.result != "passed":
+                break
+    return outcome
 
 
 def main() -> int:
-    """Run the clients that the command line names, or all, and return the exit code."""
-    unknown = sorted(set(sys.argv[1:]) - set(CLIENTS))
-    if unknown:
-        print(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}", file=sys.stderr)
+    """Run the cases that the command line chooses, or all; print the table, and return the exit code."""
+    words = sys.argv[1:]
+    chosen = [case for case in CASES if not words or any(word in f"{case.framework} {case.name}" for word in words)]
+    if not chosen:
+        print(f"no case has one of: {', '.join(words)}", file=sys.stderr)
         return 2
-    outcomes = [run(client) for client in sys.argv[1:] or CLIENTS]
-    print(f"torch {importlib.metadata.version('torch')}, {RANKS} ranks, CPU and gloo, native storage by use_in_torch()")
-    for outcome in outcomes:
-        print(f"{outcome.client:22} {outcome.version:20} {outcome.result:16} {outcome.note}")
-    return int(any(outcome.result == "FAILED" for outcome in outcomes))
+    print(f"torch {importlib.metadata.version('torch')}, CPU and gloo", flush=True)
+    results = []
+    for case in chosen:
+        outcome = run(case)
+        results.append(outcome.result)
+        try:
+            version = importlib.metadata.version(case.framework)
+        except importlib.metadata.PackageNotFoundError:
+            version = "-"
+        ranks = ", then ".join(str(launch.ranks) for launch in case.launches)
+        row = f"{case.framework:13} {version:9} {case.name:44} {ranks:16} {outcome.result:16} {outcome.note}"
+        print(row.rstrip(), flush=True)
+    return int("FAILED" in results)
 
 
 if __name__ == "__main__":

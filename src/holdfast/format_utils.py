@@ -23,6 +23,7 @@ from holdfast._state.tensors import empty_tensor
 from holdfast._torch_codec.pickles import read_pt, serialize_object
 from holdfast._values.box import Box
 from holdfast.default_planner import DefaultLoadPlanner
+from holdfast.default_planner import _EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
 from holdfast.errors import CheckpointError, Difference, InternalError, MismatchError
 from holdfast.interop import convert
 from holdfast.metadata import (
@@ -36,6 +37,7 @@ from holdfast.metadata import (
 )
 from holdfast.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from holdfast.planner_helpers import can_cast, dtype_difference
+from holdfast.state_dict_loader import _load_state_dict as _load_state_dict
 from holdfast.storage import StorageReader, ValueBuffer, finished
 from holdfast.utils import _DistWrapper
 

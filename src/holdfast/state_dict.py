@@ -37,5 +37,6 @@ set_model_state_dict = _torchs.set_model_state_dict
 set_optimizer_state_dict = _torchs.set_optimizer_state_dict
 set_state_dict = _torchs.set_state_dict
 # Private in torch, and used by frameworks all the same.
+_init_optim_state = _torchs._init_optim_state
 _patch_model_state_dict = _torchs._patch_model_state_dict
 _patch_optimizer_state_dict = _torchs._patch_optimizer_state_dict

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from holdfast._ranks.ranks import Failure, combine, describe, pack, unpack
 from holdfast._state.pieces import is_sharded, piece_at, pieces_of
 from holdfast._torch_codec.pickles import decode_message, encode_message
-from holdfast.errors import CheckpointException, RankDisagreementError
+from holdfast.api import _is_wrapped_exception
+from holdfast.errors import WRAPPED_EXCEPTION, CheckpointException, RankDisagreementError
 from holdfast.metadata import STATE_DICT_TYPE, MetadataIndex
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ __all__ = ["CheckpointException", "find_state_dict_object", "find_tensor_shard"]
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
+
+
+def _get_failure_dict(results: list[Any]) -> dict[int, WRAPPED_EXCEPTION]:
+    """The failures among ``results``, by the rank that gave each."""
+    return {rank: result for rank, result in enumerate(results) if _is_wrapped_exception(result)}
 
 
 class _Told(NamedTuple):

@@ -13,6 +13,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import (
     _async_process_executor,
     _extension,
+    _nested_dict,
+    _traverse,
     filesystem,
     logger,
     metadata,
@@ -31,6 +33,8 @@ from holdfast.metadata import BytesStorageMetadata, Metadata, TensorStorageMetad
 __all__ = [
     "_async_process_executor",
     "_extension",
+    "_nested_dict",
+    "_traverse",
     "filesystem",
     "logger",
     "metadata",
