@@ -28,6 +28,7 @@ import holdfast
 from holdfast._io import posix
 from holdfast.cli.convert import EXAMPLES as CONVERT_EXAMPLES
 from holdfast.cli.convert import convert_command
+from holdfast.cli.look import add_look_commands
 from holdfast.cli.show import EXAMPLES as SHOW_EXAMPLES
 from holdfast.cli.show import (
     as_options,
@@ -60,7 +61,7 @@ Examples:
 _CODES = """\b
 Exit codes:
   0  all is well
-  1  a checkpoint is damaged, or something in it is refused
+  1  damaged, or something in it is refused; diff: not all is the same
   2  the command line is wrong
   3  there is no checkpoint
   4  no permission, or a file or the output cannot be read or written"""
@@ -149,6 +150,7 @@ def every_command(
 
 
 app.command("show", epilog=f"{SHOW_EXAMPLES}\n\n{_CODES}")(show_command)
+add_look_commands(app, _CODES)
 add_step_commands(app, _CODES)
 app.command("convert", epilog=f"{CONVERT_EXAMPLES}\n\n{_CODES}")(convert_command)
 

@@ -48,17 +48,17 @@ def steps(root: Root, as_json: AsJson = False) -> None:
 
     A step is whole if it has all its files, in their sizes. A step that is pinned, or held by a reader, is not deleted.
     """
+    from holdfast._io import files
     from holdfast._native.publish import format_at  # late, because they import torch
-    from holdfast._steps.listing import held_steps, is_whole
 
     with as_options():
         run = holdfast.Steps(root)
-        found, held = run.steps(), held_steps(run.root)
-        if not found and not os.path.isdir(root):
+        found, held = run.steps(), run.held()
+        if not found and not files.exists(run.root):
             raise holdfast.NotFoundError(f"there is no directory {root!r}")
         if not found and format_at(run.root) is not None:
             raise holdfast.NotFoundError(f"{root!r} is a checkpoint, not the directory of a run; see holdfast show")
-    wholes = {step.step for step in found if not step.problem and is_whole(step)}
+    wholes = {step.step for step in found if not step.problem and run.is_whole(step)}
     if as_json:
         listed = [
             {
@@ -161,9 +161,11 @@ def delete(
     """
     if len(paths) > 1 and all(re.fullmatch("[0-9]+", path) for path in paths[1:]):
         paths = [os.path.join(paths[0], f"step-{int(step)}") for step in paths[1:]]
+    from holdfast._io import posix
+
     reports = []
     for path in paths:
-        root, _, number = os.path.abspath(path).rpartition(f"{os.sep}step-")
+        root, _, number = posix.absolute(path).rstrip(os.sep).rpartition(f"{os.sep}step-")
         with as_options():
             if re.fullmatch("0|[1-9][0-9]*", number):
                 done = holdfast.Steps(root).delete(int(number), force=force)

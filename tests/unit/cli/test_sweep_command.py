@@ -32,9 +32,9 @@ def test_nothing_to_do_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_url_is_refused_by_name() -> None:
-    result = run("s3://bucket/checkpoints")
+    result = run("ftp://bucket/checkpoints")
     assert result.exit_code == 2
-    assert "only local directories can be swept" in result.stderr
+    assert "only directories and object stores can be swept" in result.stderr
 
 
 def test_a_dry_run_lists_what_is_dead_and_how_to_remove_it(root: Path) -> None:
