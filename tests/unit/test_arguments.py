@@ -51,7 +51,7 @@ def test_a_path_is_text(tmp_path: Path) -> None:
         lambda: convert(tmp_path / "a", path, to="pt"),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match=r"a path is a str or an os.PathLike of one, not bytes; use os\.fsdecode"):
+        with pytest.raises(TypeError, match=r"a path is a str, or a PathLike of one, not bytes; use os\.fsdecode"):
             call()
     for storage in (holdfast.FileSystemWriter, holdfast.FileSystemReader):
         with pytest.raises(TypeError, match="bytes"):

@@ -52,6 +52,7 @@ def test_a_handle_shows_what_is_its_owners(path: str) -> None:
     assert {name for name in dir(handle) if not name.startswith("_")} == {
         *("add_done_callback", "bytes_done", "bytes_total", "cancel", "cancelled", "done", "exception", "fence"),
         *(
+            "path",
             "phase",
             "report",
             "result",

@@ -71,7 +71,7 @@ def test_sizes_of_either_format_are_looked_at_without_reading_data(
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("memory://a", {}, "URL"),
+        ("ftp://a", {}, "URL"),
         ("native", {"level": "sizes", "sample": 0.5}, "only level 'digests' reads a sample"),
         ("native", {"level": "bytes"}, "level must be one of"),
         ("native", {"sample": 0}, "and sample more than 0"),
@@ -91,8 +91,8 @@ def test_there_must_be_something_to_verify_or_to_sweep(tmp_path: Path) -> None:
         holdfast.verify(tmp_path / "nothing")
     with pytest.raises(holdfast.NotFoundError):
         holdfast.sweep(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="only local directories can be swept"):
-        holdfast.sweep("memory://a")
+    with pytest.raises(ValueError, match="only directories and object stores"):
+        holdfast.sweep("ftp://a")
 
 
 def test_a_sweep_lists_and_removes_what_is_dead(tmp_path: Path) -> None:
