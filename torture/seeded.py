@@ -134,16 +134,16 @@ class Bug:
     change: Change
     tests: tuple[str, ...]
 
-    def changed(self, source: Path) -> str:
-        """The code of the file with the bug in it; ValueError where there is nothing to change."""
+    def changed(self, source: Path) -> ast.Module:
+        """The file with the bug in it; ValueError where there is nothing to change."""
         tree = ast.parse((source / "holdfast" / self.file).read_text())
         if not self.change(dict(_functions(tree))[self.function]):
             raise ValueError(f"{self.name}: nothing of this kind is in {self.function} of {self.file}")
-        return ast.unparse(ast.fix_missing_locations(tree))
+        return ast.fix_missing_locations(tree)
 
     def seed(self, source: Path) -> None:
         """Put the bug into the copy of the package at ``source``."""
-        (source / "holdfast" / self.file).write_text(self.changed(source))
+        (source / "holdfast" / self.file).write_text(ast.unparse(self.changed(source)))
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -493,7 +493,7 @@ def all_bugs(source: Path) -> list[Bug]:
         raise ValueError(f"these checks are listed as harmless, and are not there: {sorted(stale)}")
     bugs += [bug for bug in made if bug.name not in HARMLESS]
     for bug in bugs:
-        ast.parse(bug.changed(source))
+        bug.changed(source)
     return bugs
 
 

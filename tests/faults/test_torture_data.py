@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("torture")
     command = [sys.executable, "torture/run.py", "--quick", "--seed", "7", "--output", str(output), "--part", *LEAST]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
     assert (output / "torture.json").exists(), done.stdout[-3000:] + done.stderr[-3000:]
     parts: dict[str, Any] = json.loads((output / "torture.json").read_text())
     return parts
