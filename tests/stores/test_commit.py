@@ -260,3 +260,16 @@ def test_what_stays_of_a_replaced_checkpoint_is_told(
     holdfast.save({"a": torch.zeros(3)}, path)
     assert "was replaced, and the objects of before stay: no right to delete" in caplog.text
     assert holdfast.read(path)["a"].tolist() == [0, 0, 0]
+
+
+def test_what_stays_of_a_save_that_failed_is_told(
+    spoiled: Place, proxy: Proxy, state: State, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{spoiled.url}/a"
+    proxy.spoil("403", always=True, where=is_manifest)
+    proxy.spoil("403", always=True, where=lambda request: request.operation == "delete")
+    with pytest.raises(holdfast.StorageError, match="credentials"):
+        holdfast.save(state(), url)
+    assert f"a save to {url!r} failed, and its objects stay: cannot remove" in caplog.text
+    proxy.reset()
+    assert len(spoiled.objects("a")) == 2

@@ -125,8 +125,8 @@ class StorePlace:
         try:
             ours = (f"data-{attempt}-", f"index-{attempt}.")
             store_of(path).delete([f"{path}/{name}" for name in store_of(path).sizes(path) if name.startswith(ours)])
-        except CheckpointError:
-            pass  # what stays is invisible, and a sweep shows it
+        except CheckpointError as error:  # what stays is invisible, and a sweep shows it
+            logger.warning("a save to %r failed, and its objects stay: %s", path, error)
 
 
 class ObjectPacker:
