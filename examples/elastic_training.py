@@ -20,8 +20,8 @@ from fsdp2 import Job
 from holdfast import CheckpointManager, Every, Latest
 from tiny_transformer import process_group
 
-STEPS = 30
-STEPS_BETWEEN_SAVES = 5
+STEPS = 20
+STEPS_BETWEEN_SAVES = 4
 WIDTH = 512
 LAYERS = 1
 

@@ -55,7 +55,7 @@ def run(options: Options) -> PartResult:
 
 
 def _rounds(options: Options) -> int:
-    return 20 if options.quick else 600
+    return 10 if options.quick else 600
 
 
 def load_what_is_missing(*, folder: str, seed: int) -> Case:
