@@ -22,7 +22,7 @@ PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores clean
+.PHONY: help setup demo test lint types layers compiled unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -41,7 +41,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train on 4 ranks, kill them in the middle of a save, resume on 4 and on 2, and compare
 	@$(BIN)/python examples/demo.py
 
-test: lint types layers unit ## all that CI checks: lint, types, layers, tests
+test: $(STAMP) ## all that CI checks: lint, types, layers, tests
+	@$(MAKE) --no-print-directory -j2 -O lint types layers compiled
+	@$(MAKE) --no-print-directory unit
+
+# Here once, and beside mypy; otherwise each worker compiles all tests when it collects them.
+compiled: $(STAMP)
+	@$(PYTEST) --collect-only -qq > /dev/null
 
 lint: $(STAMP) ## ruff: format and rules
 	$(BIN)/ruff format --check $(LINTED)
