@@ -48,6 +48,7 @@ class Page(HTMLParser):
 
 
 def broken_links(pages: dict[Path, Page]) -> list[str]:
+    """Links that lead to no file, or to no anchor of a page."""
     broken = []
     for path, page in pages.items():
         for link in page.links:
@@ -58,12 +59,15 @@ def broken_links(pages: dict[Path, Page]) -> list[str]:
             goal = goal / "index.html" if goal.is_dir() else goal
             if not goal.is_file():
                 broken.append(f"{path.relative_to(SITE)} links to {link}, which is not there")
-            elif parts.fragment and goal in pages and unquote(parts.fragment) not in pages[goal].anchors | {"__comments"}:
+            elif (
+                parts.fragment and goal in pages and unquote(parts.fragment) not in pages[goal].anchors | {"__comments"}
+            ):
                 broken.append(f"{path.relative_to(SITE)} links to {link}; that page has no such anchor")
     return broken
 
 
 def outside_requests(pages: dict[Path, Page]) -> list[str]:
+    """What a browser would fetch from other hosts to show a page."""
     found = []
     for path, page in pages.items():
         for value in page.loaded:
@@ -71,19 +75,21 @@ def outside_requests(pages: dict[Path, Page]) -> list[str]:
                 found.append(f"{path.relative_to(SITE)} loads {value}")
         found += [f"{path.relative_to(SITE)} has a {name}" for name in MADE_BY_SCRIPTS if name in page.classes]
     for sheet in SITE.rglob("*.css"):
-        for value in re.findall(r"url\(['\"]?((?:https?:)?//[^)]*)|@import\s*['\"]((?:https?:)?//[^'\"]*)", sheet.read_text()):
+        for value in re.findall(r"(?:url\(['\"]?|@import\s*['\"])((?:https?:)?//[^)'\"]*)", sheet.read_text()):
             found.append(f"{sheet.relative_to(SITE)} loads {value}")
     return found
 
 
 def main() -> None:
+    """Print what is wrong, or how much was looked at."""
     pages = {path.resolve(): Page(path.read_text()) for path in SITE.rglob("*.html")}
     anchors = set().union(*(page.anchors for path, page in pages.items() if path.parent.name == "api"))
     wrong = broken_links(pages) + outside_requests(pages)
-    wrong += [f"no page has an entry for holdfast.{name}" for name in holdfast.__all__ if f"holdfast.{name}" not in anchors]
+    lost = [name for name in holdfast.__all__ if f"holdfast.{name}" not in anchors]
+    wrong += [f"no page has an entry for holdfast.{name}" for name in lost]
     wrong += [f"{name} is not in the site" for name in ("index.html", "llms.txt") if not (SITE / name).is_file()]
     links = sum(len(page.links) for page in pages.values())
-    print("\n".join(wrong) or f"{len(pages)} pages, {links} links: all of them lead somewhere, and nothing is loaded from elsewhere")
+    print("\n".join(wrong) or f"{len(pages)} pages, {links} links: all lead somewhere, nothing comes from other hosts")
     sys.exit(bool(wrong))
 
 

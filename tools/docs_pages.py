@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import griffe
 import typer.main
@@ -48,32 +49,40 @@ GUIDES = {
     "migrate-from-dcp": "Moving over from torch",
     "planners": "Planners and storages",
 }
-# Pages of the API: title, and the modules whose public names they have, in this order.
+# Pages of the API: title, guide, and the modules whose public names they have, in this order.
 API = {
-    "saving": ("Save and load", "_saver _loader _state.per_rank _values.records _version"),
-    "async": ("Save in the background", "_async_saver staging"),
-    "looking": ("Open, check, compare, convert", "_checkpoint _look.diff _look.elements _look.statistics interop"),
+    "saving": ("Save and load", "saving-and-loading", "_saver _loader _state.per_rank _values.records _version"),
+    "async": ("Save in the background", "async", "_async_saver staging"),
+    "looking": (
+        "Open, check, compare, convert",
+        "looking",
+        "_checkpoint _look.diff _look.elements _look.statistics interop",
+    ),
     "steps": (
         "The steps of a run",
+        "steps",
         "_steps.manager _steps.resuming _steps.policies _steps.stopping _steps.listing _steps.following "
         "_native.delete _native.sweep",
     ),
-    "errors": ("Errors", "errors"),
-    "hugging-face": ("Hugging Face folders", "hf hf_storage quantized_hf_storage"),
-    "mapping": ("Names and layouts", "_mapping.mappings mapping"),
-    "stores": ("Object stores", "_io.stores"),
-    "events": ("Events", "events"),
+    "errors": ("Errors", "saving-and-loading", "errors"),
+    "hugging-face": ("Hugging Face folders", "hugging-face", "hf hf_storage quantized_hf_storage"),
+    "mapping": ("Names and layouts", "hugging-face", "_mapping.mappings mapping"),
+    "stores": ("Object stores", "object-stores", "_io.stores"),
+    "events": ("Events", "events", "events"),
     "frameworks": (
         "Frameworks",
+        "frameworks",
         "integrations integrations.accelerate integrations.lightning integrations.ray integrations.torchtitan "
         "integrations.transformers",
     ),
     "planners": (
         "Planners and storages",
+        "planners",
         "planner default_planner planner_helpers storage metadata stateful _native.writer _native.reader",
     ),
     "torch": (
         "Modules with torch's names",
+        "migrate-from-dcp",
         "api filesystem format_utils fsspec_filesystem logger optimizer resharding state_dict state_dict_loader "
         "state_dict_saver utils cli",
     ),
@@ -101,6 +110,7 @@ def copy_documents() -> None:
 
 
 def copy(source: Path, target: Path) -> None:
+    """Copy a file, and make the folder that it goes to."""
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
 
@@ -128,9 +138,7 @@ def with_links(document: Path, page: Path, pages: dict[str, str]) -> str:
         return f"{found[1]}{os.path.relpath(goal, page.parent)}{mark}{anchor}{found[3]}"
 
     parts = re.split(r"(^```.*?^```$)", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return "".join(
-        part if part.startswith("```") else re.sub(r"(\]\()([^)\s]+)(\))", moved, part) for part in parts
-    )
+    return "".join(part if part.startswith("```") else re.sub(r"(\]\()([^)\s]+)(\))", moved, part) for part in parts)
 
 
 def public_names(module: griffe.Module) -> list[str]:
@@ -149,44 +157,48 @@ def write_api(package: griffe.Module) -> Nav:
     adapters = [name for name, each in package["integrations"].members.items() if isinstance(each, griffe.Module)]
     modules = set(dir(holdfast)) - set(holdfast.__all__) | {f"integrations.{name}" for name in adapters}
     modules -= {"integrations.torchtitan_state"}  # a part of the adapter
-    placed = {module for _, names in API.values() for module in names.split()}
+    placed = {module for *_, names in API.values() for module in names.split()}
     at_top: dict[str, list[str]] = {}
     for name in public_names(package):
-        at_top.setdefault(package.members[name].target_path.removeprefix("holdfast.").rpartition(".")[0], []).append(name)
+        at_top.setdefault(package.members[name].target_path.removeprefix("holdfast.").rpartition(".")[0], []).append(
+            name
+        )
     if lost := (modules | at_top.keys()) - placed:
         raise SystemExit(f"no page of the API has {', '.join(sorted(lost))}: add it to API in tools/docs_pages.py")
     nav: Nav = []
-    texts: list[str] = []
-    for page, (title, names) in API.items():
-        text = f"# {title}\n\n"
+    (PAGES / "api").mkdir()
+    for page, (title, guide, names) in API.items():
+        text = f"# {title}\n\nBy example: [{GUIDES[guide]}](../guides/{guide}.md).\n\n"
         for module in names.split():
-            text += "".join(entries(package, "holdfast", at_top.get(module, []), "##"))
             if module in modules:
                 text += module_section(package, module, at_top.get(module, []))
-        (PAGES / "api").mkdir(exist_ok=True)
+            else:
+                text += "".join(entries(package, "holdfast", at_top[module], "##"))
         (PAGES / "api" / f"{page}.md").write_text(text)
         nav.append({title: f"api/{page}.md"})
-        texts.append(text)
     return nav
 
 
 def module_section(package: griffe.Module, name: str, at_top: list[str]) -> str:
-    """What a public module has beside the names that ``holdfast`` itself has, to which it links."""
+    """What a public module is for, and its names; links to those that are on other pages, as names of ``holdfast``."""
     module = package[name]
     said = documented(module, f"holdfast.{name}")
-    shared = [each for each in public_names(module) if each in holdfast.__all__]
+    shared = [each for each in public_names(module) if each in holdfast.__all__ and each not in at_top]
     own = [each for each in public_names(module) if each not in holdfast.__all__]
     text = f"## holdfast.{name} {{ #holdfast.{name} }}\n\n{said}\n\n"
     if shared:
         links = ", ".join(f"[`{each}`][holdfast.{each}]" for each in shared)
         text += f"It also has these names of `holdfast`: {links}.\n\n"
+    text += "".join(entries(package, "holdfast", at_top, "###"))
     return text + "".join(entries(package, f"holdfast.{name}", own, "###"))
 
 
 def documented(value: griffe.Object | griffe.Alias, path: str) -> str:
-    if value.docstring is None or not value.docstring.value.strip():
+    """The docstring of ``value``, which must have one."""
+    said: str = value.docstring.value.strip() if value.docstring is not None else ""
+    if not said:
         raise SystemExit(f"{path} is public and has no docstring")
-    return value.docstring.value
+    return said
 
 
 def entries(package: griffe.Module, module: str, names: list[str], heading: str) -> Iterator[str]:
@@ -194,13 +206,15 @@ def entries(package: griffe.Module, module: str, names: list[str], heading: str)
     where = package if module == "holdfast" else package[module.removeprefix("holdfast.")]
     found = [(name, where.members[name]) for name in names]
     found = [(name, each.final_target if isinstance(each, griffe.Alias) else each) for name, each in found]
-    for name, value in sorted(found, key=lambda each: (each[1].is_class, each[1].lineno or 0)):
+    for name, value in sorted(found, key=lambda each: (each[1].is_attribute, each[1].is_class, each[1].lineno or 0)):
         documented(value, f"{module}.{name}")
+        # Where a signature has the fields, only those with a docstring of their own are shown once more.
+        has_signature = value.is_class and ("dataclass" in value.labels or "__init__" in value.members)
         shown = [
             member
             for member, each in value.members.items()
-            if not member.startswith("_")
-            and (isinstance(each, griffe.Function) or (isinstance(each, griffe.Attribute) and each.docstring))
+            if not member.startswith("_") and isinstance(each, (griffe.Function, griffe.Attribute))
+            if each.is_function or each.docstring or not has_signature
         ]
         yield f"::: {module}.{name}\n    options:\n      heading_level: {len(heading)}\n"
         yield f"      members: {json.dumps(shown) if shown and value.is_class else 'false'}\n\n"
@@ -208,9 +222,9 @@ def entries(package: griffe.Module, module: str, names: list[str], heading: str)
 
 def write_commands() -> Nav:
     """A page for each command, made from the command itself."""
-    (PAGES / "cli").mkdir(exist_ok=True)
-    group = typer.main.get_command(holdfast.cli.app)
-    commands = getattr(group, "commands").items()  # noqa: B009 - click's type has no commands
+    (PAGES / "cli").mkdir()
+    group: Any = typer.main.get_command(holdfast.cli.app)
+    commands = group.commands.items()
     (PAGES / "cli" / "index.md").write_text(
         command_page(group, "holdfast")
         + "\n## Commands\n\n| | |\n|---|---|\n"
@@ -218,16 +232,18 @@ def write_commands() -> Nav:
     )
     for name, command in commands:
         (PAGES / "cli" / f"{name}.md").write_text(command_page(command, f"holdfast {name}"))
-    return [{"holdfast": "cli/index.md"}, *({name: f"cli/{name}.md"} for name, _ in commands)]
+    rows: Nav = [{name: f"cli/{name}.md"} for name, _ in commands]
+    return [{"holdfast": "cli/index.md"}, *rows]
 
 
 def first_line(text: str | None) -> str:
+    """The first line of ``text``, for a table."""
     return (text or "").partition("\n")[0].replace("|", "\\|")
 
 
-def command_page(command: typer.core.TyperCommand | typer.core.TyperGroup, name: str) -> str:
+def command_page(command: Any, name: str) -> str:
     """Help, usage, options, examples and exit codes of a command."""
-    context = command.context_class(command, info_name=name, **holdfast.cli.app.info.context_settings)
+    context = command.context_class(command, info_name=name, help_option_names=["-h", "--help"])
     usage = command.get_usage(context).removeprefix("Usage: ")
     rows = [row for each in command.get_params(context) if (row := each.get_help_record(context))]
     table = "".join(f"| `{option}` | {cell(meaning)} |\n" for option, meaning in rows)
@@ -257,7 +273,7 @@ def order(api: Nav, commands: Nav) -> Nav:
         {"Guides": [{GUIDES.get(page.stem, page.stem): f"guides/{page.name}"} for page in guides]},
         {"API": api},
         {"Commands": commands},
-        {"Promises": [{"Guarantees": "guarantees.md"}, {"Security": "security.md"}, {"Names and versions": "deprecation.md"}]},
+        {"Promises": [{"Guarantees": "guarantees.md"}, {"Security": "security.md"}, {"Versions": "deprecation.md"}]},
         {"Format": "format.md"},
         {"Performance": [{"Asynchronous saves": "performance.md"}, {"Thousands of ranks": "performance-scale.md"}]},
         {"How it is built": [{"Architecture": "architecture.md"}, {"Contributing": "contributing.md"}]},
@@ -272,6 +288,7 @@ def order(api: Nav, commands: Nav) -> Nav:
 
 
 def toml(value: str | Nav | dict[str, str | Nav]) -> str:
+    """``value`` as TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{json.dumps(key)} = {toml(each)}" for key, each in value.items()) + " }"
     return json.dumps(value) if isinstance(value, str) else f"[{', '.join(map(toml, value))}]"
@@ -294,6 +311,7 @@ def write_for_programs(nav: Nav) -> None:
 
 
 def main() -> None:
+    """Make everything in ``build/docs`` anew, but the site itself."""
     shutil.rmtree(BUILD, ignore_errors=True)
     PAGES.mkdir(parents=True)
     copy_documents()
