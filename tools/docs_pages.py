@@ -168,7 +168,9 @@ def write_api(package: griffe.Module) -> Nav:
     nav: Nav = []
     (PAGES / "api").mkdir()
     for page, (title, guide, names) in API.items():
-        text = f"# {title}\n\nBy example: [{GUIDES[guide]}](../guides/{guide}.md).\n\n"
+        found = [name for module in names.split() for name in at_top.get(module, [])]
+        listed = ", ".join(f"[`{name}`][holdfast.{name}]" for name in sorted(found, key=lambda name: name[0].isupper()))
+        text = f"# {title}\n\n{listed}{listed and '. '}By example: [{GUIDES[guide]}](../guides/{guide}.md).\n\n"
         for module in names.split():
             if module in modules:
                 text += module_section(package, module, at_top.get(module, []))
@@ -302,8 +304,8 @@ def write_for_programs(nav: Nav) -> None:
         for page in re.findall(r'"([^"]+\.md)"', json.dumps(pages)):
             text = (PAGES / page).read_text()
             title = text.partition("\n")[0].removeprefix("# ")
-            said = re.search(r"^(?![#:|`<\s-])(.+?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
-            summary = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(said[1].split())) if said else ""
+            said = re.search(r"^(?!#|:::|\||```|<|- |\s)(.+?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+            summary = re.sub(r"\[([^]]*)\](\([^)]*\)|\[[^]]*\])", r"\1", " ".join(said[1].split())) if said else ""
             listed += f"- [{title}]({page.removesuffix('.md')}.html): {summary}\n"
             full += f"<!-- {page} -->\n\n{text}\n\n"
     (PAGES / "llms.txt").write_text(listed)
