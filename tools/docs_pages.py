@@ -148,7 +148,8 @@ def public_names(module: griffe.Module) -> list[str]:
     return [
         name
         for name, member in module.members.items()
-        if not name.startswith("_") and isinstance(member, (griffe.Function, griffe.Class))
+        if not name.startswith("_") and isinstance(member, griffe.Object) and not member.is_module
+        if not member.is_attribute or member.docstring
     ]
 
 
