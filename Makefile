@@ -13,7 +13,7 @@ STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # What is typed and linted; a folder that is not there is left out.
 TYPED := $(wildcard src benchmarks examples tools torture)
-LINTED := $(wildcard src benchmarks examples integrations tools torture tests)
+LINTED := $(wildcard src benchmarks examples integrations tools torture tests setup.py)
 BENCH_OPTIONS ?=
 TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
