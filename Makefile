@@ -5,12 +5,15 @@ INTEGRATIONS := .venv-integrations
 EVENTS := .venv-events
 HUGGINGFACE := .venv-huggingface
 STORES := .venv-stores
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.set-up
+RELEASE := .venv-release
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # What is typed and linted; a folder that is not there is left out.
 TYPED := $(wildcard src benchmarks examples tools torture)
-LINTED := $(wildcard src benchmarks examples integrations tools torture tests)
+LINTED := $(wildcard src benchmarks examples integrations tools torture tests setup.py)
 BENCH_OPTIONS ?=
 TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
@@ -22,7 +25,7 @@ PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers compiled unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores clean
+.PHONY: help setup demo test lint types layers compiled unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores docs test-docs release-check clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -105,6 +108,24 @@ test-stores: $(STAMP) ## moto, SeaweedFS, Azurite and rclone as object stores; n
 	@PATH="$$PATH:$(CURDIR)/$(STORES)/bin:$(CURDIR)/$(STORES)/node_modules/.bin" \
 		$(PYTEST) $(PYTEST_PARALLEL) $(PYTEST_OPTIONS) tests/faults/test_spoiling.py $(wildcard tests/stores)
 
+docs: $(DOCS_STAMP) ## the documentation site, in build/docs/site; fails for a broken link, a public name without docstring; sets up $(DOCS)
+	@$(DOCS)/bin/python tools/docs_pages.py
+	@cd build/docs && $(CURDIR)/$(DOCS)/bin/zensical build --strict
+	@$(DOCS)/bin/python tools/docs_check.py
+
+test-docs: $(DOCS_STAMP) ## faults in the documentation, one by one: make docs must fail for each
+	@$(DOCS)/bin/python tools/docs_faults.py
+
+$(DOCS_STAMP): tools/requirements-docs.txt constraints.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -r tools/requirements-docs.txt
+	@touch $(DOCS_STAMP)
+
+release-check: ## sdist and wheel, looked at by twine, pyroma and check-wheel-contents, and used in a bare environment; sets up $(RELEASE)
+	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install -qq --disable-pip-version-check -r tools/requirements-release.txt
+	@$(RELEASE)/bin/python tools/release_check.py
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) $(DOCS) $(RELEASE) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

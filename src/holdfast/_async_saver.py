@@ -84,6 +84,10 @@ def async_save(
         InvalidStateError: the state has something that cannot be stored.
         CheckpointError: the last save failed, and you did not ask its handle; or as for ``save``. ``result`` of the
             handle raises what fails later.
+
+    Examples:
+        >>> handle = holdfast.async_save({"model": model, "step": 200}, "checkpoints/step-200")
+        >>> metadata = handle.result()  # waits until the checkpoint is published and durable
     """
     handle, begun = AsyncSave(), time.monotonic()
     ranks = participants(

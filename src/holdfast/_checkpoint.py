@@ -341,6 +341,10 @@ def open(path: str | os.PathLike[str], *, verify: bool = True, allow_pickle: boo
 
     With ``verify``, a read takes whole 1 MiB blocks and checks them; without it only the bytes wanted and small gaps
     between them. In torch's format a read takes only the bytes wanted, and checks them if they are a whole chunk.
+
+    Examples:
+        >>> with holdfast.open("checkpoints/step-100") as checkpoint:
+        ...     rows = checkpoint["model.weight"][2:4]
     """
     with Door():
         while True:
@@ -377,6 +381,10 @@ def verify(
         NotFoundError: there is no checkpoint.
         CorruptError: the manifest or the index is damaged, so nothing else can be checked.
         StorageError: the file system refused; the checkpoint may still be whole.
+
+    Examples:
+        >>> holdfast.verify("checkpoints/step-100").ok
+        True
     """
     if is_for_fsspec(path):
         raise ValueError("verify does not read from this kind of URL; copy the checkpoint to a directory first")

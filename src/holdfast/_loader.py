@@ -144,15 +144,13 @@ def load(
 ) -> LoadReport | State:
     """Load ``checkpoint_id`` into ``state_dict``, in place; ``load(path)`` alone is ``read(path)``.
 
-    In a job of several ranks, all of them call it, each with its own target. Any number of ranks, on any mesh, may have
-    written the checkpoint.
+    In a job of several ranks, all of them call it, each with its own target; other ranks, on any mesh, may have saved.
 
     Args:
         state_dict: the target, nested like the saved state. Tensors are filled, on any device; other values are set;
             ``load_state_dict`` of Stateful objects is called. Meta tensors are replaced by CPU tensors. An empty
             container gets all that is stored below it, on the CPU; a new optimizer, in the layout of its parameters.
-        checkpoint_id: the directory of the checkpoint, or the URL of one in torch's format, which needs fsspec.
-            A storage here is torch's old form.
+        checkpoint_id: the directory or URL of the checkpoint, or a Hugging Face folder. A storage is torch's old form.
         storage_reader: a storage to read from, instead of ``checkpoint_id``; ours or torch's.
         planner: decides what to read, instead of everything in the target; ours or torch's.
         process_group: only these ranks take part.
@@ -169,6 +167,9 @@ def load(
         MismatchError: see ``strict``.
         CorruptError: something is not what was written; the contents of the target are then undefined.
         RankLostError: a rank died, or made no progress for ``options.deadline_s`` seconds.
+
+    Examples:
+        >>> report = holdfast.load({"model": model, "step": 0}, "checkpoints/step-100")
     """
     if isinstance(state_dict, (str, bytes, os.PathLike)):
         if isinstance(checkpoint_id, Mapping):
@@ -203,7 +204,7 @@ def read(
 ) -> State:
     """Return everything in the checkpoint at ``path``, nested as it was saved, on the CPU; other ranks take no part.
 
-    With ``keys``, return only these and everything below them: "model" includes "model.weight". A key that is not there
+    With ``keys``, as ["step", "model"], return only these and all that is below them. A key that is not there
     raises MismatchError. With a ``Mapping``, return what is inside. ``types`` adds to ``options.types``.
     """
     options = replace(options, types=(*options.types, *checked_types(types)))
@@ -327,8 +328,7 @@ def _load(
                 break
             except (CorruptError, NotFoundError) as error:
                 ranks.again()
-                was_replaced = partial(_was_replaced, reader, find_reader)
-                if ranks.all_reduce("looking for another checkpoint", was_replaced, any):
+                if ranks.all_reduce("looking for another checkpoint", partial(_was_replaced, reader, find_reader), any):
                     _close(reader)
                     continue
                 if is_touched and is_callers:

@@ -156,6 +156,9 @@ def save(
         RankDisagreementError: ranks gave different paths, or different things under one key.
         StorageError: the file system refused. Nothing of this save is visible, and the old checkpoint is still there;
             but if only the last sync of the directory failed, the new one is visible, and may not be durable.
+
+    Examples:
+        >>> metadata = holdfast.save({"model": model, "step": 100}, "checkpoints/step-100")
     """
     ranks = participants(
         process_group, no_dist=no_dist, call="save", place=checkpoint_id, deadline_s=options.deadline_s

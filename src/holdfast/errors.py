@@ -80,6 +80,7 @@ def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, obj
 
 
 CheckpointException = CheckpointError
+"""torch's name for the base of all errors: the same class as ``CheckpointError``."""
 
 
 def first_line(message: object) -> str:

@@ -100,6 +100,9 @@ def export(
         InvalidStateError: the state has something that no such file can hold; it names all keys.
         AlreadyPublishedError: the folder exists, is not empty, and ``overwrite`` is not set.
         StorageError: the file system refused. The old folder is as it was.
+
+    Examples:
+        >>> metadata = holdfast.hf.export(model, "my-model", dtype=torch.bfloat16)
     """
     form = FolderForm(dtype=dtype, like=like, assets=assets, options=options)
     return save(_tensors(state), **_arguments(path, form, mapping, overwrite=overwrite))

@@ -21,3 +21,4 @@ class Stateful(Protocol):
 
 
 StatefulT = TypeVar("StatefulT", bound=Stateful)
+"""Any type of such objects, for annotations."""

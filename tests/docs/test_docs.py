@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import json
+import operator
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +189,21 @@ def test_the_guide_has_every_error() -> None:
     guide = (ROOT / "docs" / "guides" / "saving-and-loading.md").read_text().partition("## Errors to catch")[2]
     there = set(re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE))
     assert there == set(holdfast.errors.__all__) - {"CheckpointError", "CheckpointException", "Difference"}
+
+
+WITH_EXAMPLES = ["save", "load", "open", "verify", "async_save", "diff", "statistics", "convert", "follow", "hf.export"]
+
+
+def test_the_examples_of_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"holdfast": holdfast, "torch": torch, "model": torch.nn.Linear(4, 4)}
+    runner = doctest.DocTestRunner(verbose=False)
+    for name in WITH_EXAMPLES:
+        text = inspect.getdoc(operator.attrgetter(name)(holdfast))
+        assert text is not None
+        found = doctest.DocTestParser().get_doctest(text, names, f"holdfast.{name}", None, None)
+        assert found.examples, f"holdfast.{name} has no example"
+        assert runner.run(found, clear_globs=False).failed == 0
 
 
 def test_architecture_stays_short() -> None:

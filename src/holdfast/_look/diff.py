@@ -110,6 +110,11 @@ def diff(
     Raises:
         CorruptError: what was read is not what was written.
         ValueError: a pattern matches no key of either.
+
+    Examples:
+        >>> found = holdfast.diff("checkpoints/step-100", "checkpoints/step-200")
+        >>> [each.key for each in found.of("changed")]
+        ['step']
     """
     with Door(), opened(a, b) as both:
         pair = _Pair(*both)

@@ -127,6 +127,11 @@ def statistics(
     Raises:
         CorruptError: what was read is not what was written.
         ValueError: a pattern matches no key.
+
+    Examples:
+        >>> found = holdfast.statistics("checkpoints/step-100", keys="model.*")
+        >>> found.tensors["model.weight"].nan
+        0
     """
     if sample is not None and sample < 1:
         raise ValueError(f"sample is a number of blocks, or None for all, not {sample}")

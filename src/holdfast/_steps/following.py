@@ -77,6 +77,10 @@ def follow(
 
     Raises:
         StorageError: the file system refused; a reader needs to write to ``root``.
+
+    Examples:
+        >>> for held in holdfast.follow("checkpoints", until=lambda: True):  # until the steps that are there end
+        ...     state = holdfast.read(held.path)
     """
     if start not in ("latest", "all"):
         checked_step(start)

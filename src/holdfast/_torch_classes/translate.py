@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from holdfast._torch_classes import torchs
 
 CURRENT_DCP_VERSION = "1.0.0"
+"""The version of torch's format that is written."""
 
 _PROPERTIES = operator.attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 

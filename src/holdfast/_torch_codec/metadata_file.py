@@ -36,6 +36,7 @@ from holdfast.planner import padded
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
+"""How the names of data files in torch's format end."""
 NOTE_PREFIX = "replaces-"
 """How the names of notes begin, which savers leave while one format replaces another."""
 

@@ -128,6 +128,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+"""The commands, as typer has them: for completion, documentation and tests."""
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -94,6 +94,9 @@ def convert(
             size; by default, what is 16 times as large as the source, and more than 64 MiB, is refused.
         progress: True for a bar on the terminal; a function is called with the bytes that are done and all that there
             are, from any thread.
+
+    Examples:
+        >>> done = holdfast.convert("checkpoints/step-100", "model.pt", to="pt")
     """
     if not isinstance(to, FolderForm) and to not in get_args(Format):
         raise ValueError(f"there is no format {to!r}; it is one of {', '.join(get_args(Format))}")
