@@ -35,7 +35,7 @@ from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
 from holdfast._torch_codec.metadata_file import is_of_a_save
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import MAX_HEADER_BYTES
-from holdfast._values.lazy import LazyList, cached_property
+from holdfast._values.lazy import LazyDict, LazyList, cached_property
 from holdfast._values.records import rebuilt
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
@@ -183,28 +183,14 @@ class Catalog:
 
     def metadata(self) -> Metadata:
         """The checkpoint in the words of the protocol; chunks are views of the index."""
-        entries: dict[str, STORAGE_TYPES] = {}
-        bounds, all_lo, all_length = self.row_bounds.tolist(), self.index.lo, self.index.length
-        tensor_ids = self.tensor_ids
-        for entry in self.entries():
-            if isinstance(entry, ValueEntry) or entry.kind in BYTE_KINDS:
-                entries[entry.key] = BytesStorageMetadata()
-                continue
-            storing = tensor_ids[entry.key if entry.alias_of is None else entry.alias_of]
-            chunks = ChunkColumns(all_lo, all_length, bounds[storing], bounds[storing + 1], len(entry.shape))
-            entries[entry.key] = TensorStorageMetadata(
-                TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
-                torch.Size(entry.shape),
-                LazyList(chunks),
-                entry.alias_of,
-                entry.kind,
-                None if entry.quantizer is None else self.quantizer(entry),
-            )
+        for dtype in {entry.dtype for entry in self.manifest.tensors}:
+            torch_dtype(dtype)  # now, and not when somebody asks for a tensor of it
+        entries = _Described(self, list(self.entries()))
         paths = self.paths()
         kept = decode_value(self.manifest.metadata, key="user_metadata", rebuild=rebuilt)
         user_metadata, planner_data, versions = split_planner_data(kept, paths)
         return Metadata(
-            entries,
+            LazyDict((entry.key for entry in entries.entries), entries),
             planner_data=planner_data,
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
             version=CURRENT_DCP_VERSION,
@@ -212,6 +198,37 @@ class Catalog:
             paths=paths,
             versions=versions,
             containers=stored_containers(kept),
+        )
+
+
+class _Described:
+    """The entries of a catalog in the words of the protocol, each made when somebody asks for it."""
+
+    def __init__(self, catalog: Catalog, entries: list[TensorEntry | ValueEntry]) -> None:
+        self.entries = entries
+        self._catalog = catalog
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        bounds: list[int] = self._catalog.row_bounds.tolist()
+        return bounds
+
+    def item(self, row: int) -> STORAGE_TYPES:
+        entry, catalog = self.entries[row], self._catalog
+        if isinstance(entry, ValueEntry) or entry.kind in BYTE_KINDS:
+            return BytesStorageMetadata()
+        number, index = catalog.storing_id(entry.key), catalog.index
+        chunks = ChunkColumns(index.lo, index.length, self._bounds[number], self._bounds[number + 1], len(entry.shape))
+        return TensorStorageMetadata(
+            TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
+            torch.Size(entry.shape),
+            LazyList(chunks),
+            entry.alias_of,
+            entry.kind,
+            None if entry.quantizer is None else catalog.quantizer(entry),
         )
 
 
