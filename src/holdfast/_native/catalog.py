@@ -25,16 +25,17 @@ from holdfast._io.files import FilesToRead
 from holdfast._io.urls import is_store_url
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.leftovers import METRICS_NAME, PINNED_NAME
-from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
+from holdfast._native.manifest import BYTE_KINDS, IndexEntry, Manifest, TensorEntry, ValueEntry, decode_manifest
 from holdfast._native.paths import decode_path, split_planner_data, stored_containers
 from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
+from holdfast._native.statistics import KeptStatistics, most_bytes, statistics_entry
 from holdfast._native.values import decode_value
 from holdfast._state.tensors import torch_dtype
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
 from holdfast._torch_codec.metadata_file import is_of_a_save
 from holdfast._values.digest import digest, to_hex
 from holdfast._values.dtypes import MAX_HEADER_BYTES
-from holdfast._values.lazy import LazyList, cached_property
+from holdfast._values.lazy import LazyDict, LazyList, cached_property
 from holdfast._values.records import rebuilt
 from holdfast.errors import CorruptError, NotACheckpointError, NotFoundError, StorageError
 from holdfast.metadata import (
@@ -155,6 +156,21 @@ class Catalog:
         paths.update({entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.values})
         return paths
 
+    @cached_property
+    def statistics_entry(self) -> IndexEntry | None:
+        """The file with the statistics that the save kept, if it did."""
+        return statistics_entry(self.manifest, self.manifest.metadata)
+
+    def statistics(self) -> KeptStatistics | None:
+        """What is in that file, checked; CorruptError if it is missing, or not what was written."""
+        entry, tensors = self.statistics_entry, self.manifest.tensors
+        if entry is None:
+            return None
+        path = os.path.join(self.directory, self.links.get(entry.name, entry.name))
+        if entry.bytes > most_bytes(len(tensors)):
+            raise CorruptError(f"the statistics in {path!r} are too large for {len(tensors)} tensors", path=path)
+        return KeptStatistics(_read_table(path, entry), entry, tensors, path)
+
     def entries(self) -> Iterator[TensorEntry | ValueEntry]:
         """All entries in the order of the state."""
         values = deque(self.manifest.values)
@@ -167,28 +183,14 @@ class Catalog:
 
     def metadata(self) -> Metadata:
         """The checkpoint in the words of the protocol; chunks are views of the index."""
-        entries: dict[str, STORAGE_TYPES] = {}
-        bounds, all_lo, all_length = self.row_bounds.tolist(), self.index.lo, self.index.length
-        tensor_ids = self.tensor_ids
-        for entry in self.entries():
-            if isinstance(entry, ValueEntry) or entry.kind in BYTE_KINDS:
-                entries[entry.key] = BytesStorageMetadata()
-                continue
-            storing = tensor_ids[entry.key if entry.alias_of is None else entry.alias_of]
-            chunks = ChunkColumns(all_lo, all_length, bounds[storing], bounds[storing + 1], len(entry.shape))
-            entries[entry.key] = TensorStorageMetadata(
-                TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
-                torch.Size(entry.shape),
-                LazyList(chunks),
-                entry.alias_of,
-                entry.kind,
-                None if entry.quantizer is None else self.quantizer(entry),
-            )
+        for dtype in {entry.dtype for entry in self.manifest.tensors}:
+            torch_dtype(dtype)  # now, and not when somebody asks for a tensor of it
+        entries = _Described(self, list(self.entries()))
         paths = self.paths()
         kept = decode_value(self.manifest.metadata, key="user_metadata", rebuild=rebuilt)
         user_metadata, planner_data, versions = split_planner_data(kept, paths)
         return Metadata(
-            entries,
+            LazyDict((entry.key for entry in entries.entries), entries),
             planner_data=planner_data,
             storage_meta=StorageMeta(checkpoint_id=self.directory, save_id=self.manifest.attempt),
             version=CURRENT_DCP_VERSION,
@@ -196,6 +198,37 @@ class Catalog:
             paths=paths,
             versions=versions,
             containers=stored_containers(kept),
+        )
+
+
+class _Described:
+    """The entries of a catalog in the words of the protocol, each made when somebody asks for it."""
+
+    def __init__(self, catalog: Catalog, entries: list[TensorEntry | ValueEntry]) -> None:
+        self.entries = entries
+        self._catalog = catalog
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        bounds: list[int] = self._catalog.row_bounds.tolist()
+        return bounds
+
+    def item(self, row: int) -> STORAGE_TYPES:
+        entry, catalog = self.entries[row], self._catalog
+        if isinstance(entry, ValueEntry) or entry.kind in BYTE_KINDS:
+            return BytesStorageMetadata()
+        number, index = catalog.storing_id(entry.key), catalog.index
+        chunks = ChunkColumns(index.lo, index.length, self._bounds[number], self._bounds[number + 1], len(entry.shape))
+        return TensorStorageMetadata(
+            TensorProperties(torch_dtype(entry.dtype), torch.strided, entry.requires_grad),
+            torch.Size(entry.shape),
+            LazyList(chunks),
+            entry.alias_of,
+            entry.kind,
+            None if entry.quantizer is None else catalog.quantizer(entry),
         )
 
 
@@ -320,15 +353,20 @@ def kind_of_file(path: str) -> Literal[".pt", ".safetensors"] | None:
     return ".safetensors" if is_header else None
 
 
-def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
-    entry = manifest.index
-    path = os.path.join(directory, entry.name)
+def _read_table(path: str, entry: IndexEntry) -> bytes:
+    """The bytes of the file of ``entry``, no more than there should be."""
     try:
-        data = files.read_whole(path, limit=entry.bytes)
+        return files.read_whole(path, limit=entry.bytes)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
         raise missing(path) from error
+
+
+def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
+    entry = manifest.index
+    path = os.path.join(directory, entry.name)
+    data = _read_table(path, entry)
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
     return data
