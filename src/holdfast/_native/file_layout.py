@@ -146,10 +146,9 @@ class WriterFiles:
         return Chunk(name, *stored_as(stored, box.lengths), source, header_bytes)
 
     def looked_at(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """All of ``chunks``, each looked at before it goes on where statistics are kept."""
+        """All of ``chunks``, each looked at before it goes on."""
         for number, chunk in enumerate(chunks):
-            if self.numbers is not None:
-                self.look_at(number, chunk.source)
+            self.look_at(number, chunk.source)
             yield chunk
 
     def look_at(self, number: int, source: Source) -> None:

@@ -39,8 +39,8 @@ def merge_reports(
     attempt: str,
     writer: WriterEntry,
     user_metadata: dict[str, object],
-) -> tuple[Manifest, bytes] | tuple[Manifest, bytes, bytes]:
-    """The manifest and the bytes of the index of what ``reports`` say was written; and of the statistics, if all have.
+) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest of what ``reports`` say was written, and by name the index, and the statistics if all have some.
 
     InvalidStateError unless that is everything ``metadata`` promises, each tensor tiled exactly.
     """
@@ -76,16 +76,19 @@ def merge_reports(
     )
     chunks = _chunks_as_reported(tensors, reports) if plan is None else _chunks_as_planned(plan, tensors, reports)
     data = encode_index(_index(chunks, reports))
-    statistics = _statistics(entries, chunks, reports)
-    if statistics:
+    index = IndexEntry(name=f"index-{attempt}.safetensors", bytes=len(data), digest=to_hex(digest(data)))
+    tables = {index.name: data}
+    if all(report.numbers is not None for report in reports):
+        statistics = _statistics(entries, chunks, reports)
         entry = entry_for(attempt, len(reports), statistics)
+        tables[entry.name] = statistics
         user_metadata = {**user_metadata, STATISTICS_NAME: msgspec.structs.asdict(entry)}
     manifest = Manifest(
         requires=("pickle",) if any(tensor.kind == "pickle" for tensor in tensors.values()) else (),
         attempt=attempt,
         writer=writer,
         files=files,
-        index=IndexEntry(name=f"index-{attempt}.safetensors", bytes=len(data), digest=to_hex(digest(data))),
+        index=index,
         tensors=entries,
         values=tuple(
             ValueEntry(key=key, value=values[key], position=position, path=encode_path(key, paths.get(key)))
@@ -94,7 +97,7 @@ def merge_reports(
         ),
         metadata=encode_value(user_metadata, key="planner_data"),
     )
-    return (manifest, data, statistics) if statistics else (manifest, data)
+    return manifest, tables
 
 
 def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
@@ -257,12 +260,11 @@ def _index(chunks: _Chunks, reports: Sequence[WriteReport]) -> ChunkIndex:
 
 
 def _statistics(entries: Sequence[TensorEntry], chunks: _Chunks, reports: Sequence[WriteReport]) -> bytes:
-    """The numbers of all tensors, those of their chunks added up; nothing where a rank does not tell them."""
+    """The numbers of all tensors, those of their chunks added up."""
     table = no_numbers(len(entries))
     for report, mine in zip(reports, chunks.of_report, strict=True):
-        if report.numbers is None:
-            return b""
-        add_numbers(table, chunks.tensor[mine], report.numbers)
+        if report.numbers is not None:
+            add_numbers(table, chunks.tensor[mine], report.numbers)
     return encode_statistics(entries, table)
 
 

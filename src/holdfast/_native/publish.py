@@ -28,7 +28,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,18 +94,11 @@ def format_at(path: str | os.PathLike[str]) -> Format | None:
             )
 
 
-def table_names(manifest: Summary, metadata: object) -> list[str]:
-    """The index, and the statistics where they are kept: files of the checkpoint that no rank but one writes.
-
-    ``metadata`` is that of the manifest.
-    """
-    statistics = statistics_entry(manifest, metadata)
-    return [manifest.index.name] if statistics is None else [manifest.index.name, statistics.name]
-
-
 def files_of(manifest: Summary, metadata: object) -> set[str]:
     """The other files of the native checkpoint that ``manifest``, with this ``metadata``, describes."""
-    return {*table_names(manifest, metadata), *(file.name for file in manifest.files)}
+    statistics = statistics_entry(manifest, metadata)
+    tables = [manifest.index.name] if statistics is None else [manifest.index.name, statistics.name]
+    return {*tables, *(file.name for file in manifest.files)}
 
 
 def formats_at(path: str | os.PathLike[str]) -> list[Format]:
@@ -272,29 +265,29 @@ def files_of_heads(directory: str, heads: list[str]) -> list[str]:
 
 
 def publish(
-    directory: str, manifest: Manifest, tables: Sequence[bytes], *, overwrite: bool, marks: bool = False
+    directory: str, manifest: Manifest, tables: Mapping[str, bytes], *, overwrite: bool, marks: bool = False
 ) -> None:
     """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
-    ``tables`` are the contents of ``table_names``; its data files must be there. Where only its durability could not be
-    confirmed, it stays, and so do the files of the one that it replaced: the disk may come back with either.
+    ``tables`` are other files by name, the index first; its data files must be there. Where only its durability could
+    not be confirmed, it stays, and so do the files of the one that it replaced: the disk may come back with either.
     AlreadyPublishedError when there is one and ``overwrite`` is not set: of several savers exactly one succeeds. With
     ``marks``, programs that look for torch's ``.metadata`` find a marker, from after the checkpoint is durable: they
     never find one that is not whole.
     """
     attempt, encoded = manifest.attempt, encode_manifest(manifest)
     target = os.path.join(directory, MANIFEST_NAME)
-    index_path, *other_paths = (os.path.join(directory, name) for name in table_names(manifest, manifest.metadata))
+    (index_path, index), *others = [(os.path.join(directory, name), table) for name, table in tables.items()]
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
     turn = Turn(directory, "native", name=attempt)
     passing = Ending(turn.lock.release)
     replaced: list[str] = []
     # All that there may be, because an interrupt may come right after the fact.
-    written = [index_path, *other_paths, staged, turn.note]
+    written = [index_path, *[path for path, _ in others], staged, turn.note]
     with contextlib.ExitStack() as held, passing, passing:
         try:
-            held.enter_context(locks.new_file(index_path, tables[0]))
-            for path, table in zip(other_paths, tables[1:], strict=True):
+            held.enter_context(locks.new_file(index_path, index))
+            for path, table in others:
                 posix.write_new(path, table)
             for file in manifest.files:
                 path = os.path.join(directory, file.name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -31,7 +31,7 @@ from holdfast._native.file_layout import Image
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast._native.packer import BlockJob, Chunk, DataFile, Placed, fill_blocks
 from holdfast._native.place import ImageOutput, MakesPacker
-from holdfast._native.publish import files_of, is_marked, other_format_stays, table_names
+from holdfast._native.publish import files_of, is_marked, other_format_stays
 from holdfast._native.report import WrittenFile
 from holdfast._native.store_commit import Head, commit, prove, read_head
 from holdfast._state.tensor_bytes import Source
@@ -78,10 +78,12 @@ class StorePlace:
     def rename(self, path: str, name: str, new_name: str) -> None:
         store_of(path).rename(f"{path}/{name}", f"{path}/{new_name}")
 
-    def publish(self, path: str, manifest: Manifest, tables: Sequence[bytes], *, overwrite: bool, marks: bool) -> None:
+    def publish(
+        self, path: str, manifest: Manifest, tables: Mapping[str, bytes], *, overwrite: bool, marks: bool
+    ) -> None:
         """Make the checkpoint visible; see above. A store has no marker for other programs."""
         encoded = encode_manifest(manifest)
-        for name, table in zip(table_names(manifest, manifest.metadata), tables, strict=True):
+        for name, table in tables.items():
             _put(f"{path}/{name}", table)
         # What a put of ours may still replace when it arrives late. None of it comes back after another save.
         seen = [self._before]

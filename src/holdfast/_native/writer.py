@@ -9,6 +9,7 @@ import os
 import platform
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from functools import partial
 from operator import attrgetter
@@ -26,11 +27,12 @@ from holdfast._native.manifest import WriterEntry
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Packer, slabs_for
 from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
-from holdfast._native.place import ChunkOutput, Files, Held, ImageOutput, MakesPacker, SavePlace
+from holdfast._native.place import ChunkOutput, Files, ImageOutput, MakesPacker, SavePlace
 from holdfast._native.publish import WriterNumber, check_unpublished, is_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.store_place import StorePlace
 from holdfast._native.values import encode_value
+from holdfast._process import forget_in_child
 from holdfast._state.nested import TypedKey, path_mapping
 from holdfast._state.numbers import PieceNumbers
 from holdfast._torch_classes.adapt import final_save_plan, is_torchs
@@ -75,6 +77,39 @@ class DirectoryPlace:
 
     def clear(self, path: str, attempt: str | None, directories: Sequence[str]) -> None:
         posix.remove_empty_directories(directories)
+
+
+class Held:
+    """The files of one attempt, open and locked, which tells others that their writer lives.
+
+    They are let go when ``writer`` is gone, which tells of a failure where nobody else does; ``removing`` is for the
+    coordinator, who knows that it did not publish, as others cannot. They are nothing to a forked child, whatever
+    becomes of the child's copies of writer and finalizer.
+    """
+
+    def __init__(self, files: Files, path: str, attempt: str, *, writer: object, removing: bool) -> None:
+        self.files = files
+        self.attempt = attempt
+        self._path = path
+        self._is_closed = False
+        self._is_inherited = False
+        forget_in_child(self)
+        self._when_forgotten = weakref.finalize(writer, self.remove if removing else self.close)
+
+    def forget_parent(self) -> None:
+        self._is_inherited = True
+
+    def close(self) -> None:
+        self._when_forgotten.detach()
+        self._is_closed = True
+        if not self._is_inherited:
+            self.files.close()
+
+    def remove(self) -> None:
+        """Remove the files, unless they are let go already or part of what is published."""
+        if not self._is_closed and not self._is_inherited and is_published(self._path, self.attempt) is False:
+            self.files.abandon()
+        self.close()
 
 
 class NativeWriter(StorageWriter):
@@ -180,7 +215,8 @@ class NativeWriter(StorageWriter):
         self.progress.total = work.planned_bytes
         slabs = slabs_for(work.planned_bytes)
         output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
-        write = partial(output.write, work.looked_at(work.chunks()), work.next_file)
+        chunks = work.chunks() if work.numbers is None else work.looked_at(work.chunks())
+        write = partial(output.write, chunks, work.next_file)
         done.set_result(self._written(work, output, output, write))
         return done
 
@@ -202,8 +238,9 @@ class NativeWriter(StorageWriter):
     ) -> MutableSequence[WriteResult]:
         """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
         output = self._place.packer(slabs=slabs, on_filled=on_copied, pinned=uses_cuda(), progress=self.progress)
-        write = partial(output.write, staged.work.looked_at(staged.chunks), staged.work.next_file)
-        return self._written(staged.work, output, output, write)
+        work = staged.work
+        chunks = staged.chunks if work.numbers is None else work.looked_at(staged.chunks)
+        return self._written(work, output, output, partial(output.write, chunks, work.next_file))
 
     def image_output(self, progress: Progress) -> ImageOutput:
         """What writes files from memory in this process."""
@@ -279,7 +316,7 @@ class NativeWriter(StorageWriter):
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
         try:
-            manifest, *tables = merge_reports(
+            manifest, tables = merge_reports(
                 ours,
                 reports,
                 attempt=self._attempt,
