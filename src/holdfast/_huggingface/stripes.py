@@ -108,6 +108,7 @@ class StripeJobs:
         self._unwritten = len(self._own)
         self._full: deque[int] = deque()
         self._freed: defaultdict[int, set[int]] = defaultdict(set)
+        self._writing = 0
         self._sending = self._receiving = 0
         self._has_failed = False
         for stripe in self._own.values():
@@ -128,13 +129,17 @@ class StripeJobs:
             if self._has_failed:
                 return
             if self._full:
-                self._unwritten -= 1
+                self._unwritten, self._writing = self._unwritten - 1, self._writing + 1
                 yield partial(self._write_own, self._own[self._full.popleft()])
             elif self._to_pass and self._can_pass(self._to_pass[0]):
                 self._pass(self._to_pass.popleft())
             elif not self._is_done:
                 patience_s = _PATIENCE * self._ranks.deadline_s
-                self._ranks.look_until(partial(self._look, check, Deadline(patience_s), patience_s))
+                look = partial(self._look, check, Deadline(patience_s), patience_s)
+                if not self._writing:
+                    self._ranks.look_until(look)
+                while self._writing and not look():  # its own disk may be what all wait for
+                    pass
 
     @property
     def _is_done(self) -> bool:
@@ -209,12 +214,18 @@ class StripeJobs:
                 self._note_part(turn, sender)
             elif kind == _FREE:
                 self._freed[writer].add(turn)
-                if writer == self._rank and (following := self._own.get(turn + SLOTS_EACH)) is not None:
-                    for part in set(following.parts) - self._place.keys():
-                        self._others[part].send(_EMPTIED, turn, memoryview(b""), lambda: None)
+                if writer == self._rank:
+                    self._tell_freed(turn)
             else:
                 self._has_failed = True
         return True
+
+    def _tell_freed(self, turn: int) -> None:
+        """Tell ranks of other hosts that the slot is free in which the next one comes that they have part of."""
+        self._writing -= 1
+        if (following := self._own.get(turn + SLOTS_EACH)) is not None:
+            for part in set(following.parts) - self._place.keys():
+                self._others[part].send(_EMPTIED, turn, memoryview(b""), lambda: None)
 
     def _note_part(self, turn: int, part: int) -> None:
         self._missing[turn].discard(part)
@@ -291,6 +302,7 @@ class _Meeting:
         self._limit_s = min(_CONNECT_S, ranks.deadline_s / 4)
         self._link: Link | None = None
         self._reception: Reception | None = None
+        self._others: dict[int, FrameConnection] = {}
 
     def circle(self) -> Circle | None:
         """What this rank has in common with others in the end; None if it takes no part and shares nothing."""
@@ -299,12 +311,11 @@ class _Meeting:
         ranks.all_reduce(PHASE, partial(self._join, contacts), _check_connected)
         if goes_on:
             ranks.all_reduce(PHASE, self._answer, _check_connected)
-        others: dict[int, FrameConnection] = {}
         if self._reception is not None:
             for rank, each in self._reception.take_sockets().items():
-                others[rank] = FrameConnection(rank, ranks.job_ranks[rank], each)
+                self._others[rank] = FrameConnection(rank, ranks.job_ranks[rank], each)
             self._reception.close()
-        return None if self._link is None else Circle(ranks=ranks, link=self._link, others=others)
+        return None if self._link is None else Circle(ranks=ranks, link=self._link, others=self._others)
 
     def _invite(self) -> _Said:
         seat = self._seat
@@ -328,7 +339,7 @@ class _Meeting:
         return True, self._reception is None or self._reception.answer(self._limit_s)
 
     def leave(self) -> None:
-        for each in (self._reception, self._link):
+        for each in (self._reception, self._link, *self._others.values()):
             if each is not None:
                 each.close()
 

@@ -102,9 +102,9 @@ class Ranks:
         """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
 
     def look_until(self, look: Callable[[], bool]) -> None:
-        """Call ``look``, which waits a little for other ranks, until it returns True; call it in work of this rank's.
+        """Call ``look``, which waits a little for other ranks, until it returns True: for waits within work of its own.
 
-        Meanwhile whoever looks is not the one that is stuck, and the coordinator judges who is.
+        Meanwhile this rank is not the one that is stuck; the coordinator, if it is this one, judges who is.
         """
         while not look():
             self.signs.moved += 1
