@@ -154,6 +154,7 @@ class StripeJobs:
 
     def _pass(self, stripe: Stripe) -> None:
         """Copy what this rank has of a stripe into its slot, or send it there."""
+        self._ranks.signs.moved += 1
         if stripe.writer in self._place:
             self._handling.copy(stripe, self._slot(stripe))
             self._post(self._place[stripe.writer], _COPIED, stripe)
