@@ -149,8 +149,7 @@ class ChannelRanks(Ranks):
 
     def look_until(self, look: Callable[[], bool]) -> None:
         try:
-            with self._channel.lock:
-                self._awaited_since = time.monotonic()
+            self._awaited_since = time.monotonic()
             super().look_until(look)
         finally:
             with self._channel.lock:
