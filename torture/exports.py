@@ -42,11 +42,11 @@ def sharded(version: int, ranks: int, rank: int | None) -> dict[str, Any]:
 class Shard(torch.Tensor):
     """What one rank has of a tensor that is cut along a dimension."""
 
-    def __new__(cls, version: int, dim: int, rank: int, ranks: int) -> Shard:
-        return torch.Tensor._make_wrapper_subclass(cls, _SHAPE, dtype=torch.float32)
+    def __new__(cls, version: int, dim: int, rank: int, ranks: int, shape: tuple[int, ...] = _SHAPE) -> Shard:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
 
-    def __init__(self, version: int, dim: int, rank: int, ranks: int) -> None:
-        length, offset = list(_SHAPE), [0, 0]
+    def __init__(self, version: int, dim: int, rank: int, ranks: int, shape: tuple[int, ...] = _SHAPE) -> None:
+        length, offset = list(shape), [0] * len(shape)
         length[dim] //= ranks
         offset[dim] = rank * length[dim]
         self._box = holdfast.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(length))

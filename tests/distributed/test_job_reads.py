@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,9 +116,9 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
     target: dict[str, Any] = {"state": state_on(mesh, wanted, zeros=True), "step": 0}
     expected = state_on(mesh, wanted)
     sent = [0]
-    transmit = carrier._HostConnection.transmit
+    transmit = carrier.FrameConnection.transmit
 
-    def count(self: carrier._HostConnection) -> int:
+    def count(self: carrier.FrameConnection) -> int:
         sent[0] += (moved := transmit(self))
         return moved
 
@@ -127,7 +127,7 @@ def save_and_load(path: str, size: int, layout: str, options: dict[str, Any]) ->
     with (
         nothing_is_left(),
         hosts_of(size, **host_options),
-        mock.patch.object(carrier._HostConnection, "transmit", count),
+        mock.patch.object(carrier.FrameConnection, "transmit", count),
     ):
         report = holdfast.load(target, path, options=holdfast.LoadOptions(**{"share": "job", **load_options}))
     assert target["step"] == 3
@@ -195,7 +195,7 @@ def load_with_strangers(path: str) -> tuple[int, list[str]]:
     holdfast.save({"large": truth_of("large", SHAPES["large"])}, path)
     call, visitors = rendezvous.Reception.call, []
 
-    def call_late(self: rendezvous.Reception, contacts: tuple[rendezvous.Address, ...], limit_s: float) -> bool:
+    def call_late(self: rendezvous.Reception, contacts: Mapping[int, rendezvous.Address], limit_s: float) -> bool:
         if dist.get_rank() == 1:
             wrong_token = HELLO.pack(MAGIC, b"x" * 32, 1)
             wrong_host = HELLO.pack(MAGIC, contacts[0].token, 4)
@@ -279,16 +279,16 @@ def load_damaged(path: str, where: str) -> dict[str, Any]:
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte[0] ^ 1]))
     dist.barrier()
-    send = carrier._HostConnection.send
+    send = carrier.FrameConnection.send
 
-    def send_damaged(self: carrier._HostConnection, kind: int, number: int, payload: memoryview, sent: Any) -> None:
-        if kind == carrier._READ and self.host == 3:
+    def send_damaged(self: carrier.FrameConnection, kind: int, number: int, payload: memoryview, sent: Any) -> None:
+        if kind == carrier._READ and self.number == 3:
             payload = memoryview(bytes([payload[0] ^ 1]) + bytes(payload[1:]))
         send(self, kind, number, payload, sent)
 
     with nothing_is_left(), hosts_of(1), contextlib.ExitStack() as stack:
         if where == "network" and dist.get_rank() == 1:
-            stack.enter_context(mock.patch.object(carrier._HostConnection, "send", send_damaged))
+            stack.enter_context(mock.patch.object(carrier.FrameConnection, "send", send_damaged))
         # So that each host has something to read.
         stack.enter_context(mock.patch.object(shared_fetch, "_SLOT_BYTES", MIB + 8192))
         options = holdfast.LoadOptions(share="job", deadline_s=math.inf)

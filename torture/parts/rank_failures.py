@@ -1,7 +1,8 @@
-"""A rank fails in any way, is slow or is busy, in each phase of a save, of an async_save and of a load; or misses it.
+"""A rank fails in any way, is slow or busy, in each phase of a save, an async_save, a load and an export; or misses it.
 
-The ranks are real processes. The limits are the library's own but for the deadline without progress, which is short
-enough to be waited for.
+In an export the ranks are of two hosts, which have parts of the same rows: they pass them on, over connections that may
+be cut. The ranks are real processes. The limits are the library's own but for the deadline without progress, which is
+short enough to be waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -24,9 +26,14 @@ from typing import Any
 import torch
 
 import holdfast
+from holdfast import hf
 from holdfast._async_saver import async_save
+from holdfast._huggingface.writer import FolderWriter
+from holdfast._ranks import carrier
+from holdfast._ranks.exchange import Visit
 from holdfast._staging.copies import HostCopier
 from holdfast._values.deadline import Patience
+from torture import exports
 from torture.crew import Case, Child, End
 from torture.meeting import meet
 from torture.part import Options, PartResult
@@ -39,9 +46,10 @@ PHASES = {
     "save": (*_PLANNING, "write", "finish"),
     "async_save": (*_PLANNING, "stage", "write", "finish"),
     "load": ("read_metadata", *_PLANNING, "read", "hand_back"),
+    "export": ("pass", "write", "finish"),
 }
 COORDINATOR_ONLY = ("create_global_plan", "finish")
-PIECEWISE = ("resolve", "stage", "write", "read")
+PIECEWISE = ("resolve", "stage", "write", "read", "pass")
 """The phases that have many pieces: the trouble is in the middle, and one can be slow in them and still progress."""
 FAULTS = ("raise", "interrupt", "kill", "stop", "hang", "slow", "lock")
 WAITED_FOR = ("slow", "lock")
@@ -55,12 +63,16 @@ _PHASE_WORDS = (
     "opening",
     "meeting",
     "handing back",
+    "putting",
 )
-_AWAITED_S = {"raise": 0.0, "interrupt": 0.0, "kill": 0.0, "stop": DEADLINE_S, "hang": DEADLINE_S}
-_ALLOWED_S = {"raise": 2.0, "interrupt": 2.0, "kill": 2.0, "stop": 5.0, "hang": 5.0}
+_NAMING_S = 3.0
+"""So long a cut connection may be that of a rank which died, whom others are to name."""
+_AWAITED_S = {"raise": 0.0, "interrupt": 0.0, "kill": 0.0, "stop": DEADLINE_S, "hang": DEADLINE_S, "cut": _NAMING_S}
+_ALLOWED_S = {"raise": 2.0, "interrupt": 2.0, "kill": 2.0, "stop": 5.0, "hang": 5.0, "cut": 5.0}
 """What it may take until all know, beyond what is waited: on a machine that has a processor for everyone."""
 _LOCK_S = 11  # more than any silence that was ever taken for death
 _ITEMS = 5
+_COLUMNS = (68, 1 << 18)  # which are many stripes
 _ELEMENTS = (17 << 20) // 4  # more than one slab each, so that a slow rank shows progress after every one
 _PAUSE_S = 1.6
 _SLOW_PIECES = 5
@@ -95,7 +107,8 @@ def run(options: Options) -> PartResult:
             violations += [f"{name}: {problem}" for problem in problems]
     return PartResult(
         fault="a rank raises, is interrupted, killed, stopped, hangs, is slow or holds the interpreter's lock for "
-        f"{_LOCK_S} s, in each phase of save, async_save and load, or misses the call, 2 and 4 ranks",
+        f"{_LOCK_S} s, in each phase of save, async_save, load and an export from two hosts, or misses the call; or "
+        "connections between the hosts are cut; 2 and 4 ranks",
         must_hold="every survivor gets the same error naming rank and phase in time, one that is slow or busy is "
         "waited for, nothing is published with missing data, the next save works",
         injected=len(cases),
@@ -161,7 +174,11 @@ def all_cases() -> list[Case]:
         {"operation": operation, "world": world, "rank": rank, "fault": "miss", "phase": "call"}
         for operation, (world, rank) in itertools.product(PHASES, ((2, 1), (4, 0), (4, 3)))
     ]
-    return in_phases + missed
+    cut = [
+        {"operation": "export", "world": world, "rank": rank, "fault": "cut", "phase": "pass"}
+        for world, rank in ((2, 0), (2, 1), (4, 0), (4, 3))
+    ]
+    return in_phases + missed + cut
 
 
 def suffer(*, folder: str, operation: str, world: int, rank: int, fault: str, phase: str) -> Case:
@@ -219,7 +236,8 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
     for error, message in errors:
         if error != ("CheckpointError" if fault in ("raise", "interrupt") else "RankLostError"):
             problems.append(f"the error is {error}: {message}")
-        if f"rank {rank}" not in (message or ""):
+        # Of a connection that is cut, each end may name the other.
+        if f"rank {rank}" not in (message or "") and (fault != "cut" or "closed its connection" not in (message or "")):
             problems.append(f"the rank is not named: {message}")
         if not any(name in (message or "") for name in _PHASE_WORDS):
             problems.append(f"the phase is not named: {message}")
@@ -228,7 +246,7 @@ def _judge(home: Path, survivors: Mapping[int, End], *, rank: int, fault: str) -
 
 def _names_file(end: End) -> bool:
     said = (end.told or {}).get("message") or ""
-    return " bytes done, at 'data-" in said
+    return " bytes done, at 'data-" in said or " bytes done, at 'model" in said
 
 
 def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> list[str]:
@@ -240,10 +258,12 @@ def _judge_files(path: Path, operation: str, ranks: range, *, fault: str) -> lis
         state = holdfast.load(path)
     except holdfast.NotFoundError:
         state = None
-    version = None if state is None else state["step"]
+    version = None if state is None else int(state["step"])
     if version != expected and not (operation != "load" and expected is None and version == 2):
         return [f"version {version} is published instead of {expected}"]
-    found, wanted = state or {}, {} if version is None else _state(version, ranks)
+    found, wanted = state or {}, {}
+    if version is not None:
+        wanted = _state(version, ranks) if operation != "export" else _exported(version, ranks)
     torn = found.keys() ^ wanted.keys()
     torn |= {key for key in wanted.keys() - torn - {"step", "held"} if not torch.equal(found[key], wanted[key])}
     return [f"torn: {sorted(torn)}"] if torn else []
@@ -256,13 +276,22 @@ def _state(version: int, ranks: range) -> dict[str, Any]:
     return state
 
 
+def _exported(version: int, ranks: range, world: int = 0) -> dict[str, Any]:
+    """What an export of ``ranks``, of so many if it is one rank's, has beside columns: these are last."""
+    state = {key: torch.tensor(each) if isinstance(each, int) else each for key, each in _state(version, ranks).items()}
+    del state["held"]
+    columns = exports.Shard(version, 1, ranks[0], world, _COLUMNS) if world else torch.full(_COLUMNS, float(version))
+    return {**state, "columns": columns}
+
+
 def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: str) -> Any:
     """What a rank does and tells: the operation, and a save after it."""
     meet(home / "address", rank=rank, world=world, patience=_PATIENCE.get(fault_of(home), _USUAL_PATIENCE))
     trouble = _Trouble(home / "struck", fault, phase)
     trouble.come_by()
     path = home / "checkpoint"
-    state = _state(2, range(rank, rank + 1))
+    own = range(rank, rank + 1)
+    state = _state(2, own) if operation != "export" else _exported(2, own, world)
     said: dict[str, Any] = {"error": None, "message": None, "next": None}
     try:
         if fault == "miss":
@@ -271,6 +300,10 @@ def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: s
             holdfast.save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble))
         elif operation == "async_save":
             async_save(state, storage_writer=_Writer(path, trouble), planner=_SavePlanner(trouble)).result()
+        elif operation == "export":
+            Visit.__init__.__defaults__ = (lambda: (f"host {rank % 2}",),)
+            carrier._NAMING_S = _NAMING_S
+            holdfast.save(state, storage_writer=_FolderWriter(path, trouble), planner=_SavePlanner(trouble))
         else:
             state["held"] = _Holder(trouble)
             holdfast.load(state, storage_reader=_Reader(path, trouble), planner=_LoadPlanner(trouble))
@@ -281,9 +314,11 @@ def _act(home: Path, operation: str, world: int, rank: int, fault: str, phase: s
         if fault_of(home) == "hang":  # one that hangs on cannot take part in the next save
             time.sleep(max(0.0, float((home / "struck").read_text()) + _HANG_S + 0.5 - time.monotonic()))
         try:
-            state = _state(3, range(rank, rank + 1))
+            state = _state(3, own)
             if operation == "async_save":
                 async_save(state, path).result()
+            elif operation == "export":
+                hf.export(_exported(3, own, world), path, overwrite=True)
             else:
                 holdfast.save(state, path)
         except holdfast.CheckpointError as error:
@@ -308,7 +343,12 @@ class _Trouble:
 
     def come_by(self) -> None:
         """Have the trouble at a piece that this process copies, writes or reads from here on, if it is for that."""
-        jobs, pwrite, preadv = HostCopier._jobs, os.pwrite, os.preadv
+        jobs, pwrite, preadv, send = HostCopier._jobs, os.pwrite, os.preadv, carrier.FrameConnection.send
+
+        def pass_on(connection: carrier.FrameConnection, *arguments: Any) -> None:
+            self.connection = connection.socket
+            self.visit("pass")
+            send(connection, *arguments)
 
         def copy_piece(job: Callable[[], None]) -> None:
             self.visit("stage")
@@ -325,6 +365,7 @@ class _Trouble:
 
         HostCopier._jobs = lambda *arguments: (partial(copy_piece, job) for job in jobs(*arguments))  # type: ignore[method-assign]
         os.pwrite, os.preadv = write_piece, read_piece
+        carrier.FrameConnection.send = pass_on  # type: ignore[method-assign, assignment]
 
     def visit(self, phase: str) -> None:
         """Have the trouble, if it is for this phase; in the middle of the work where that has a middle."""
@@ -342,6 +383,9 @@ class _Trouble:
                 raise ZeroDivisionError("odd")
             if self._fault == "interrupt":
                 raise KeyboardInterrupt
+            if self._fault == "cut":
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
             if self._fault == "lock":
                 ctypes.PyDLL(None).sleep(_LOCK_S)  # which does not let go of it, as an extension may not
                 return
@@ -400,6 +444,16 @@ class _SavePlanner(holdfast.DefaultSavePlanner):
 
 
 class _Writer(holdfast.NativeWriter):
+    def __init__(self, path: Path, trouble: _Trouble) -> None:
+        super().__init__(path)
+        self._trouble = trouble
+
+    def finish(self, metadata: holdfast.Metadata, results: list[MutableSequence[holdfast.WriteResult]]) -> None:
+        self._trouble.visit("finish")
+        super().finish(metadata, results)
+
+
+class _FolderWriter(FolderWriter):
     def __init__(self, path: Path, trouble: _Trouble) -> None:
         super().__init__(path)
         self._trouble = trouble

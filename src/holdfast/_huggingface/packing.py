@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast._io.direct import ALIGNMENT
@@ -200,6 +201,51 @@ class AssembledSource:
                     piece = each.tensor[common.relative_to(each.box).slices()]
                     target[common.relative_to(wanted).slices()].copy_(converted(piece, self.added))
             at += nbytes
+
+
+_WORD = 8  # bytes
+
+
+def most_packed(box: Box, dtype: torch.dtype) -> int:
+    """The most bytes that ``packed`` can be: as if every element had a box of its own."""
+    return box.volume * (dtype.itemsize + 2 * box.ndim * _WORD) + 2 * _WORD
+
+
+def packed(source: AssembledSource) -> torch.Tensor:
+    """What is ``held`` of a box, as bytes to be sent: part by part; then where these are, their number, a digest."""
+    parts = [(common, each) for each in source.held if (common := each.box.intersect(source.box)) is not None]
+    places = np.array([(box.offsets, box.lengths) for box, _ in parts], dtype="<i8").tobytes()
+    nbytes = sum(box.volume for box, _ in parts) * source.dtype.itemsize
+    data = empty_tensor((nbytes + len(places) + 2 * _WORD,), torch.uint8)
+    room, at = Slab(data.numpy().data, data), 0
+    for box, each in parts:
+        part = AssembledSource(box, source.dtype, [each], source.added)
+        part.copy_out(0, part.nbytes, room, at)
+        at += part.nbytes
+    room.view[nbytes:-_WORD] = places + len(parts).to_bytes(_WORD, "little")
+    room.view[-_WORD:] = digest(room.view[:-_WORD]).to_bytes(_WORD, "little")
+    return data
+
+
+def unpacked(data: torch.Tensor, box: Box, dtype: torch.dtype) -> AssembledSource | None:
+    """What was packed of ``box``, over the same memory; None if it is not what was sent."""
+    view, wide = data.numpy().data, 2 * box.ndim
+    if len(view) < 2 * _WORD or digest(view[:-_WORD]) != int.from_bytes(view[-_WORD:], "little"):
+        return None
+    count = int.from_bytes(view[-2 * _WORD : -_WORD], "little")
+    nbytes = len(view) - _WORD * (2 + count * wide)
+    if nbytes < 0:
+        return None
+    words = np.frombuffer(view[nbytes : len(view) - 2 * _WORD], dtype="<i8").reshape(count, 2, box.ndim)
+    held, at = [], 0
+    for offsets, lengths in words.tolist():
+        part = Box(tuple(offsets), tuple(lengths))
+        end = at + part.volume * dtype.itemsize
+        if not box.contains(part) or min(lengths) < 1 or end > nbytes:
+            return None
+        held.append(HeldPart(part, data[at:end].view(dtype).view(part.lengths)))
+        at = end
+    return AssembledSource(box, dtype, held) if at == nbytes else None
 
 
 def block_digests(view: memoryview) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,9 +60,13 @@ class ChunkTable:
 
 
 def shared_out(
-    layout: FolderLayout, tables: Sequence[WriteColumns], attempt: str, dtypes: dict[str, str]
+    layout: FolderLayout,
+    tables: Sequence[WriteColumns],
+    attempt: str,
+    dtypes: dict[str, str],
+    hosts: Sequence[int] | None = None,
 ) -> tuple[list[FolderPart], ChunkTable]:
-    """What each rank is told, and all chunks."""
+    """What each rank is told, and all chunks; ``hosts`` has a number of each rank's host, if that is known."""
     numbers = {tensor.key: number for number, tensor in enumerate(layout.tensors)}
     places: list[tuple[np.ndarray, np.ndarray]] = []
     boxes: dict[int, list[tuple[int, Box]]] = {}  # of tensors that are not in runs
@@ -88,7 +93,7 @@ def shared_out(
         if scattered:
             of_row = np.array([numbers[key] in scattered for key in table.keys], dtype=bool)[table.key]
             offset[of_row] = -1
-    stripes = _striped(layout, scattered, len(tables))
+    stripes = _striped(layout, scattered, hosts or [0] * len(tables))
     meets = any(len(stripe.parts) > 1 for stripe in stripes)
     parts = [
         FolderPart(
@@ -106,21 +111,33 @@ def shared_out(
     return parts, _table(layout, tables, parts, stripes, numbers)
 
 
-def _striped(layout: FolderLayout, scattered: Mapping[int, Sequence[tuple[int, Box]]], ranks: int) -> list[Stripe]:
-    """The stripes of all tensors that are not in runs; writers take turns, so that each has about as much to write."""
+def _striped(
+    layout: FolderLayout, scattered: Mapping[int, Sequence[tuple[int, Box]]], hosts: Sequence[int]
+) -> list[Stripe]:
+    """The stripes of all tensors that are not in runs.
+
+    Each is written by the rank, of those that have part of it, for which it is least together with what that rank has
+    to write already, and what would have to come from other hosts.
+    """
     stripes: list[Stripe] = []
-    turns, nbytes = [0] * ranks, [0] * ranks
+    turns, nbytes = [0] * len(hosts), [0] * len(hosts)
     for number, held in scattered.items():
         tensor = layout.tensors[number]
         for box in stripes_of(tensor, [each for _, each in held], most=STRIPE_BYTES):
-            parts = tuple(sorted({rank for rank, each in held if each.intersect(box) is not None}))
-            writer = min(parts, key=nbytes.__getitem__)
+            of_rank, of_host = Counter[int](), Counter[int]()
+            for rank, each in held:
+                if (common := each.intersect(box)) is not None:
+                    of_rank[rank] += common.volume * tensor.itemsize
+                    of_host[hosts[rank]] += common.volume * tensor.itemsize
+            parts, size = tuple(sorted(of_rank)), box.volume * tensor.itemsize
+            costs = {rank: nbytes[rank] + 2 * size - of_host[hosts[rank]] for rank in parts}
+            writer = min(parts, key=costs.__getitem__)
             start = flat_start(box, tensor.shape)
             assert start is not None
             offset = layout.offset[number] + start * tensor.itemsize
             stripes.append(Stripe(tensor.key, box, layout.file[number], offset, writer, turns[writer], parts))
             turns[writer] += len(parts) > 1
-            nbytes[writer] += box.volume * tensor.itemsize
+            nbytes[writer] = costs[writer]
     return stripes
 
 

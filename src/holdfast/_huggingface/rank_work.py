@@ -10,19 +10,28 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from holdfast._huggingface.packing import AssembledSource, ConvertedSource, HeldPart, RunPacker, Span, block_digests
+from holdfast._huggingface.packing import (
+    AssembledSource,
+    ConvertedSource,
+    HeldPart,
+    RunPacker,
+    Span,
+    block_digests,
+    most_packed,
+    packed,
+    unpacked,
+)
 from holdfast._huggingface.places import FolderPart, run_order
-from holdfast._huggingface.stripes import Stripe, StripeJobs
+from holdfast._huggingface.stripes import Circle, Handling, Stripe, StripeJobs
 from holdfast._io.direct import ALIGNMENT
 from holdfast._io.folders import SharedOutputFile
 from holdfast._io.slabs import Slab
-from holdfast._ranks.exchange import Link
 from holdfast._state.tensor_bytes import source_of
 from holdfast._state.tensors import torch_dtype
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts
 from holdfast._values.lazy import cached_property
-from holdfast.errors import InvalidStateError, StorageError
+from holdfast.errors import CorruptError, InvalidStateError, StorageError
 from holdfast.planner import SavePlanner, WriteColumns
 
 
@@ -80,20 +89,16 @@ class RankWork:
             if len(stripe.parts) == 1:
                 yield Span(self.file(stripe.file), stripe.offset, self._assembled(stripe))
 
-    def together(self, link: Link | None, packer: RunPacker) -> StripeJobs | None:
+    def together(self, circle: Circle | None, packer: RunPacker) -> StripeJobs | None:
         """The stripes that this rank puts together with others, if there are any."""
         stripes = [stripe for stripe in self._part.stripes if len(stripe.parts) > 1]
         if not stripes:
             return None
-        if link is None:
+        if circle is None:
             raise InvalidStateError(
                 f"{stripes[0].key!r} is sharded within its rows, which ranks can only write together when "
                 "holdfast.save or holdfast.hf.export drives them; call one of these"
             )
-
-        def copy(stripe: Stripe, slab: Slab) -> None:
-            source = self._assembled(stripe)
-            source.copy_out(0, source.nbytes, slab, stripe.offset % ALIGNMENT)
 
         def write(stripe: Stripe, slab: Slab) -> None:
             head = stripe.offset % ALIGNMENT
@@ -103,7 +108,25 @@ class RankWork:
 
         for number in {stripe.file for stripe in stripes if stripe.writer == self._part.rank}:
             self.file(number)  # here, because several threads write
-        return StripeJobs(link, self._part.rank, stripes, copy=copy, write=write)
+        handling = Handling(
+            copy=lambda stripe, slab: _copy(self._assembled(stripe), stripe, slab),
+            write=write,
+            pack=lambda stripe: packed(self._assembled(stripe)),
+            most=lambda stripe: most_packed(stripe.box, self._dtypes[stripe.key]),
+            unpack=self._unpack,
+        )
+        return StripeJobs(circle, stripes, handling)
+
+    def _unpack(self, stripe: Stripe, data: torch.Tensor, slab: Slab, sender: int) -> None:
+        source = unpacked(data, stripe.box, self._dtypes[stripe.key])
+        if source is None:
+            raise CorruptError(
+                f"part of {stripe.key!r} was intact on the host of rank {sender} and arrived damaged; check the "
+                "network and the memory of both hosts, and export again",
+                path=self._part.files[stripe.file][0],
+                key=stripe.key,
+            )
+        _copy(source, stripe, slab)
 
     def digests(self, of_spans: Sequence[int]) -> np.ndarray:
         """All digests in the order of the table: those of runs, then those of stripes."""
@@ -140,3 +163,7 @@ class RankWork:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != self._planned[key] or tensor.is_quantized:
             raise InvalidStateError(f"the planner gave something else for {key!r} than a tensor as planned", key=key)
         return key, tensor
+
+
+def _copy(source: AssembledSource, stripe: Stripe, slab: Slab) -> None:
+    source.copy_out(0, source.nbytes, slab, stripe.offset % ALIGNMENT)

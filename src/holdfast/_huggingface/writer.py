@@ -1,9 +1,9 @@
 """The storage writer of an export: every rank writes its bytes right into the files of a folder as Hugging Face has it.
 
 The coordinator lays out all files from the plans of all ranks. Each rank writes whole pages of what it holds; where the
-parts of a tensor do not lie side by side in its file, the ranks of a host put stripes of it together first. Then the
-coordinator writes headers, the pages that several ranks have part of, the index and holdfast.json, and gives the folder
-its name, in one step.
+parts of a tensor do not lie side by side in its file, the ranks that have them put stripes of it together first. Then
+the coordinator writes headers, the pages that several ranks have part of, the index and holdfast.json, and gives the
+folder its name, in one step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.futures import Future
@@ -26,7 +27,7 @@ from holdfast._huggingface.notes import NOTES_NAME, FolderNotes, encode_notes
 from holdfast._huggingface.packing import RunPacker
 from holdfast._huggingface.places import ChunkTable, FolderPart, FolderReport, check_tiled, indexed, shared_out
 from holdfast._huggingface.rank_work import RankWork
-from holdfast._huggingface.stripes import SLOTS_EACH, meet
+from holdfast._huggingface.stripes import SLOTS_EACH, Circle, Stripe, meet
 from holdfast._io import posix
 from holdfast._io.folders import (
     AttemptFolder,
@@ -41,7 +42,6 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import uses_cuda
 from holdfast._native.index import RESERVED_NAME, check_index, encode_index
 from holdfast._native.manifest import TensorEntry, WriterEntry
-from holdfast._ranks.exchange import Link
 from holdfast._ranks.ranks import Ranks
 from holdfast._state.tensors import DTYPE_NAMES
 from holdfast._torch_classes.adapt import final_save_plan
@@ -90,11 +90,11 @@ class FolderWriter(StorageWriter):
         self.form = form or ExportForm()
         self.overwrite = overwrite
         self._attempt = secrets.token_hex(8)
-        self._deadline_s = float("inf")
-        self._job_ranks: Sequence[int] = (0,)
+        self._share_out: Callable[[Sequence[int] | None], tuple[list[FolderPart], ChunkTable]] | None = None
         self._table: ChunkTable | None = None
         self._folder: AttemptFolder | None = None
-        self._link: Link | None = None
+        self._stripes: Sequence[Stripe] | None = None
+        self._circle: Circle | None = None
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -155,7 +155,8 @@ class FolderWriter(StorageWriter):
         """The plans, each with the places of what its rank writes."""
         tables = [write_columns(save_plan_from_torch(plan).items) for plan in plans]
         layout, dtypes = self._laid_out(tables)
-        parts, self._table = shared_out(layout, tables, self._attempt, dtypes)
+        self._share_out = partial(shared_out, layout, tables, self._attempt, dtypes)
+        parts, self._table = self._share_out(None)
         return [dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
 
     def _laid_out(self, tables: Sequence[WriteColumns]) -> tuple[FolderLayout, dict[str, str]]:
@@ -184,15 +185,21 @@ class FolderWriter(StorageWriter):
         return made, dtypes
 
     def meet(self, plan: SavePlan, ranks: Ranks) -> None:
-        """Have the ranks of a host share memory, if any tensor needs it."""
+        """Have the ranks of a host share memory, and those of several be connected, if any tensor needs it."""
         part = _part_of(plan)
-        self._deadline_s, self._job_ranks = ranks.deadline_s, tuple(ranks.job_ranks)
         if part.meets:
-            self._link = meet(ranks, [stripe for stripe in part.stripes if len(stripe.parts) > 1])
+            self._stripes, self._circle = meet(ranks, part.stripes, self._shared_out_on)
+
+    def _shared_out_on(self, hosts: Sequence[int]) -> list[Sequence[Stripe]]:
+        assert self._share_out is not None
+        parts, self._table = self._share_out(hosts)
+        return [part.stripes for part in parts]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[MutableSequence[WriteResult]]:
         """Write what is this rank's part of the files, durably."""
         part = _part_of(plan)
+        if self._stripes is not None:
+            part = dataclasses.replace(part, stripes=tuple(self._stripes))
         plan, planner = final_save_plan(plan, planner)
         self._attempt = part.attempt
         posix.make_directories(os.path.dirname(self.path))
@@ -203,9 +210,9 @@ class FolderWriter(StorageWriter):
         self.progress.total = work.nbytes
         packer = RunPacker(pinned=uses_cuda(), progress=self.progress, nbytes=work.nbytes)
         try:
-            together = work.together(self._link, packer)
+            together = work.together(self._circle, packer)
             if together is not None:
-                jobs = together.jobs(self.progress.check, self._deadline_s, self._job_ranks)
+                jobs = together.jobs(self.progress.check)
                 run_bounded(jobs, workers=default_workers(), ahead=SLOTS_EACH, at_once=True)
             packer.write_spans(work.spans())
             begun = time.monotonic()
@@ -261,7 +268,7 @@ class FolderWriter(StorageWriter):
         except StorageError:
             self._folder.replaces = False
             raise
-        self._table = None
+        self._table = self._share_out = None
 
     def conclude(self) -> None:
         """Let go of the folder, which has its name now, and of the other ranks."""
@@ -275,15 +282,15 @@ class FolderWriter(StorageWriter):
         self._leave()
         if self._folder is not None:
             self._folder.abandon()
-        self._folder = self._table = None
+        self._folder = self._table = self._share_out = None
 
     def _leave(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+        if self._circle is not None:
+            self._circle.close()
+        self._stripes = self._circle = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_folder": None, "_link": None, "_table": None}
+        return {**self.__dict__, **dict.fromkeys(("_folder", "_stripes", "_circle", "_table", "_share_out"))}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -17,7 +17,13 @@ from holdfast._mapping.rules import Drop, Move, Rule, Template, Tie, expression_
 Shapes = Mapping[str, Sequence[int] | None]
 """Keys with their shapes, or None for what is no tensor."""
 
+_TOGETHER = (
+    "have both on this rank; where stages of a pipeline have one each, give the mapping to holdfast convert instead"
+)
 # So many numbers that a list lacks are told one by one.
+_TOGETHER = (
+    "have both on this rank; where stages of a pipeline have one each, give the mapping to holdfast convert instead"
+)
 _SHOWN_GAPS = 8
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
@@ -201,7 +207,7 @@ class _Matching:
 
     def _tie(self, key: str, other: str) -> None:
         if other == key or other not in self._inside:
-            self._fault(key, "tie", f"is tied to {other!r}, which is not there; have both on this rank")
+            self._fault(key, "tie", f"is tied to {other!r}, which is not there; {_TOGETHER}")
         elif self._inside[other] is None or self._inside[key] is None:
             self._fault(key, "kind", f"is tied to {other!r}, and one of them is no tensor; only tensors are tied")
         elif tuple(self._inside[other] or ()) != tuple(self._inside[key] or ()):
@@ -247,9 +253,7 @@ class _Matching:
         if missing:
             there = next(key for key in keys if key in self._inside)
             for key in missing:
-                self._fault(
-                    key, "missing", f"is missing, and {there!r} cannot be moved without it; have both on this rank"
-                )
+                self._fault(key, "missing", f"is missing, and {there!r} cannot be moved without it; {_TOGETHER}")
             return
         shapes = [self._inside[key] for key in keys]
         others = [key for key, shape in zip(keys, shapes, strict=True) if shape is None]

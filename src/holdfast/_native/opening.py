@@ -145,7 +145,7 @@ class _Opening:
             return _Read()
         if seat.hosts:
             with suppress(OSError):
-                self._reception = Reception(seat.host, len(seat.hosts), layout.slot_bytes)
+                self._reception = Reception(seat.host, range(len(seat.hosts)), layout.slot_bytes)
         contact = None if self._reception is None else self._reception.contact
         return _Read(invited=seat.members, hosts=seat.hosts, contact=contact)
 
@@ -164,7 +164,8 @@ class _Opening:
                 self._data = CatalogBytes(manifest=manifest, index=index)
         self._catalog = self._decode(self._data or self._read_bytes())
         self._data = None
-        goes_on = self._reception is None or self._reception.call(self.contacts or (), self._limit_s)
+        contacts = dict(enumerate(self.contacts or ()))
+        goes_on = self._reception is None or not contacts or self._reception.call(contacts, self._limit_s)
         return _Opened(
             attempt=self._catalog.manifest.attempt,
             is_linked=self._link is not None,

@@ -18,11 +18,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 
+from holdfast._io.sharing import Inbox
 from holdfast._plan.reads import CommonReads
 from holdfast._process import forget_in_child, start_thread
 from holdfast._ranks.exchange import Exchange
@@ -31,6 +32,7 @@ from holdfast.errors import InternalError, RankLostError
 _HEADER = struct.Struct("<4sIQQ")
 _MAGIC = b"hold"
 _WISHES, _READ = 1, 2
+_PHASE = "passing blocks on between hosts"
 _SLICE_S = 0.25
 # Those who watch over the ranks need so long to tell that one of them is dead.
 _NAMING_S = 20.0
@@ -81,7 +83,7 @@ class Carrier:
         host: int,
     ) -> None:
         self._exchange = exchange
-        self._others = {other: _HostConnection(other, job_ranks[other], sockets[other]) for other in sorted(sockets)}
+        self._others = {other: FrameConnection(other, job_ranks[other], sockets[other]) for other in sorted(sockets)}
         self._host = host
         self._check = exchange.mail.check
         self._freight: Freight | None = None
@@ -95,10 +97,10 @@ class Carrier:
         """What every host wants, by host, given what this one does; all are of the same length."""
         rows = {host: bytearray(len(own)) for host in self._others}
 
-        def admit(other: _HostConnection, kind: int, number: int, nbytes: int) -> _Arrival:
-            if kind != _WISHES or number != other.host or nbytes != len(own):
-                raise _unexpected(other.leader)
-            return _Arrival(memoryview(rows[other.host]), lambda: None)
+        def admit(other: FrameConnection, kind: int, number: int, nbytes: int) -> Arrival:
+            if kind != _WISHES or number != other.number or nbytes != len(own):
+                raise unexpected(other.job_rank)
+            return Arrival(memoryview(rows[other.number]), lambda: None)
 
         for other in self._others.values():
             other.owes = 1
@@ -175,43 +177,30 @@ class Carrier:
         for host in targets:
             self._others[host].send(_READ, number, view, sent)
 
-    def _admit(self, other: _HostConnection, kind: int, number: int, nbytes: int) -> _Arrival | None:
+    def _admit(self, other: FrameConnection, kind: int, number: int, nbytes: int) -> Arrival | None:
         """Room for what a host is about to send; None while there is none."""
         freight, read = self._freight, self._awaited.get(number, -1)
         assert freight is not None
-        if kind != _READ or read < 0 or int(freight.job.reader[number]) != other.host:
-            raise _unexpected(other.leader)
+        if kind != _READ or read < 0 or int(freight.job.reader[number]) != other.number:
+            raise unexpected(other.job_rank)
         start, stop = freight.place(read)
         if nbytes != stop - start:
-            raise _unexpected(other.leader)
+            raise unexpected(other.job_rank)
         slot = self._exchange.claim_slot(read)
         if slot is None:
             return None
         view = self._exchange.slot(slot).view[start:stop]
 
         def arrived() -> None:
-            freight.check(read, view, other.leader)
+            freight.check(read, view, other.job_rank)
             self._exchange.tell_filled(read, slot)
 
         del self._awaited[number]
-        return _Arrival(view, arrived)
+        return Arrival(view, arrived)
 
-    def _round(self, admit: _Admit) -> None:
+    def _round(self, admit: Admit) -> None:
         """Wait a little for something to happen, and do what is then possible; RankLostError after too long a wait."""
-        # Room may have come since a header did: no event of the connection tells of that.
-        moved = sum(other.receive(admit) for other in self._others.values() if other.waits_for_room)
-        poll, polled = select.poll(), {}
-        for other in self._others.values():
-            if other.events:
-                poll.register(other.socket, other.events)
-                polled[other.socket.fileno()] = other
-        poll.register(self._exchange.mail.inbox, select.POLLIN)
-        happened = poll.poll(0 if moved else _SLICE_S * 1000)
-        for descriptor, events in happened:
-            if (at := polled.get(descriptor)) is not None:
-                moved += at.transmit() if events & ~select.POLLIN else 0
-                moved += at.receive(admit) if events & ~select.POLLOUT and at.owes else 0
-        if moved or happened:
+        if exchange_frames(self._others.values(), self._exchange.mail.inbox, admit, _SLICE_S):
             self._moved_at = time.monotonic()
         else:
             self._check()
@@ -222,8 +211,7 @@ class Carrier:
         now, exchange, others = time.monotonic(), self._exchange, self._others.values()
         deadline_s = exchange.mail.deadline_s
         for other in others:
-            if other.lost_at is not None and other.is_busy and now - other.lost_at > _NAMING_S:
-                raise _lost(other.leader, "closed its connection before it was done")
+            other.check_lost(_PHASE)
         place = None
         if any(other.waits_for_room for other in others):
             place = exchange.awaited_taker()
@@ -232,36 +220,39 @@ class Carrier:
         awaited = None if place is None else exchange.mail.job_ranks[place]
         if awaited is None:
             deadline_s *= _HOST_PATIENCE
-            busy = sorted((not other.sends, other.leader) for other in others if other.is_busy)
+            busy = sorted((not other.sends, other.job_rank) for other in others if other.is_busy)
             awaited = busy[0][1] if busy else None
         if awaited is not None and now - self._moved_at > deadline_s:
-            raise _lost(awaited, f"made no progress for {deadline_s:g} s")
+            raise lost(awaited, f"made no progress for {deadline_s:g} s", _PHASE)
 
 
 @dataclass(slots=True)
-class _Arrival:
+class Arrival:
     """Room for what is being received, and what to do when it is there."""
 
     room: memoryview
     arrived: Callable[[], None]
 
 
-_Admit = Callable[["_HostConnection", int, int, int], _Arrival | None]
+Admit = Callable[["FrameConnection", int, int, int], Arrival | None]
 
 
-class _HostConnection:
-    """The connection to the leader of another host: frames that go out, and how many are still to come in."""
+class FrameConnection:
+    """A connection to a process of another host: frames that go out, and how many are still to come in.
 
-    def __init__(self, host: int, leader: int, connection: socket.socket) -> None:
-        self.host = host
-        self.leader = leader
+    ``number`` is that of the other end, ``job_rank`` its rank in the whole job, for errors.
+    """
+
+    def __init__(self, number: int, job_rank: int, connection: socket.socket) -> None:
+        self.number = number
+        self.job_rank = job_rank
         self.socket = connection
         self.owes = 0
         self.lost_at: float | None = None
         self._outgoing: deque[tuple[list[memoryview], Callable[[], None]]] = deque()
         self._header = bytearray(_HEADER.size)
         self._header_room = memoryview(self._header)
-        self._arrival: _Arrival | None = None
+        self._arrival: Arrival | None = None
         forget_in_child(self)
 
     @property
@@ -292,6 +283,11 @@ class _HostConnection:
         header = _HEADER.pack(_MAGIC, kind, number, len(payload))
         self._outgoing.append(([memoryview(header), payload], sent))
 
+    def check_lost(self, phase: str) -> None:
+        """RankLostError if the connection has ended before it was done, and nobody has named whoever died."""
+        if self.lost_at is not None and self.is_busy and time.monotonic() - self.lost_at > _NAMING_S:
+            raise lost(self.job_rank, "closed its connection before it was done", phase)
+
     def transmit(self) -> int:
         """Send as much as the connection takes now; how many bytes that was."""
         total = 0
@@ -314,14 +310,14 @@ class _HostConnection:
                 sent()
         return total
 
-    def receive(self, admit: _Admit) -> int:
+    def receive(self, admit: Admit) -> int:
         """Take what is there of the next frame, into the room that ``admit`` gives it; how many bytes that was."""
         total = 0
         while True:
             if self._arrival is None and not self._header_room:
                 magic, kind, number, nbytes = _HEADER.unpack(self._header)
                 if magic != _MAGIC or not self.owes:
-                    raise _unexpected(self.leader)
+                    raise unexpected(self.job_rank)
                 self._arrival = admit(self, kind, number, nbytes)
                 if self._arrival is None:
                     return total
@@ -356,12 +352,30 @@ class _HostConnection:
     forget_parent = close
 
 
-def _unexpected(leader: int) -> InternalError:
-    return InternalError(f"rank {leader} sent unexpected data; please report it")
+def exchange_frames(others: Collection[FrameConnection], inbox: Inbox, admit: Admit, wait_s: float) -> bool:
+    """Whether something came or went over the connections, or came into the inbox, within ``wait_s``."""
+    # Room may have come since a header did: no event of the connection tells of that.
+    moved = sum(other.receive(admit) for other in others if other.waits_for_room)
+    poll, polled = select.poll(), {}
+    for other in others:
+        if other.events:
+            poll.register(other.socket, other.events)
+            polled[other.socket.fileno()] = other
+    poll.register(inbox, select.POLLIN)
+    happened = poll.poll(0 if moved else wait_s * 1000)
+    for descriptor, events in happened:
+        if (at := polled.get(descriptor)) is not None:
+            moved += at.transmit() if events & ~select.POLLIN else 0
+            moved += at.receive(admit) if events & ~select.POLLOUT and at.owes else 0
+    return bool(moved or happened)
 
 
-def _lost(job_rank: int, what: str) -> RankLostError:
-    phase = "passing blocks on between hosts"
+def unexpected(job_rank: int) -> InternalError:
+    return InternalError(f"rank {job_rank} sent unexpected data; please report it")
+
+
+def lost(job_rank: int, what: str, phase: str) -> RankLostError:
+    """The error of a rank of another host that does not do its part."""
     return RankLostError(
         f"rank {job_rank} {what} in {phase!r}; find out where it hangs, check the network, or raise deadline_s",
         rank=job_rank,

@@ -147,6 +147,14 @@ class ChannelRanks(Ranks):
         if self._round.verdict is not None:
             raise self._error()
 
+    def look_until(self, look: Callable[[], bool]) -> None:
+        try:
+            self._awaited_since = time.monotonic()
+            super().look_until(look)
+        finally:
+            with self._channel.lock:
+                self._awaited_since = None
+
     def overview(self) -> Shown:
         signs = {**self._watch.signs(), self.job_ranks[self.rank]: self._sign()}
         part = {rank: sign.progress / (sign.total or 1) for rank, sign in signs.items() if sign.working}

@@ -101,6 +101,14 @@ class Ranks:
     def check(self) -> None:
         """Raise what another rank has failed with, if one has; cheap enough for every round of a loop, any thread."""
 
+    def look_until(self, look: Callable[[], bool]) -> None:
+        """Call ``look``, which waits a little for other ranks, until it returns True: for waits within work of its own.
+
+        Meanwhile this rank is not the one that is stuck; the coordinator, if it is this one, judges who is.
+        """
+        while not look():
+            self.signs.moved += 1
+
     def follow(self, count: Callable[[], int], file: Callable[[], str], total: Callable[[], int] = int) -> None:
         """Ask now and then, in another thread, how many bytes are done, at which file, and how many there are in all.
 

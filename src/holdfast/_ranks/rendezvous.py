@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -318,58 +318,59 @@ def seats(greetings: Sequence[Greeting], *, between_hosts: bool = False) -> list
 
 
 class Reception:
-    """One leader's way to its connections: its ``contact`` is told, it ``call``s leaders before it, ``answer``s others.
+    """One process's way to its connections: its ``contact`` is told, it ``call``s those before it, ``answer``s others.
 
-    Its host is number ``host`` of so many ``hosts``.
+    It is number ``own``; ``others`` has the numbers of those that it connects with. A leader's ``slot_bytes`` are told.
     """
 
-    def __init__(self, host: int, hosts: int, slot_bytes: int) -> None:
-        self._host = host
-        self._hosts = hosts
+    def __init__(self, own: int, others: Collection[int], slot_bytes: int = 0) -> None:
+        self._own = own
+        self._others = frozenset(others) - {own}
         self._sockets: dict[int, socket.socket] = {}
-        self._contacts: tuple[Address, ...] = ()
-        self._listener, self.contact = serve(is_first=False, backlog=2 * hosts, slot_bytes=slot_bytes)
+        self._contacts: Mapping[int, Address] = {}
+        self._listener, self.contact = serve(is_first=False, backlog=2 * (len(self._others) + 1), slot_bytes=slot_bytes)
         forget_in_child(self)
 
-    def call(self, contacts: tuple[Address, ...], limit_s: float) -> bool:
-        """Whether all leaders before this one could be connected to within ``limit_s``; they need not answer yet."""
+    def call(self, contacts: Mapping[int, Address], limit_s: float) -> bool:
+        """Whether all before this one could be connected to within ``limit_s``; they need not answer yet."""
         self._contacts = contacts
         deadline = Deadline(limit_s)
         with contextlib.suppress(OSError):
-            for host, contact in enumerate(contacts[: self._host]):
-                self._sockets[host] = _dial(contact, self._host, deadline, is_answered=False)
+            for number in sorted(other for other in self._others if other < self._own):
+                self._sockets[number] = _dial(contacts[number], self._own, deadline, is_answered=False)
             return True
         return False
 
     def answer(self, limit_s: float) -> bool:
-        """Whether all leaders after this one have called, and those that were called are who they should be."""
+        """Whether all after this one have called, and those that were called are who they should be."""
         deadline = Deadline(limit_s)
+        called = tuple(self._sockets.values())
         with contextlib.suppress(OSError):  # a timeout is one too
-            while len(self._sockets) < self._hosts - 1:
+            while len(self._sockets) < len(self._others):
                 self._listener.settimeout(deadline.remaining_s)
                 self._take_in(self._listener.accept()[0], deadline)
-            for host in range(self._host):
-                self._sockets[host].settimeout(deadline.remaining_s)
-                if not hmac.compare_digest(_receive(self._sockets[host], TOKEN_BYTES), self.contact.token):
+            for connection in called:
+                connection.settimeout(deadline.remaining_s)
+                if not hmac.compare_digest(_receive(connection, TOKEN_BYTES), self.contact.token):
                     return False
             return True
         return False
 
     def _take_in(self, visitor: socket.socket, deadline: Deadline) -> None:
-        """Keep the connection of a leader that has the token, and answer it; close any other."""
+        """Keep the connection of one that has the token, and answer it; close any other."""
         with contextlib.ExitStack() as stack:
             stack.callback(visitor.close)
             visitor.settimeout(min(_ANSWER_S, deadline.remaining_s))
             with contextlib.suppress(OSError):
-                host = said_by(_receive(visitor, HELLO.size), self.contact.token)
-                if self._host < host < self._hosts and host not in self._sockets:
-                    visitor.sendall(self._contacts[host].token)
+                number = said_by(_receive(visitor, HELLO.size), self.contact.token)
+                if self._own < number and number in self._others and number not in self._sockets:
+                    visitor.sendall(self._contacts[number].token)
                     visitor.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self._sockets[host] = visitor
+                    self._sockets[number] = visitor
                     stack.pop_all()
 
     def take_sockets(self) -> dict[int, socket.socket]:
-        """The connections by host, which are the caller's from now on and never wait."""
+        """The connections by number, which are the caller's from now on and never wait."""
         sockets, self._sockets = self._sockets, {}
         for each in sockets.values():
             each.setblocking(False)

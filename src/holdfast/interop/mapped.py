@@ -6,12 +6,14 @@ than a part of bounded size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from holdfast._checkpoint import Checkpoint, StoredTensor
+from holdfast._huggingface.layout import flat_start
 from holdfast._mapping.mappings import Mapping as Rules
 from holdfast._mapping.matching import Fault, Group
 from holdfast._mapping.relations import Patch
@@ -25,6 +27,8 @@ from holdfast.metadata import TensorStorageMetadata
 
 # So much is held of what a part is made of, or compared.
 _HELD_BYTES = 64 << 20
+# So much of stored tensors is kept for the next parts, where these begin and end within rows, as transposed ones do.
+_KEPT_BYTES = 128 << 20
 
 
 class MappedCheckpoint(Checkpoint):
@@ -52,6 +56,7 @@ class MappedCheckpoint(Checkpoint):
         if faults:
             raise InvalidStateError.of([InvalidStateError(str(fault), key=fault.key) for fault in faults])
         groups = self._matched.groups
+        self._kept: dict[str, Piece] = {}  # that was used last is last
         self._made = {key: (group, number) for group in groups for number, key in enumerate(group.outside)}
 
     def __getitem__(self, key: str) -> Any:
@@ -89,14 +94,28 @@ class MappedCheckpoint(Checkpoint):
             return
         words = word_dtype(tensor.itemsize)
         for key, found in wanted.items():
-            memory = empty_tensor(held[key].lengths, tensor.dtype)
-            self._read_source(key, held[key], memory)
+            piece = self._piece(key, held[key], tensor.dtype)
             for patch, _ in found:
-                view = view_of(patch, Piece(held[key], memory))
+                view = view_of(patch, piece)
                 common = None if view is None else view.box.intersect(box)
                 if view is not None and common is not None:
                     place = tensor[common.relative_to(box).slices()].view(words)
                     place.copy_(view.tensor[common.relative_to(view.box).slices()].view(words))
+
+    def _piece(self, key: str, box: Box, dtype: torch.dtype) -> Piece:
+        """``box`` of a stored tensor, in memory, or more of it, so that what follows in its rows is not read again."""
+        piece, room = self._kept.pop(key, None), 0
+        if piece is None or not piece.box.contains(box):
+            wide = _widened(box, self._source[key].shape, _KEPT_BYTES // dtype.itemsize)
+            piece, room = None, wide.volume * dtype.itemsize
+        while self._kept and room + sum(each.tensor.nbytes for each in self._kept.values()) > _KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        if piece is None:
+            piece = Piece(wide, empty_tensor(wide.lengths, dtype))
+            self._read_source(key, wide, piece.tensor)
+        if piece.box != box:
+            self._kept[key] = piece
+        return piece
 
     def _untied(self) -> Iterator[Fault]:
         """What a rule ties, and is not equal, or has no tensor outside that it could be equal to."""
@@ -117,6 +136,17 @@ def _joined(boxes: Sequence[Box]) -> Box:
     lows = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
     ends = tuple(map(max, zip(*(map(int.__add__, box.offsets, box.lengths) for box in boxes), strict=True)))
     return Box(lows, tuple(map(int.__sub__, ends, lows)))
+
+
+def _widened(box: Box, shape: Sequence[int], most: int) -> Box:
+    """``box``, and what comes after it in the rows that it cuts, as far as that is ``most`` elements together."""
+    lengths = list(box.lengths)
+    for dim in range(box.ndim - 1, 0, -1):
+        if flat_start(Box(box.offsets, tuple(lengths)), shape) is None:
+            step = lengths[dim]  # what comes next is as long, most likely
+            fitting = most * step // math.prod(lengths) // step * step
+            lengths[dim] = max(step, min(shape[dim] - box.offsets[dim], fitting))
+    return Box(box.offsets, tuple(lengths))
 
 
 def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:

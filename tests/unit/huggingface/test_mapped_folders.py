@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast import LoadOptions, Mapping, hf
+from holdfast._checkpoint import Checkpoint, StoredTensor
+from holdfast._values.box import Box
 from holdfast.cli import app
+from holdfast.interop.mapped import MappedCheckpoint
 from holdfast.mapping import (
     Cast,
     Concat,
@@ -222,3 +225,39 @@ def test_the_command_line_takes_a_mapping(tmp_path: Path, exported: Path) -> Non
         run = CliRunner().invoke(app, [*arguments, str(tmp_path / wrong)])
         assert run.exit_code == 2
         assert "cannot be used" in run.output
+
+
+@pytest.mark.parametrize(("kept", "times"), [(1 << 20, 1), (20_000, 4), (0, 16)])
+def test_a_transposed_matrix_is_read_as_often_as_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, times: int
+) -> None:
+    """With 64 kB of it, in parts of 4 kB."""
+    matrix = torch.randn(128, 128)
+    hf.export({"a": matrix, "e": torch.randn(3, 8, 4)}, tmp_path / "folder")
+    monkeypatch.setattr("holdfast.interop.mapped._KEPT_BYTES", kept)
+    read_into, elements = StoredTensor.read_into, {"a": 0, "e": 0}
+    strips: list[Box] = []
+
+    def count(self: StoredTensor, target: torch.Tensor, box: Box) -> None:
+        if type(self._checkpoint) is Checkpoint:
+            assert box.volume * 4 <= max(kept, 4096)
+            elements[self.key] += box.volume
+            strips.extend([box] * (self.key == "a"))
+        read_into(self, target, box)
+
+    monkeypatch.setattr(StoredTensor, "read_into", count)
+    mapping = Mapping([Move("a", "b", (Transpose(0, 1),)), Move("e", "f", (Transpose(1, 2),))])
+    with holdfast.open(tmp_path / "folder") as folder:
+        made = MappedCheckpoint(folder, mapping, is_export=False)
+        for low in range(0, 128, 8):
+            part = torch.empty(8, 128)
+            made["b"].read_into(part, Box((low, 0), (8, 128)))
+            assert torch.equal(part, matrix.T[low : low + 8])
+        experts = torch.empty(3, 4, 8)
+        for number in range(12):
+            row = Box((number // 4, number % 4, 0), (1, 1, 8))
+            made["f"].read_into(experts[row.slices()], row)
+        assert torch.equal(experts, folder["e"][...].transpose(1, 2))
+    assert elements["a"] == 128 * 128, "no element twice; blocks are read as often as there are strips"
+    assert elements["e"] == 3 * 8 * 4
+    assert len(strips) == times

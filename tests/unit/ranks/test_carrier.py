@@ -289,24 +289,24 @@ def test_very_many_hosts_are_split_evenly(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_whoever_answers_without_the_token_is_not_taken_for_a_host() -> None:
-    first, second = (Reception(host, 2, SLOT) for host in range(2))
+    first, second = (Reception(host, range(2), SLOT) for host in range(2))
     with socket.create_server(("", 0)) as impostor:
         told = replace(first.contact, port=impostor.getsockname()[1])
-        assert second.call((told, second.contact), 5.0)
+        assert second.call({0: told}, 5.0)
         visitor, _ = impostor.accept()
         with visitor:
             visitor.sendall(b"?" * 32)
             assert not second.answer(5.0)
     # And without any caller nobody waits for longer than was said.
-    assert first.call((first.contact, second.contact), 5.0)
+    assert first.call({1: second.contact}, 5.0)
     assert not first.answer(0.1)
     first.close()
     second.close()
 
 
 def test_two_leaders_that_know_each_others_tokens_are_connected() -> None:
-    first, second = (Reception(host, 2, SLOT) for host in range(2))
-    contacts = (first.contact, second.contact)
+    first, second = (Reception(host, range(2), SLOT) for host in range(2))
+    contacts = {0: first.contact, 1: second.contact}
     assert first.call(contacts, 5.0)
     assert second.call(contacts, 5.0)
     assert first.answer(5.0)
