@@ -137,6 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library has found wrong with a request, in our form."""
+        self.request_version = self.protocol_version
         self._send(_refused(code, message or "bad request"), is_last=True)
 
     def handle_one_request(self) -> None:

@@ -79,14 +79,15 @@ def elements(table: Table, query: Query) -> dict[str, object]:
     at = query.numbers("at") or [0] * len(shape)
     if len(at) != len(shape) or any(place >= max(size, 1) for place, size in zip(at, shape, strict=True)):
         raise ValueError(f"at is a place in {list(shape)}, with a number for each dimension, not {at}")
-    if table.dtypes[table.dtype[row]].startswith(("qint", "quint")) and table.nbytes[row] > _MOST_QUANTIZED:
+    is_quantized = table.dtypes[table.dtype[row]].startswith(("qint", "quint"))
+    if is_quantized and table.nbytes[row] > _MOST_QUANTIZED:
         raise UnsafeError(f"{table.keys[row][:200]!r} is quantised, and too large to be read whole for a part of it")
     most = [query.number("rows", 16, most=_MOST_CELLS), query.number("columns", 16, most=_MOST_CELLS)][-len(shape) :]
     lengths = [1] * (len(shape) - len(most)) + most if shape else []
     box = Box(tuple(at), tuple(min(size - low, length) for low, size, length in zip(at, shape, lengths, strict=True)))
     with table.opened(row) as checkpoint:
         tensor = checkpoint[table.keys[row]]
-        read = tensor[...][box.slices()] if tensor.dtype in _QUANTIZED else tensor[box.slices()]
+        read = dequantized(tensor[...])[box.slices()] if is_quantized else tensor[box.slices()]
     cells = _cells(read)
     columns = box.lengths[-1] if shape else 1
     rows = 0 if not columns else len(cells) // columns
@@ -98,14 +99,11 @@ def elements(table: Table, query: Query) -> dict[str, object]:
     }
 
 
-_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-
-
 def _cells(tensor: torch.Tensor) -> list[object]:
     if not has_numbers(tensor.dtype):
         words = words_of(tensor)
         return [b"".join(part.tobytes() for part in row[::-1]).hex() for row in words.byteswap()]
-    flat = dequantized(tensor).reshape(-1)
+    flat = tensor.reshape(-1)
     if flat.dtype.is_complex:
         return flat.to(torch.complex128).tolist()
     if not flat.dtype.is_floating_point:
