@@ -12,9 +12,7 @@ const colour = (index, weight = 1) =>
 
 /** A colour for `share` of the most, from 0 to 1. */
 const heat = (share) =>
-  isDark()
-    ? `oklch(${0.28 + 0.32 * share} ${0.02 + 0.11 * share} ${215 - 165 * share})`
-    : `oklch(${0.97 - 0.24 * share} ${0.01 + 0.13 * share} ${215 - 150 * share})`;
+  isDark() ? `oklch(${0.27 + 0.27 * share} ${0.02 + 0.08 * share} 215)` : `oklch(${0.97 - 0.2 * share} ${0.01 + 0.1 * share} 215)`;
 
 /** The width of what `place` refers to, and a number that grows when the theme changes. */
 function useSize(place) {
@@ -71,10 +69,12 @@ const ROW = 30;
 function icicleBoxes(tree, width) {
   const boxes = [];
   const place = (node, x, wide, depth, hue, parent) => {
-    const all = node.children.reduce((sum, child) => sum + child.bytes, node.rest?.bytes || 0) || 1;
+    const inside = node.children.reduce((sum, child) => sum + child.bytes, node.rest?.bytes || 0);
+    const all = Math.max(inside, node.bytes || 0) || 1;
     node.children.forEach((child, number) => {
       const own = (wide * child.bytes) / all;
-      const box = { node: child, x, y: depth * ROW, wide: own, depth, hue: depth ? hue : number, parent };
+      // Colours begin where there is more than one module.
+      const box = { node: child, x, y: depth * ROW, wide: own, depth, hue: hue ?? (node.children.length > 1 ? number : null), parent };
       boxes.push(box);
       if (child.children && own > 3) place(child, x, own, depth + 1, box.hue, box);
       x += own;
@@ -82,7 +82,7 @@ function icicleBoxes(tree, width) {
     const { children, bytes } = node.rest || {};
     if (children) boxes.push({ rest: children, bytes, x, y: depth * ROW, wide: (wide * bytes) / all, depth, hue: -1, parent });
   };
-  place(tree, 0, width, 0, 0, null);
+  place(tree, 0, width, 0, null, null);
   return boxes;
 }
 
@@ -95,12 +95,12 @@ function Icicle({ tree, label, tell, onOpen }) {
   const draw = (pen, width, height, ink) => {
     boxes.current = icicleBoxes(tree, width);
     for (const { node, rest, x, y, wide, depth, hue } of boxes.current) {
-      pen.fillStyle = colour(hue, node && node.tensor == null ? 0.65 : 1);
+      pen.fillStyle = colour(hue ?? 0, node && node.tensor == null ? 0.65 : 1);
       pen.globalAlpha = depth % 2 ? 0.82 : 1;
       pen.fillRect(x, y, Math.max(wide - 1, 0.6), ROW - 1);
       pen.globalAlpha = 1;
       pen.fillStyle = ink.text;
-      write(pen, node ? node.name : `${rest} smaller`, x + 6, y + ROW / 2, wide - 10);
+      write(pen, node ? printable(node.name) : `${rest} smaller`, x + 6, y + ROW / 2, wide - 10);
     }
     if (!chosen) return;
     pen.strokeStyle = ink.mark;
