@@ -13,7 +13,7 @@ from holdfast._look.diff import Diff, KeyDiff, Status, StoredAs, diff
 from holdfast._look.statistics import TensorStatistics
 from holdfast._view.answers import Query, exactly, matcher, page, value_row
 from holdfast._view.sources import Sources
-from holdfast._view.tables import Table
+from holdfast._view.tables import Table, give_memory_back
 from holdfast.errors import InvalidStateError, NotFoundError
 from holdfast.events.progress import OnBytes
 
@@ -36,6 +36,8 @@ class Comparisons:
                 self._last = None  # before there are two of them
                 found = diff(tables[0].path, tables[1].path)
                 self._last = tables, found, list(found.keys.values())
+                del found
+                give_memory_back()
             return self._last
 
     def rows(self, query: Query) -> dict[str, object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from holdfast._checkpoint import VerifyReport, verify
 from holdfast._version import __version__
@@ -19,6 +20,7 @@ from holdfast._view.tasks import Task, Tasks
 from holdfast.events.progress import OnBytes
 
 _MOST_DAMAGE = 1000
+_MOST_REMEMBERED = 10_000
 _MOST_WAIT_S = 20
 
 Question = Callable[[Query], Answer]
@@ -114,7 +116,8 @@ class Viewer:
         identity = identity_at(path)
         report = verify(path, progress=progress)
         if identity == identity_at(path):
-            self._verified[number] = identity, report
+            few = replace(report, damage=report.damage[:_MOST_REMEMBERED])
+            self._verified[number] = identity, few
         damage = [
             {
                 "file": each.file,

@@ -23,7 +23,7 @@ from holdfast._steps.listing import Step, Steps, run_at
 from holdfast._torch_format.file_systems import is_for_fsspec
 from holdfast._values.digest import digest, to_hex
 from holdfast._view.answers import encoded, unix_seconds
-from holdfast._view.tables import Table, identity_at, read_table
+from holdfast._view.tables import Table, give_memory_back, identity_at, read_table
 from holdfast.errors import CheckpointError, NotFoundError
 
 _MOST_OPEN = 2
@@ -118,6 +118,7 @@ class Sources:
                 if asked.attempt not in ("", table.attempt):
                     raise _gone(asked)
                 known = self._tables[number] = identity, table
+                give_memory_back()
             self._tables.move_to_end(number)
             return known[1]
 
