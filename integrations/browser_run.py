@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -78,9 +75,3 @@ def save_hostile(path: Path) -> None:
         path,
         no_dist=True,
     )
-
-
-def save_sharded(path: Path) -> None:
-    """A small checkpoint with a tensor that all ranks share: a step of another run."""
-    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
-    holdfast.save({"weight": distribute_tensor(torch.randn(64, 48), mesh, [Shard(0)])}, path)

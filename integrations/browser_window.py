@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 TIMEOUT_S = 60
 BROWSER, DRIVER = "chromium", "chromedriver"
-HOW_TO_INSTALL = "apt-get install chromium chromium-driver"
 SIZE = 1280, 860
 _FLAGS = (
     "--headless",
@@ -35,11 +33,6 @@ _FLAGS = (
     "--hide-scrollbars",
     f"--window-size={SIZE[0]},{SIZE[1]}",
 )
-
-
-def missing_programs() -> list[str]:
-    """The programs that have to be installed first."""
-    return [program for program in (BROWSER, DRIVER) if shutil.which(program) is None]
 
 
 class Server:
@@ -65,12 +58,10 @@ class Server:
         self.process.terminate()
         self.process.wait(timeout=TIMEOUT_S)
 
-    def most_memory(self) -> int:
-        """The most memory that it has had, in bytes."""
+    def memory(self) -> int:
+        """The memory that it has now, in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        assert found is not None
-        return int(found[1]) * 1024
+        return int(status.partition("VmRSS:")[2].split()[0]) << 10
 
 
 class Window:

@@ -2,13 +2,13 @@
 "use strict";
 
 const RANK_COLUMNS = [
-  { name: "rank", title: "rank", show: (row) => row.rank, sorts: true, isNumber: true },
-  { name: "host", title: "host", show: (row) => row.host ?? "not known", sorts: true, width: "minmax(120px, 2fr)" },
-  { name: "bytes", title: "bytes", show: (row) => bytes(row.bytes), sorts: true, isNumber: true },
-  { name: "seconds", title: "seconds", show: (row) => seconds(row.seconds), sorts: true, isNumber: true },
+  { name: "rank", title: "rank", show: (row) => `rank ${row.rank}`, sorts: true, width: "110px" },
+  { name: "host", title: "host", show: (row) => row.host ?? "not known", sorts: true, width: "minmax(120px, 240px)" },
+  { name: "bytes", title: "bytes", show: (row) => bytes(row.bytes), sorts: true, isNumber: true, width: "120px" },
+  { name: "seconds", title: "seconds", show: (row) => seconds(row.seconds), sorts: true, isNumber: true, width: "120px" },
   { name: "rate", title: "per second", sorts: true, isNumber: true, width: "130px",
     show: (row) => (row.seconds ? `${bytes(row.bytes / row.seconds)}/s` : "–"), value: (row) => row.bytes / row.seconds },
-  { name: "files", title: "files", show: (row) => whole(row.files), sorts: true, isNumber: true },
+  { name: "files", title: "files", show: (row) => whole(row.files), sorts: true, isNumber: true, width: "90px" },
 ];
 
 function Ranks({ checkpoint, route, go }) {
