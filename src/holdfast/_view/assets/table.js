@@ -63,7 +63,7 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
   }, [rows, ...sort]);
   const total = rows ? rows.length : pages.answer?.total;
   const tall = Math.min((total || 0) * LINE, TALLEST);
-  const room = total === 0 ? 0 : Math.min(height, tall || LINE);
+  const room = Math.min(height, tall);
   const inView = Math.ceil(room / LINE) + 1;
   const isScaled = tall < total * LINE;
   const first = isScaled ? Math.round((top / (tall - room)) * (total - inView + 1)) : Math.floor(top / LINE);
@@ -108,7 +108,7 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
         </div>
       </div>
     </div>
-    ${pages.error ? html`<${Trouble} error=${pages.error} />` : total === 0 && html`<p class="told">${nothing || "There are none."}</p>`}
+    ${pages.error ? html`<${Trouble} error=${pages.error} />` : total === undefined ? html`<p class="told waiting">Reading…</p>` : total === 0 && html`<p class="told">${nothing || "There are none."}</p>`}
   </div>`;
 }
 

@@ -93,7 +93,8 @@ function Cut({ checkpoint, tensor, about, route, go }) {
       <${Choice} label="Coloured by" of=${[["rank", "by rank"], ["file", "by file"]]} value=${by} onChoose=${(name) => go({ colour: name })} />`}>
     ${error && html`<${Trouble} error=${error} />`}
     <${Chunks} shape=${sizes} axes=${axes} pages=${pages} by=${by} onTell=${tell} label=${`${counted(about.chunks, "chunk")} of ${printable(about.key)}`} />
-    <p class="told">${told || `${counted(writers.size, by)} wrote it. Rows go down, columns go to the right.`}
+    <p class=${held === undefined && !error ? "told waiting" : "told"}>${told || (held === undefined ? "Reading…"
+        : `${counted(writers.size, by)} ${by === "rank" ? "wrote it" : "hold it"}. Rows go down, columns go to the right.`)}
       ${total > held && ` ${whole(held)} of ${whole(total)} chunks are here so far.`}</p>
   <//>`;
 }
