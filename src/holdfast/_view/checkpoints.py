@@ -21,7 +21,8 @@ _SORTS = ("state", "key", "bytes", "dtype", "chunks", "elements")
 
 
 def summary(asked: ShownCheckpoint, table: Table) -> dict[str, object]:
-    ties = ties_of(table)
+    ties, writer = ties_of(table), table.manifest.writer
+    torchs = f"torch.distributed.checkpoint, version {writer.torch}" if writer.torch else None
     return {
         "checkpoint": asked.number,
         "path": asked.path,
@@ -29,15 +30,15 @@ def summary(asked: ShownCheckpoint, table: Table) -> dict[str, object]:
         "source": asked.source,
         "step": asked.step,
         "format": table.format,
-        "written_by": table.written_by,
-        "saved_at": unix_seconds(table.saved_at),
+        "written_by": f"holdfast {writer.holdfast} / torch {writer.torch}" if writer.holdfast else torchs,
+        "saved_at": unix_seconds(writer.saved_at),
         "bytes": table.bytes,
         "tensors": len(table.keys),
-        "values": len(table.values()),
+        "values": len(table.manifest.values) + len(table.runs),
         "elements": int(table.elements.sum()),
         "chunks": int(table.chunks[table.storing == np.arange(len(table.keys))].sum()),
-        "ranks": table.ranks,
-        "files": len(table.files),
+        "ranks": writer.world_size if writer.holdfast else len(set(table.file_ranks.tolist()) - {-1}) or None,
+        "files": len(table.file_ranks),
         "dtypes": _dtypes(table),
         "ties": [[table.keys[row] for row in rows[:_MOST_LISTED]] for rows in list(ties.values())[:_MOST_LISTED]],
         "tied": sum(len(rows) - 1 for rows in ties.values()),
@@ -75,7 +76,7 @@ def _dtypes(table: Table) -> list[dict[str, object]]:
 
 def _user_metadata(table: Table) -> list[dict[str, object]]:
     try:
-        user, _, _ = split_planner_data(decode_value(table.user_metadata(), key="user_metadata"), {})
+        user, _, _ = split_planner_data(decode_value(table.manifest.metadata, key="user_metadata"), {})
     except CheckpointError as error:
         return [{"key": "user_metadata", "kind": "damaged", "shown": shown(error.message)}]
     rows = list(user.items())[:_MOST_LISTED]
@@ -105,7 +106,7 @@ def tree(table: Table, query: Query) -> dict[str, object]:
                 "tensors": each.tensors,
                 "bytes": each.bytes,
                 "dtype": None if row is None else table.dtypes[table.dtype[row]],
-                "shape": None if row is None else table.shape(row),
+                "shape": None if row is None else table.entries[row].shape,
             }
         )
     return {
@@ -151,7 +152,7 @@ def tensor_row(table: Table, row: int) -> dict[str, object]:
         "tensor": row,
         "key": table.keys[row],
         "dtype": table.dtypes[table.dtype[row]],
-        "shape": table.shape(row),
+        "shape": table.entries[row].shape,
         "bytes": int(table.nbytes[row]),
         "elements": int(table.elements[row]),
         "chunks": int(table.chunks[row]),
@@ -162,18 +163,19 @@ def tensor_row(table: Table, row: int) -> dict[str, object]:
 
 def values(table: Table, query: Query) -> dict[str, object]:
     found = matcher(query.text("search")).search
-    rows = [row for row in table.values() if found(row[0])]
+    every = [*((each.key, "", each.value) for each in table.manifest.values), *((*run, None) for run in table.runs)]
+    rows = [row for row in every if found(row[0])]
     return page(query, rows, lambda row: value_row(*row))
 
 
 def ranks(table: Table, query: Query) -> dict[str, object]:
-    nbytes: dict[int, int] = defaultdict(int)
-    files: dict[int, int] = defaultdict(int)
-    for file in table.files:
-        nbytes[file.rank] += file.bytes
-        files[file.rank] += 1
-    if -1 in files:
+    if (table.file_ranks < 0).any():
         return {"ranks": [], "slowest": None, "why": "the files of this format do not say which rank wrote them"}
+    found, of = np.unique(table.file_ranks, return_inverse=True)
+    sizes = np.array([file.bytes for file in table.manifest.files], dtype=np.int64)
+    nbytes = np.zeros(len(found), dtype=np.int64)
+    np.add.at(nbytes, of, sizes)
+    columns = zip(found.tolist(), nbytes.tolist(), np.bincount(of, minlength=len(found)).tolist(), strict=True)
     unknown = dict.fromkeys(("host", "seconds", "sync_s"))
-    rows = [{"rank": rank, **unknown, "bytes": nbytes[rank], "files": files[rank]} for rank in sorted(files)]
+    rows = [{"rank": rank, **unknown, "bytes": size, "files": files} for rank, size, files in columns]
     return {"ranks": rows, "slowest": None, "why": None if rows else "there are no data files"}

@@ -1,16 +1,13 @@
-"""Answers about several checkpoints: where two differ, and how the numbers of tensors move over the steps of a run."""
+"""Answers about two checkpoints: where they differ, by digests; and how far the elements of a key do."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import threading
-from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from holdfast._look.diff import Diff, KeyDiff, Status, StoredAs, diff
-from holdfast._look.statistics import TensorStatistics
 from holdfast._view.answers import Query, exactly, matcher, page, value_row
 from holdfast._view.sources import Sources
 from holdfast._view.tables import Table, give_memory_back
@@ -85,47 +82,3 @@ def _stored(key: str, stored: StoredAs, table: Table) -> dict[str, object]:
     fields = {name: getattr(stored, name) for name in ("kind", "dtype", "shape", "bytes")}
     text = None if stored.value is None else value_row(key, "", json.loads(stored.value))["shown"]
     return {**fields, "shown": text, "tensor": table.rows.get(key)}
-
-
-# --- over steps -------------------------------------------------------------------------------------------------------
-
-
-def dynamics(
-    number: int, under: str, steps: Sequence[tuple[int, Mapping[str, TensorStatistics] | None]]
-) -> dict[str, object]:
-    """How numbers move: of what is right below ``under``, over ``steps``, each with its stored statistics."""
-    told = [(step, found) for step, found in steps if found is not None]
-    series: dict[tuple[str, bool], list[list[TensorStatistics]]] = {}
-    for at, (_, found) in enumerate(told):
-        for key, each in found.items():
-            if key.startswith(under) and each.alias_of is None:
-                name, dot, _ = key[len(under) :].partition(".")
-                lists = series.setdefault((name, bool(dot)), [[] for _ in told])
-                lists[at].append(each)
-    largest = sorted(series.items(), key=lambda item: -max(sum(each.elements for each in found) for found in item[1]))
-    rows = [_series(under, name, is_module, lists) for (name, is_module), lists in largest]
-    return {
-        "source": number,
-        "under": under,
-        "steps": [step for step, _ in told],
-        "missing": [step for step, found in steps if found is None],
-        "series": rows[:_MOST_SERIES],
-        "rest": max(0, len(rows) - _MOST_SERIES),
-    }
-
-
-def _series(under: str, name: str, is_module: bool, lists: list[list[TensorStatistics]]) -> dict[str, object]:
-    squares = [None if not found else math.fsum(each.sum_squares or 0.0 for each in found) for found in lists]
-    finite = [sum(each.finite for each in found) for found in lists]
-    return {
-        "name": name,
-        "under": f"{under}{name}." if is_module else None,
-        "tensors": max(map(len, lists)),
-        "norm": [None if total is None else math.sqrt(total) for total in squares],
-        "rms": [
-            None if total is None or not of else math.sqrt(total / of)
-            for total, of in zip(squares, finite, strict=True)
-        ],
-        "update_ratio": None,
-        "non_finite": [None if not found else sum(each.nan + each.inf for each in found) for found in lists],
-    }

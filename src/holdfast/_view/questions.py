@@ -13,9 +13,10 @@ from holdfast._checkpoint import VerifyReport, verify
 from holdfast._version import __version__
 from holdfast._view import checkpoints, tensors
 from holdfast._view.answers import Answer, Query
-from holdfast._view.comparisons import Comparisons, dynamics
+from holdfast._view.comparisons import Comparisons
+from holdfast._view.dynamics import Dynamics
 from holdfast._view.sources import Sources
-from holdfast._view.tables import Table, identity_at, stored_statistics
+from holdfast._view.tables import Table, identity_at
 from holdfast._view.tasks import Task, Tasks
 from holdfast.events.progress import OnBytes
 
@@ -32,7 +33,7 @@ class Viewer:
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         self.sources = Sources(paths)
         self._tasks = Tasks()
-        self._comparisons = Comparisons(self.sources)
+        self._comparisons, self._dynamics = Comparisons(self.sources), Dynamics()
         self._verified: dict[int, tuple[tuple[int, ...], VerifyReport]] = {}
         rows = ("search", "first", "count")
         self.questions: Mapping[tuple[str, str], Question] = {
@@ -51,7 +52,7 @@ class Viewer:
             ("GET", "/api/blocks"): self._of_table(self._blocks, "tensor"),
             ("GET", "/api/diff"): _asked(self._comparisons.rows, "a", "b", "status", *rows),
             ("POST", "/api/diff/values"): _asked(self._begin_diff, "a", "b", "row"),
-            ("GET", "/api/dynamics"): _asked(self._dynamics, "source", "under"),
+            ("GET", "/api/dynamics"): _asked(self._moves, "source", "under"),
             ("POST", "/api/verify"): _asked(self._begin_verify, "checkpoint"),
             ("GET", "/api/task"): _asked(self._task, "task", "wait"),
             ("DELETE", "/api/task"): _asked(self._cancel, "task"),
@@ -94,12 +95,12 @@ class Viewer:
         known = report is not None and identity == identity_at(table.path)
         return tensors.blocks(table, tensors.row_asked(table, query), report.damage if report and known else None)
 
-    def _dynamics(self, query: Query) -> Answer:
+    def _moves(self, query: Query) -> Answer:
         source, under = self.sources.source(query.number("source")), query.text("under")
         if source.steps is None:
             raise ValueError(f"the source {source.number} is no run")
-        steps = [(step.step, None if step.problem else stored_statistics(step.path)) for step in source.steps.steps()]
-        return dynamics(source.number, under, steps)
+        steps = [(step.step, step.path, step.attempt) for step in source.steps.steps() if not step.problem]
+        return {"source": source.number, **self._dynamics.series(under, steps)}
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 

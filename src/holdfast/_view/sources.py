@@ -115,7 +115,7 @@ class Sources:
                 while len(self._tables) >= _MOST_OPEN:
                     self._tables.popitem(last=False)
                 table = read_table(asked.path)
-                if asked.attempt not in ("", table.attempt):
+                if asked.attempt not in ("", table.manifest.attempt):
                     raise _gone(asked)
                 known = self._tables[number] = identity, table
                 give_memory_back()

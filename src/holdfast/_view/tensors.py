@@ -43,10 +43,13 @@ def about(table: Table, query: Query) -> dict[str, object]:
     return {
         "checkpoint": query.number("checkpoint"),
         **tensor_row(table, row),
-        "kind": table.kind(row),
+        "kind": table.entries[row].kind or "tensor",
         "shared_with": [{"tensor": other, "key": table.keys[other]} for other in shared[:_MOST_LISTED]],
-        "requires_grad": table.requires_grad(row),
-        "files": [table.files[number].name for number in np.unique(table.chunk_table(row).file)[:_MOST_FILES].tolist()],
+        "requires_grad": None if table.format == "huggingface" else table.entries[row].requires_grad,
+        "files": [
+            table.manifest.files[number].name
+            for number in np.unique(table.chunk_table(row).file)[:_MOST_FILES].tolist()
+        ],
         "statistics": None if stored is None else told(stored),
     }
 
@@ -62,7 +65,7 @@ def chunks(table: Table, query: Query) -> bytes:
     first = min(query.number("first", 0), total)
     stop = min(total, first + _PAGE_BYTES // (16 * dims + 16 + 8))
     part = slice(first, stop)
-    ranks = np.array([each.rank for each in table.files], dtype="<i4")[found.file[part]]
+    ranks = table.file_ranks[found.file[part]].astype("<i4")
     header = {"total": total, "first": first, "count": stop - first, "dims": dims, "ranks": bool((ranks >= 0).any())}
     text = json.dumps(header).encode()
     start = len(text).to_bytes(4, "little") + text
@@ -75,7 +78,7 @@ def chunks(table: Table, query: Query) -> bytes:
 def elements(table: Table, query: Query) -> dict[str, object]:
     """A rectangle of the last two dimensions, as far as there is one at this place."""
     row = row_asked(table, query)
-    shape = table.shape(row)
+    shape = table.entries[row].shape
     at = query.numbers("at") or [0] * len(shape)
     if len(at) != len(shape) or any(place >= max(size, 1) for place, size in zip(at, shape, strict=True)):
         raise ValueError(f"at is a place in {list(shape)}, with a number for each dimension, not {at}")
@@ -143,7 +146,7 @@ def blocks(table: Table, row: int, damage: Iterable[Damage] | None) -> dict[str,
     counts = block_counts(found.bytes)
     first = np.concatenate([[0], np.cumsum(counts)])
     runs: list[tuple[int, int]] = []
-    files = {file.name: number for number, file in enumerate(table.files)}
+    files = {file.name: number for number, file in enumerate(table.manifest.files)}
     for each in damage or ():
         if each.key != table.keys[row]:
             continue

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 
+import pytest
 import torch
 
 import holdfast
+from holdfast._view import tables
 from tests.unit.view.conftest import HOSTILE
 
 
@@ -98,4 +100,33 @@ def test_the_task_of_a_deleted_checkpoint_fails_and_says_so(serve, run):
 
 def test_dynamics_say_which_steps_have_no_numbers(serve, run):
     told = serve(run).ask("/api/dynamics?source=0&under=")
-    assert told == {"source": 0, "under": "", "steps": [], "missing": [1, 2], "series": [], "rest": 0}
+    assert (told["steps"], told["missing"], told["series"]) == ([], [1, 2], [])
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Numbers of each tensor, as if the save had kept them; of step 2 only."""
+
+    def numbers(catalog):
+        return holdfast.statistics(catalog.directory).tensors if catalog.directory.endswith("step-2") else None
+
+    monkeypatch.setattr(tables, "kept_statistics", numbers)
+
+
+@pytest.mark.usefixtures("kept")
+def test_numbers_that_were_kept_are_shown_over_the_steps(serve, run):
+    browser = serve(run)
+    browser.ask("/api/run?source=0")
+    assert [browser.ask(f"/api/checkpoint?checkpoint={number}")["has_statistics"] for number in (0, 1)] == [False, True]
+    about = browser.ask("/api/tensor?checkpoint=1&tensor=0")
+    assert about["statistics"]["norm"] == browser.ask("/api/statistics?checkpoint=1&tensor=0")["norm"]
+    told = browser.ask("/api/dynamics?source=0&under=")
+    assert (told["steps"], told["missing"], told["rest"], told["left_out"]) == ([2], [1], 0, 0)
+    series = {each["name"]: each for each in told["series"]}
+    squares = 3 * 5 + sum((2 * number) ** 2 for number in range(12))
+    assert series["model"]["norm"] == [math.sqrt(squares)]
+    assert series["model"]["rms"] == [math.sqrt(squares / 27)]
+    assert (series["model"]["tensors"], series["model"]["under"]) == (4, "model.")  # a tied one counts once
+    assert (series[HOSTILE]["non_finite"], series[HOSTILE]["under"]) == ([2], None)
+    below = browser.ask("/api/dynamics?source=0&under=model.layers.")["series"]
+    assert [(each["name"], each["rms"]) for each in below] == [("0", [1.0]), ("9", [1.0]), ("10", [1.0])]
