@@ -43,7 +43,7 @@ function columnsOf(buffer) {
 
 const number = (text) => Number(text) || 0;
 
-function Tensor({ checkpoint, route, go }) {
+function Tensor({ checkpoint, kind, route, go }) {
   const { tensor } = route;
   const found = useAnswer(tensor && at("/api/tensor", { checkpoint, tensor }));
   if (!tensor) return html`<p class="empty">No tensor is chosen. Choose one on the page <a href="#" onClick=${(event) => {
@@ -60,6 +60,8 @@ function Tensor({ checkpoint, route, go }) {
       about.requires_grad != null && ["requires grad", about.requires_grad ? "yes" : "no"],
       about.shared_with.length > 0 && ["the same memory as", about.shared_with.map((each) => printable(each.key)).join(", ")],
     ]} />
+    ${kind === "run" && html`<p class="row"><button onClick=${() => go({ page: "dynamics", under: about.key.slice(0, about.key.lastIndexOf(".") + 1) })}>
+      Over the steps</button></p>`}
     <${Cut} key=${tensor} ...${{ checkpoint, tensor, about, route, go }} />
     <div class="columns">
       <${Slice} ...${{ checkpoint, tensor, about, route, go }} />
