@@ -5,6 +5,7 @@ INTEGRATIONS := .venv-integrations
 EVENTS := .venv-events
 HUGGINGFACE := .venv-huggingface
 STORES := .venv-stores
+BROWSER := .venv-browser
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -12,6 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TYPED := $(wildcard src benchmarks examples tools torture)
 LINTED := $(wildcard src benchmarks examples integrations tools torture tests)
 BENCH_OPTIONS ?=
+BROWSER_OPTIONS ?=
 TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
 # More workers than cores: tests of several ranks wait a lot. Each file stays on one worker, which starts its ranks once;
@@ -22,7 +24,7 @@ PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores clean
+.PHONY: help setup demo test lint types layers unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores test-browser clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -99,6 +101,13 @@ test-stores: $(STAMP) ## moto, SeaweedFS, Azurite and rclone as object stores; n
 	@PATH="$$PATH:$(CURDIR)/$(STORES)/bin:$(CURDIR)/$(STORES)/node_modules/.bin" \
 		$(PYTEST) $(PYTEST_PARALLEL) $(PYTEST_OPTIONS) tests/faults/test_spoiling.py $(wildcard tests/stores)
 
+test-browser: ## holdfast view in chromium: every page, its speed; BROWSER_OPTIONS='--images docs/images'; sets up $(BROWSER), not part of test
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ echo "chromium or its driver is missing: install both with 'apt-get install chromium chromium-driver'" >&2; exit 1; }
+	@test -x $(BROWSER)/bin/python || $(PYTHON) -m venv $(BROWSER)
+	@$(BROWSER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements-browser.txt
+	@OMP_NUM_THREADS=1 $(BROWSER)/bin/python integrations/browser.py $(BROWSER_OPTIONS)
+
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) $(BROWSER) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""What the browser is shown: a run that four ranks have trained and saved, and checkpoints that are large or hostile."""
+"""What the browser is shown: a run that four ranks have trained, and checkpoints that are large or hostile."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import fsdp2
+import holdfast
 import tiny_transformer
 
-import holdfast
-
-STEPS_BETWEEN_SAVES = 20
+STEPS_BETWEEN_SAVES = 10
 HOSTILE_KEYS = (
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(2)</script>",
@@ -36,7 +32,9 @@ def train(root: Path, saves: int) -> list[float]:
     """Train on these ranks, and save ``saves`` steps at ``root``; the losses, one of each save."""
     job = fsdp2.Job(width=256, layers=4)
     # Kept where this version of the library can: the page Dynamics shows them.
-    kept = {"statistics": True} if "statistics" in {each.name for each in dataclasses.fields(holdfast.SaveOptions)} else {}
+    kept = (
+        {"statistics": True} if "statistics" in {each.name for each in dataclasses.fields(holdfast.SaveOptions)} else {}
+    )
     losses = []
     every = holdfast.Every(steps=STEPS_BETWEEN_SAVES)
     options = holdfast.SaveOptions(**kept)
@@ -46,8 +44,17 @@ def train(root: Path, saves: int) -> list[float]:
             losses.append(float(np.mean(job.train(STEPS_BETWEEN_SAVES))))
             step = len(losses) * STEPS_BETWEEN_SAVES
             norm = float(sum(p.grad.full_tensor().norm() ** 2 for p in job.model.parameters()) ** 0.5)
-            state = {**job.state(), "sequences_seen": step * tiny_transformer.SEQUENCES, "vocabulary": tiny_transformer.VOCABULARY}
-            manager.save(step, state, metrics={"loss": losses[-1], "gradient_norm": norm}, user_metadata={"experiment": "tiny transformer, FSDP2, AdamW"})
+            state = {
+                **job.state(),
+                "sequences_seen": step * tiny_transformer.SEQUENCES,
+                "vocabulary": tiny_transformer.VOCABULARY,
+            }
+            manager.save(
+                step,
+                state,
+                metrics={"loss": losses[-1], "gradient_norm": norm},
+                user_metadata={"experiment": "tiny transformer, FSDP2, AdamW"},
+            )
             manager.should_stop(step)
     return losses
 
@@ -63,10 +70,8 @@ def save_hostile(path: Path) -> None:
     """A checkpoint whose keys and values want to be taken for more than text."""
     state = {key: torch.randn(3, 4) for key in HOSTILE_KEYS}
     values = {f"value {number}": key for number, key in enumerate(HOSTILE_KEYS)}
-    holdfast.save({"model": state, "values": values, "odd": torch.tensor([float("nan"), float("inf"), 0.0, 1.0])}, path, no_dist=True)
-
-
-def save_sharded(path: Path) -> None:
-    """A small checkpoint with a tensor that all ranks share: a step of another run."""
-    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
-    holdfast.save({"weight": distribute_tensor(torch.randn(64, 48), mesh, [Shard(0)])}, path)
+    holdfast.save(
+        {"model": state, "values": values, "odd": torch.tensor([float("nan"), float("inf"), 0.0, 1.0])},
+        path,
+        no_dist=True,
+    )

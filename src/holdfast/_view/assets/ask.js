@@ -52,6 +52,7 @@ function refusal(status, body) {
 function fromFile(path) {
   const found = answers.has(path) ? answers.get(path) : fromRows(path);
   if (found === undefined) throw new Refused("NotInFile", "Open the checkpoint with holdfast view to see this.");
+  if (found.error) throw new Refused(found.error.kind, found.error.message);
   return found;
 }
 

@@ -2,7 +2,7 @@
 "use strict";
 
 const TENSORS = [
-  { name: "key", title: "key", show: (row) => row.key, sorts: true, width: "minmax(240px, 4fr)" },
+  { name: "key", title: "key", show: (row) => html`<span title=${printable(row.key)}>${printable(row.key)}</span>`, sorts: true, width: "minmax(240px, 4fr)" },
   { name: "dtype", title: "dtype", show: (row) => row.dtype, sorts: true },
   { name: "shape", title: "shape", show: (row) => shape(row.shape), isNumber: true, width: "minmax(110px, 1fr)" },
   { name: "bytes", title: "bytes", show: (row) => bytes(row.bytes), sorts: true, isNumber: true },
@@ -10,21 +10,22 @@ const TENSORS = [
 ];
 
 const VALUES = [
-  { name: "key", title: "key", show: (row) => row.key, width: "minmax(200px, 1fr)" },
+  { name: "key", title: "key", show: (row) => printable(row.key), width: "minmax(200px, 1fr)" },
   { name: "kind", title: "kind", show: (row) => row.kind },
   { name: "shown", title: "value", show: (row) => html`<code title=${row.shown}>${row.shown}</code>`, width: "minmax(200px, 2fr)" },
 ];
 
-const Few = ({ heads, rows }) => html`<table class="few">
-  <thead><tr>${heads.map((head, index) => html`<th class=${index ? "number" : ""}>${head}</th>`)}</tr></thead>
-  <tbody>${rows.map((row) => html`<tr>${row.map((cell, index) => html`<td class=${index ? "number" : ""}>${cell}</td>`)}</tr>`)}</tbody>
+/** A table of a few rows; numbers are in all its columns but the first. */
+const Few = ({ heads, rows, isText }) => html`<table class="few">
+  <thead><tr>${heads.map((head, index) => html`<th class=${index && !isText ? "number" : ""}>${head}</th>`)}</tr></thead>
+  <tbody>${rows.map((row) => html`<tr>${row.map((cell, index) => html`<td class=${index && !isText ? "number" : ""}>${cell}</td>`)}</tr>`)}</tbody>
 </table>`;
 
 function Checkpoint({ checkpoint, route, go }) {
   const found = useAnswer(at("/api/checkpoint", { checkpoint }));
+  const all = found.answer?.dtypes.reduce((sum, each) => sum + each.bytes, 0);
   return html`<${Answered} of=${found}>${(about) => html`
     <${Facts} of=${[
-      ["path", about.path],
       ["format", about.format],
       about.written_by && ["by", about.written_by],
       ["saved", time(about.saved_at)],
@@ -41,12 +42,12 @@ function Checkpoint({ checkpoint, route, go }) {
     <${Values} checkpoint=${checkpoint} />
     <div class="columns">
       <${Panel} title="Totals by dtype"><${Few} heads=${["dtype", "tensors", "elements", "bytes", "share"]}
-        rows=${about.dtypes.map((each) => [each.dtype, whole(each.tensors), whole(each.elements), bytes(each.bytes), percent(each.bytes, about.bytes)])} /><//>
+        rows=${about.dtypes.map((each) => [each.dtype, whole(each.tensors), whole(each.elements), bytes(each.bytes), percent(each.bytes, all)])} /><//>
       <${Panel} title="Ties">${about.ties.length === 0 ? html`<p class="told">No two keys share their memory.</p>`
-        : html`<ul>${about.ties.map((keys) => html`<li>${keys.join("  =  ")}</li>`)}</ul>`}
+        : html`<ul>${about.ties.map((keys) => html`<li>${keys.map(printable).join("  =  ")}</li>`)}</ul>`}
         ${about.tied > about.ties.length && html`<p class="told">and ${whole(about.tied - about.ties.length)} more</p>`}<//>
       <${Panel} title="Metadata of the user">${about.user_metadata.length === 0 ? html`<p class="told">None was saved.</p>`
-        : html`<${Few} heads=${["name", "kind", "value"]} rows=${about.user_metadata.map((row) => [row.key, row.kind, row.shown])} />`}<//>
+        : html`<${Few} isText heads=${["name", "value"]} rows=${about.user_metadata.map((row) => [printable(row.key), html`<code>${row.shown}</code>`])} />`}<//>
     </div>`}<//>`;
 }
 
@@ -80,14 +81,14 @@ function useTree(checkpoint, under) {
 function Modules({ checkpoint, route, go }) {
   const under = route.under || "";
   const found = useTree(checkpoint, under);
-  const tell = (node) => [node.name, bytes(node.bytes), node.tensors > 1 && counted(node.tensors, "tensor"),
+  const tell = (node) => [printable(node.name), bytes(node.bytes), node.tensors > 1 && counted(node.tensors, "tensor"),
     node.dtype && `${node.dtype} ${shape(node.shape)}`].filter(Boolean).join(" · ");
   const open = (node) => go(node.under != null ? { under: node.under } : { page: "tensor", tensor: node.tensor });
-  const back = html`${under && html`<button onClick=${() => go({ under: undefined })}>whole checkpoint</button> <code>${under}</code>`}`;
+  const back = html`${under && html`<button onClick=${() => go({ under: undefined })}>whole checkpoint</button> <code>${printable(under)}</code>`}`;
   return html`<${Panel} title="Modules by bytes" beside=${back}><${Answered} of=${found}>${(tree) => html`
     <${Icicle} tree=${tree} tell=${tell} onOpen=${open} label="Modules by bytes; the table below has all tensors" />
     <details><summary>Totals by module</summary><${Few} heads=${["module", "tensors", "bytes"]}
-      rows=${tree.children.slice(0, 100).map((node) => [node.name, whole(node.tensors), bytes(node.bytes)])} /></details>`}<//><//>`;
+      rows=${tree.children.slice(0, 100).map((node) => [printable(node.name), whole(node.tensors), bytes(node.bytes)])} /></details>`}<//><//>`;
 }
 
 function Tensors({ checkpoint, route, go }) {

@@ -6,7 +6,7 @@ const MARKS = { added: "+", removed: "−", reshaped: "⤢", retyped: "τ", chan
 const stored = (side) => (!side ? "–" : side.kind === "value" ? (side.shown ?? `a value of ${bytes(side.bytes)}`) : `${side.dtype} ${shape(side.shape)}`);
 const DIFF_COLUMNS = [
   { name: "status", title: "status", width: "130px", show: (row) => html`<span class=${`mark ${row.status.replace(" ", "-")}`}>${MARKS[row.status]} ${row.status}</span>` },
-  { name: "key", title: "key", show: (row) => row.key, width: "minmax(240px, 4fr)" },
+  { name: "key", title: "key", show: (row) => html`<span title=${printable(row.key)}>${printable(row.key)}</span>`, width: "minmax(240px, 4fr)" },
   { name: "a", title: "in A", show: (row) => stored(row.a), width: "minmax(120px, 1.3fr)" },
   { name: "b", title: "in B", show: (row) => (row.a && row.b && stored(row.a) === stored(row.b) ? "the same" : stored(row.b)), width: "minmax(120px, 1.3fr)" },
   { name: "bytes", title: "bytes", show: (row) => bytes((row.b || row.a)?.bytes), isNumber: true },
@@ -54,7 +54,7 @@ function Distance({ a, b, row }) {
   const { task, error, isRunning, start, cancel } = useTask(at("/api/diff/values", { a, b, row }));
   useEffect(() => void start(), []);
   const far = task?.result;
-  return html`<${Panel} title=${far ? `How far: ${far.key}` : "How far"}>
+  return html`<${Panel} title=${far ? `How far: ${printable(far.key)}` : "How far"}>
     ${error && html`<${Trouble} error=${error} />`}
     ${isRunning && html`<${Progress} ...${{ task, cancel }} />`}
     ${far && (far.elements == null ? html`<p class="told">${far.status}: there are no elements to compare.</p>` : html`<${Facts} of=${[

@@ -12,9 +12,7 @@ const colour = (index, weight = 1) =>
 
 /** A colour for `share` of the most, from 0 to 1. */
 const heat = (share) =>
-  isDark()
-    ? `oklch(${0.28 + 0.32 * share} ${0.02 + 0.11 * share} ${215 - 165 * share})`
-    : `oklch(${0.97 - 0.24 * share} ${0.01 + 0.13 * share} ${215 - 150 * share})`;
+  isDark() ? `oklch(${0.27 + 0.27 * share} ${0.02 + 0.08 * share} 215)` : `oklch(${0.97 - 0.2 * share} ${0.01 + 0.1 * share} 215)`;
 
 /** The width of what `place` refers to, and a number that grows when the theme changes. */
 function useSize(place) {
@@ -71,10 +69,12 @@ const ROW = 30;
 function icicleBoxes(tree, width) {
   const boxes = [];
   const place = (node, x, wide, depth, hue, parent) => {
-    const all = node.children.reduce((sum, child) => sum + child.bytes, node.rest?.bytes || 0) || 1;
+    const inside = node.children.reduce((sum, child) => sum + child.bytes, node.rest?.bytes || 0);
+    const all = Math.max(inside, node.bytes || 0) || 1;
     node.children.forEach((child, number) => {
       const own = (wide * child.bytes) / all;
-      const box = { node: child, x, y: depth * ROW, wide: own, depth, hue: depth ? hue : number, parent };
+      // Colours begin where there is more than one module.
+      const box = { node: child, x, y: depth * ROW, wide: own, depth, hue: hue ?? (node.children.length > 1 ? number : null), parent };
       boxes.push(box);
       if (child.children && own > 3) place(child, x, own, depth + 1, box.hue, box);
       x += own;
@@ -82,7 +82,7 @@ function icicleBoxes(tree, width) {
     const { children, bytes } = node.rest || {};
     if (children) boxes.push({ rest: children, bytes, x, y: depth * ROW, wide: (wide * bytes) / all, depth, hue: -1, parent });
   };
-  place(tree, 0, width, 0, 0, null);
+  place(tree, 0, width, 0, null, null);
   return boxes;
 }
 
@@ -95,12 +95,12 @@ function Icicle({ tree, label, tell, onOpen }) {
   const draw = (pen, width, height, ink) => {
     boxes.current = icicleBoxes(tree, width);
     for (const { node, rest, x, y, wide, depth, hue } of boxes.current) {
-      pen.fillStyle = colour(hue, node && node.tensor == null ? 0.65 : 1);
+      pen.fillStyle = colour(hue ?? 0, node && node.tensor == null ? 0.65 : 1);
       pen.globalAlpha = depth % 2 ? 0.82 : 1;
       pen.fillRect(x, y, Math.max(wide - 1, 0.6), ROW - 1);
       pen.globalAlpha = 1;
       pen.fillStyle = ink.text;
-      write(pen, node ? node.name : `${rest} smaller`, x + 6, y + ROW / 2, wide - 10);
+      write(pen, node ? printable(node.name) : `${rest} smaller`, x + 6, y + ROW / 2, wide - 10);
     }
     if (!chosen) return;
     pen.strokeStyle = ink.mark;
@@ -131,6 +131,11 @@ function Icicle({ tree, label, tell, onOpen }) {
 }
 
 const MOST_DRAWN = 4000; // chunks with lines and numbers; of more, their pixels are coloured
+const MOST_HUES = 12; // writers that are told apart by colours; of more, neighbours have neighbouring ones
+const HUES = 256;
+
+const writerColour = (index, most) =>
+  most < MOST_HUES || index < 0 ? colour(index) : `oklch(${isDark() ? 0.5 : 0.78} 0.1 ${(index / most) * 330 + 10})`;
 
 /** The rectangle of two axes of a tensor, cut into its chunks. `pages` are as `useChunks` has them. */
 function Chunks({ shape, axes, pages, by, label, onTell }) {
@@ -143,12 +148,14 @@ function Chunks({ shape, axes, pages, by, label, onTell }) {
     return [(x / columns) * wide, (y / rows) * high, (w / columns) * wide, (h / rows) * high];
   };
   const shown = pages.reduce((sum, page) => sum + page.count, 0);
+  const most = pages.reduce((last, page) => page[by].reduce((a, b) => Math.max(a, b), last), 0);
   const draw = (pen, width, high, ink) => {
-    if (shown > MOST_DRAWN) return drawPixels(pen, width, high, pages, by, boxOf);
+    const small = pages.some((page) => boxOf(page, 0, width, high).some((side, at) => at > 1 && side < 2));
+    if (shown > MOST_DRAWN || small) return drawPixels(pen, width, high, pages, by, boxOf, most);
     for (const page of pages) {
       for (let index = 0; index < page.count; index += 1) {
         const [x, y, w, h] = boxOf(page, index, width, high);
-        pen.fillStyle = colour(page[by][index]);
+        pen.fillStyle = writerColour(page[by][index], most);
         pen.fillRect(x, y, Math.max(w - 1, 0.7), Math.max(h - 1, 0.7));
         pen.fillStyle = ink.text;
         const name = by === "rank" ? `rank ${page.rank[index]}` : `file ${page.file[index]}`;
@@ -168,22 +175,24 @@ function Chunks({ shape, axes, pages, by, label, onTell }) {
   return html`<${Canvas} label=${label} height=${height} draw=${draw} deps=${[pages, by, ...axes]} onPoint=${point} />`;
 }
 
-function drawPixels(pen, width, height, pages, by, boxOf) {
-  const palette = new OffscreenCanvas(64, 1).getContext("2d");
-  for (let index = 0; index < 64; index += 1) {
-    palette.fillStyle = colour(index);
-    palette.fillRect(index, 0, 1, 1);
+function drawPixels(pen, width, height, pages, by, boxOf, most) {
+  const palette = new OffscreenCanvas(HUES + 1, 1).getContext("2d");
+  const step = Math.max(1, most / (HUES - 1));
+  for (let index = -1; index < HUES; index += 1) {
+    palette.fillStyle = writerColour(index < 0 ? -1 : index * step, most);
+    palette.fillRect(index + 1, 0, 1, 1);
   }
-  const colours = new Uint32Array(palette.getImageData(0, 0, 64, 1).data.buffer);
+  const colours = new Uint32Array(palette.getImageData(0, 0, HUES + 1, 1).data.buffer);
   const [wide, high] = [Math.floor(width), Math.floor(height)];
   const image = new ImageData(wide, high);
   const pixels = new Uint32Array(image.data.buffer);
   for (const page of pages) {
     for (let index = 0; index < page.count; index += 1) {
       const [x, y, w, h] = boxOf(page, index, wide, high);
+      const tint = colours[page[by][index] < 0 ? 0 : 1 + Math.floor(page[by][index] / step)];
       const [right, bottom] = [Math.max(x + w, Math.floor(x) + 1), Math.max(y + h, Math.floor(y) + 1)];
       for (let row = Math.floor(y); row < bottom && row < high; row += 1) {
-        pixels.fill(colours[(page[by][index] + 64) % 64], row * wide + Math.floor(x), row * wide + Math.min(right, wide));
+        pixels.fill(tint, row * wide + Math.floor(x), row * wide + Math.min(right, wide));
       }
     }
   }
@@ -232,7 +241,7 @@ function Histogram({ bins }) {
       pen.fillStyle = colour(2);
       pen.fillRect(x, middle, Math.max(step - 1, 0.7), (negative / most) * middle);
       pen.fillStyle = ink.text;
-      if ((exponent - first) % Math.ceil(56 / step) === 0) pen.fillText((2 ** exponent).toPrecision(1), x, height - 7);
+      if ((exponent - first) % Math.ceil(56 / step) === 0) pen.fillText(digits(2 ** exponent, 1), x, height - 7);
     }
     pen.fillStyle = ink.line;
     pen.fillRect(0, middle, width, 1);

@@ -10,7 +10,7 @@ function Dynamics({ source, kind, route, go }) {
   if (kind !== "run") return html`<p class="empty">This is one checkpoint. Give holdfast view the directory of a run to see how it develops.</p>`;
   const parts = under.split(".").slice(0, -1);
   const path = html`<span class="path"><button onClick=${() => go({ under: undefined })}>all</button>${parts.map((part, index) => html`
-    <button onClick=${() => go({ under: `${parts.slice(0, index + 1).join(".")}.` })}>${part}</button>`)}</span>`;
+    <button onClick=${() => go({ under: `${parts.slice(0, index + 1).join(".")}.` })}>${printable(part)}</button>`)}</span>`;
   return html`<${Panel} title="Over the steps" beside=${html`${path}
       <${Choice} label="Measure" of=${MEASURES} value=${measure} onChoose=${(name) => go({ measure: name })} />
       <${Choice} label="Scale" of=${[["linear", "linear"], ["log", "log"]]} value=${scale} onChoose=${(name) => go({ scale: name })} />`}>
@@ -25,13 +25,13 @@ function Lines({ answer, measure, scale, go }) {
   const bad = series.filter((each) => each.non_finite.some((count) => count > 0));
   const [shown, more] = [drawn.slice(0, MOST_LINES), drawn.length - MOST_LINES + rest];
   const last = (values) => values[values.length - 1];
-  const name = (each) => (each.under ? html`<button class="link" onClick=${() => go({ under: each.under })}>${each.name} ›</button>` : each.name);
+  const name = (each) => (each.under ? html`<button class="link" onClick=${() => go({ under: each.under })}>${printable(each.name)} ›</button>` : printable(each.name));
   return html`
     ${missing.length > 0 && html`<p class="told">${counted(missing.length, "step")} without statistics: ${missing.slice(0, 12).join(", ")}${
       missing.length > 12 ? " …" : ""}. Save with statistics=True to see them here.</p>`}
-    ${bad.length > 0 && html`<p class="verdict bad">✕ NaN or infinity in ${bad.slice(0, 5).map((each) => each.name).join(", ")}${bad.length > 5 ? ` and ${bad.length - 5} more` : ""}.</p>`}
+    ${bad.length > 0 && html`<p class="verdict bad">✕ NaN or infinity in ${bad.slice(0, 5).map((each) => printable(each.name)).join(", ")}${bad.length > 5 ? ` and ${bad.length - 5} more` : ""}.</p>`}
     ${shown.length === 0 ? html`<p class="empty">Nothing to draw${series.length ? ` of ${title}` : ": no step has stored statistics of this"}.</p>` : html`
-      <${Chart} steps=${steps} height=${330} isLog=${scale === "log"} label=${`${title} over steps`} series=${shown.map((each) => ({ name: each.name, values: each[measure] }))} />
+      <${Chart} steps=${steps} height=${330} isLog=${scale === "log"} label=${`${title} over steps`} series=${shown.map((each) => ({ name: printable(each.name), values: each[measure] }))} />
       ${more > 0 && html`<p class="told">The largest ${shown.length}; ${whole(more)} more are not drawn.</p>`}
       <table class="few"><thead><tr><th>module or tensor</th>${["tensors", `${title} at first`, "at last", "not finite"].map((head) => html`<th class="number">${head}</th>`)}</tr></thead>
         <tbody>${shown.map((each) => html`<tr><td>${name(each)}</td>${[whole(each.tensors), digits(each[measure][0]), digits(last(each[measure])), whole(last(each.non_finite))]

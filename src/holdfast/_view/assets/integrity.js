@@ -3,7 +3,7 @@
 
 const DAMAGE_COLUMNS = [
   { name: "file", title: "file", show: (row) => row.file, width: "minmax(140px, 1fr)" },
-  { name: "key", title: "key", show: (row) => row.key ?? "–", width: "minmax(160px, 2fr)" },
+  { name: "key", title: "key", show: (row) => row.key == null ? "–" : printable(row.key), width: "minmax(160px, 2fr)" },
   { name: "first", title: "bytes", show: (row) => (row.first == null ? "–" : `${whole(row.first)} to ${whole(row.last)}`), isNumber: true, width: "200px" },
   { name: "problem", title: "what is wrong", show: (row) => html`<span title=${row.problem}>${row.problem}</span>`, width: "minmax(200px, 3fr)" },
 ];

@@ -41,6 +41,22 @@ function useRoute() {
   return [route, go];
 }
 
+/** A word on the step that has come while the page is open. */
+function useNews(newest, source) {
+  const [news, setNews] = useState("");
+  const last = useRef();
+  useEffect(() => {
+    if (!newest) return;
+    const before = last.current;
+    last.current = [source, newest.checkpoint];
+    if (before?.[0] !== source || before[1] === newest.checkpoint) return;
+    setNews(`${stepName(newest)} has been saved`);
+    const timer = setTimeout(() => setNews(""), 8000);
+    return () => clearTimeout(timer);
+  }, [newest?.checkpoint]);
+  return news;
+}
+
 /** The steps of all sources, of `source` as they are now: new ones appear while the page is open. */
 function useRuns(sources, source) {
   const [runs, setRuns] = useState({});
@@ -137,6 +153,7 @@ function View() {
   const checkpoints = (sources || []).flatMap((each) => (runs[each.source]?.steps || []).map((step) => ({ ...step, source: each.path })));
   const usable = (run?.steps || []).filter((step) => step.state === "whole");
   const checkpoint = route.checkpoint ?? (usable.length ? String(usable[usable.length - 1].checkpoint) : undefined);
+  const news = useNews(usable[usable.length - 1], source);
   const kind = sources?.find((each) => each.source === source)?.kind;
   const page = route.page || (sources?.length > 1 ? "sources" : kind === "checkpoint" ? "checkpoint" : "run");
   const [title, , Shown, isOfOne] = PAGES[page] || [];
@@ -157,13 +174,13 @@ function View() {
       <nav aria-label="Pages">${Object.entries(PAGES).map(([name, [shownTitle]]) => html`<button aria-current=${name === page ? "page" : null}
         onClick=${() => go({ page: name })}>${shownTitle}</button>`)}</nav>
       ${isOfOne && checkpoints.length > 0 && html`<${Chooser} label="" checkpoints=${checkpoints} value=${checkpoint} onChoose=${choose} />`}
-      <span class="end"><button aria-label="Dark or light" title="Dark or light" onClick=${() => theme(isDark() ? "light" : "dark")}>◐</button>
+      <span class="end"><span class="news" role="status">${news}</span><button aria-label="Dark or light" title="Dark or light" onClick=${() => theme(isDark() ? "light" : "dark")}>◐</button>
         <button aria-label="Keys" title="Keys" onClick=${() => help.current.showModal()}>?</button></span>
     </header>
     ${isLost && html`<div class="trouble lost" role="alert"><b>The server does not answer.</b> It may have been ended. Trying again every two seconds.</div>`}
     <main id=${page}>
-      ${sources && page !== "sources" && html`<p class="where"><code>${run?.path || ""}</code></p>`}
-      ${isOfOne && run && checkpoint !== undefined && html`<${Gone} step=${step} />`}
+      ${sources && page !== "sources" && html`<p class="where"><code>${(isOfOne && step?.path) || run?.path || ""}</code></p>`}
+      ${isOfOne && Object.keys(runs).length === sources?.length && checkpoint !== undefined && html`<${Gone} step=${step} />`}
       <${Answered} of=${given}>${() => shown}<//>
     </main>
     ${aboutFile && html`<footer class="quiet">This file was made ${time(aboutFile.made_at)} with Holdfast ${aboutFile.version}. ${aboutFile.left_out.join(". ")}</footer>`}

@@ -2,13 +2,13 @@
 "use strict";
 
 const RANK_COLUMNS = [
-  { name: "rank", title: "rank", show: (row) => row.rank, sorts: true, isNumber: true },
-  { name: "host", title: "host", show: (row) => row.host ?? "not known", sorts: true, width: "minmax(120px, 2fr)" },
-  { name: "bytes", title: "bytes", show: (row) => bytes(row.bytes), sorts: true, isNumber: true },
-  { name: "seconds", title: "seconds", show: (row) => seconds(row.seconds), sorts: true, isNumber: true },
+  { name: "rank", title: "rank", show: (row) => `rank ${row.rank}`, sorts: true, width: "110px" },
+  { name: "host", title: "host", show: (row) => row.host ?? "not known", sorts: true, width: "minmax(120px, 240px)" },
+  { name: "bytes", title: "bytes", show: (row) => bytes(row.bytes), sorts: true, isNumber: true, width: "120px" },
+  { name: "seconds", title: "seconds", show: (row) => seconds(row.seconds), sorts: true, isNumber: true, width: "120px" },
   { name: "rate", title: "per second", sorts: true, isNumber: true, width: "130px",
     show: (row) => (row.seconds ? `${bytes(row.bytes / row.seconds)}/s` : "–"), value: (row) => row.bytes / row.seconds },
-  { name: "files", title: "files", show: (row) => whole(row.files), sorts: true, isNumber: true },
+  { name: "files", title: "files", show: (row) => whole(row.files), sorts: true, isNumber: true, width: "90px" },
 ];
 
 function Ranks({ checkpoint, route, go }) {
@@ -21,6 +21,7 @@ function RanksShown({ answer, route, go }) {
   const slow = ranks.find((each) => each.rank === slowest);
   if (!ranks.length) return html`<p class="empty">Who wrote this checkpoint is not known: ${answer.why}.</p>`;
   const times = ranks.map((each) => each.seconds).filter((each) => each != null).sort((a, b) => a - b);
+  const columns = RANK_COLUMNS.filter(({ name }) => (name === "host" ? ranks.some((each) => each.host) : times.length || !["seconds", "rate"].includes(name)));
   const median = times[Math.floor(times.length / 2)];
   return html`
     ${slow?.seconds != null && html`<p class="verdict">Rank ${slow.rank}${slow.host ? ` on ${slow.host}` : ""} was the slowest: ${seconds(slow.seconds)}${
@@ -28,7 +29,7 @@ function RanksShown({ answer, route, go }) {
     <${RankMap} title="Bytes" name="bytes" show=${bytes} ...${{ ranks }} />
     ${median !== undefined ? html`<${RankMap} title="Seconds" name="seconds" show=${seconds} ...${{ ranks, slowest }} />`
       : html`<p class="told">How long each rank took is not in this checkpoint.</p>`}
-    <${Panel} title="Table of ranks"><${Table} label="Ranks" columns=${RANK_COLUMNS} rows=${ranks} chosen=${(row) => row.rank === slowest}
+    <${Panel} title="Table of ranks"><${Table} label="Ranks" columns=${columns} rows=${ranks} chosen=${(row) => row.rank === slowest}
       sort=${[route.sort || "rank", route.descending === "1"]} onSort=${(name, down) => go({ sort: name, descending: down ? "1" : undefined })} /><//>`;
 }
 

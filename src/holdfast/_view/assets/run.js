@@ -10,10 +10,12 @@ const note = (step) => [step.pinned && "◆ pinned", step.held && "held by a rea
 const LANES = [["bytes", 64, bytes], ["seconds", 48, seconds]];
 
 function Strip({ steps, chosen, onPick, onTell }) {
+  const lanes = LANES.filter(([name]) => steps.some((step) => step[name] != null));
+  const wideOf = (width) => Math.min(90, (width - 66) / steps.length);
   const draw = (pen, width, height, ink) => {
-    const wide = Math.min(46, (width - 66) / steps.length);
+    const wide = wideOf(width);
     let top = 8;
-    for (const [name, tall, show] of LANES) {
+    for (const [name, tall, show] of lanes) {
       const most = Math.max(...steps.map((step) => step[name] || 0), 1e-9);
       pen.fillStyle = ink.text;
       pen.fillText(name, 0, top + 6);
@@ -36,26 +38,29 @@ function Strip({ steps, chosen, onPick, onTell }) {
     steps.forEach((step, index) => {
       const x = 66 + index * wide;
       const mark = (STATES[step.state] ?? "?").slice(0, 1) + (step.pinned ? "◆" : "");
-      if (wide > 9 || index % every === 0) pen.fillText(mark || (wide > 9 ? "✓" : ""), x + Math.max(wide / 2 - 6, 0), top + 4);
-      if (index % every === 0 && step.step != null) pen.fillText(step.step, x, top + 22);
+      pen.textAlign = "center";
+      if (wide > 9 || mark) pen.fillText(mark || "✓", x + wide / 2, top + 4);
+      if (index % every === 0 && step.step != null) pen.fillText(step.step, x + wide / 2, top + 22);
       if (String(step.checkpoint) !== chosen) return;
       pen.strokeStyle = ink.mark;
       pen.lineWidth = 2;
       pen.strokeRect(x - 1, 3, Math.max(wide, 3), top + 10);
     });
   };
-  const under = (x, width) => (x < 66 ? null : steps[Math.floor((x - 66) / Math.min(46, (width - 66) / steps.length))] || null);
-  return html`<${Canvas} label=${`Bytes, seconds and state of ${counted(steps.length, "step")}; the table below has the numbers`} height=${172}
+  const under = (x, width) => (x < 66 ? null : steps[Math.floor((x - 66) / wideOf(width))] || null);
+  return html`<${Canvas} label=${`Bytes, seconds and state of ${counted(steps.length, "step")}; the table below has the numbers`} height=${lanes.reduce((sum, [, tall]) => sum + tall + 12, 44)}
     draw=${draw} deps=${[steps, chosen]} onPoint=${(x, y, width) => onTell(under(x, width))}
     onPick=${(x, y, width) => under(x, width) && onPick(under(x, width))} />`;
 }
 
-function Run({ run, route, go }) {
+function Run({ run, kind, route, go }) {
   const [told, setTold] = useState(null);
+  if (kind !== "run") return html`<p class="empty">This is one checkpoint. Give holdfast view the directory of a run to see its steps.</p>`;
   const { steps } = run;
   const names = [...new Set(steps.flatMap((step) => Object.keys(step.metrics || {})))];
   const metric = names.includes(route.metric) ? route.metric : names[0];
   const all = steps.reduce((sum, step) => sum + (step.bytes || 0), 0);
+  const isTimed = steps.some((step) => step.seconds != null);
   const wholeOnes = steps.filter((step) => step.state === "whole");
   const newest = wholeOnes[wholeOnes.length - 1];
   const open = (step) => step.checkpoint != null && go({ page: "checkpoint", checkpoint: step.checkpoint });
@@ -64,7 +69,7 @@ function Run({ run, route, go }) {
     text("step", "step", (step) => stepName(step), { width: "minmax(110px, 1.2fr)" }),
     text("state", "state", (step) => html`<span class=${`state ${step.state}`} title=${step.why || ""}>${STATES[step.state] || "✓ whole"}</span>`),
     text("saved_at", "saved", (step) => time(step.saved_at), { width: "170px" }),
-    ...[["bytes", bytes], ["seconds", seconds], ["blocked_s", seconds]].map(([name, show]) =>
+    ...[["bytes", bytes], ...(isTimed ? [["seconds", seconds], ["blocked_s", seconds]] : [])].map(([name, show]) =>
       text(name, name === "blocked_s" ? "blocked" : name, (step) => show(step[name]), { isNumber: true })),
     ...names.slice(0, 4).map((name) =>
       text(`metric ${name}`, name, (step) => digits(step.metrics?.[name]), { isNumber: true, value: (step) => step.metrics?.[name] })),
@@ -73,16 +78,17 @@ function Run({ run, route, go }) {
   const withMetric = steps.filter((step) => step.step != null && typeof step.metrics?.[metric] === "number");
   return html`
     <${Facts} of=${[
-      ["steps", counted(steps.length, "step")],
-      ["whole", `${wholeOnes.length} of ${steps.length}`],
+      ["steps", whole(steps.length)],
+      ["whole", whole(wholeOnes.length)],
       ["newest whole", newest ? `${stepName(newest)}, ${time(newest.saved_at)}` : "none"],
       ["bytes", bytes(all)],
     ]} />
     ${steps.length > 0 && html`<${Panel} title="Steps">
       <${Strip} steps=${steps} chosen=${route.checkpoint} onPick=${open} onTell=${setTold} />
       <p class="told" aria-live="polite">${told
-        ? `${stepName(told)}: ${told.state}, ${bytes(told.bytes)}, ${seconds(told.seconds)}, of them the training was blocked ${seconds(told.blocked_s)}${told.why ? `; ${told.why}` : ""}`
-        : "The lower part of seconds is the time for which the training was blocked. ✓ whole, ✕ damaged, … unfinished, ◆ pinned."}</p>
+        ? `${stepName(told)}: ${told.state}, ${bytes(told.bytes)}, ${seconds(told.seconds)}${told.blocked_s == null ? "" : `, for ${seconds(told.blocked_s)} of them the training was blocked`}${told.why ? `; ${told.why}` : ""}`
+        : `✓ whole, ✕ damaged, … unfinished, ◆ pinned. ${isTimed ? "The lower part of seconds is the time for which the training was blocked."
+          : "How long the saves took is not known here."}`}</p>
     <//>`}
     ${metric && withMetric.length > 0 && html`<${Panel} title="Metrics" beside=${html`<${Choice} label="Metric" value=${metric}
         of=${names.map((name) => [name, name])} onChoose=${(name) => go({ metric: name })} />`}>

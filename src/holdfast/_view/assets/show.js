@@ -27,7 +27,8 @@ function digits(value, many = 4) {
   if (value == null) return "–";
   if (Array.isArray(value)) return value.map((part) => digits(part, many)).join(" + i ");
   if (typeof value !== "number" || Number.isInteger(value)) return String(value);
-  const [mantissa, power] = value.toPrecision(many).split("e");
+  const text = Math.abs(value) < 1e-4 ? value.toExponential(many - 1) : value.toPrecision(many);
+  const [mantissa, power] = text.split("e");
   const short = mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa;
   return power ? `${short}e${power}` : short;
 }
@@ -51,6 +52,12 @@ function time(unix) {
 const shape = (sizes) => (sizes == null ? "–" : sizes.length ? sizes.join(" × ") : "scalar");
 
 const percent = (part, all) => (all ? `${((100 * part) / all).toFixed(part === all ? 0 : 1)} %` : "–");
+
+/** A name with everything escaped that does not print, or would turn the text around it; an empty one in quotes. */
+function printable(name) {
+  const escaped = (letter) => `\\u{${letter.codePointAt(0).toString(16)}}`;
+  return name === "" ? '""' : String(name).replace(/[\p{C}\u2028\u2029]/gu, escaped);
+}
 
 /** What is told of a trouble, by the class of its error: a headline; the message of the library follows it. */
 const HEADLINES = {

@@ -63,7 +63,7 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
   }, [rows, ...sort]);
   const total = rows ? rows.length : pages.answer?.total;
   const tall = Math.min((total || 0) * LINE, TALLEST);
-  const room = Math.min(height, tall || LINE);
+  const room = Math.min(height, tall);
   const inView = Math.ceil(room / LINE) + 1;
   const isScaled = tall < total * LINE;
   const first = isScaled ? Math.round((top / (tall - room)) * (total - inView + 1)) : Math.floor(top / LINE);
@@ -89,14 +89,14 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
     else return;
     event.preventDefault();
   };
-  const widths = { gridTemplateColumns: columns.map((column) => column.width || "minmax(70px, 110px)").join(" ") };
+  const widths = { gridTemplateColumns: columns.map((column) => column.width || "minmax(80px, 0.6fr)").join(" ") };
   const shown = [];
   for (let index = first; index < Math.min(total || 0, first + inView); index += 1) shown.push(index);
   const id = label.replace(/\W/g, "-");
   return html`<div class="table" role="grid" tabindex="0" aria-label=${label} aria-rowcount=${total ?? -1}
       aria-activedescendant=${`${id}-${active}`} onKeyDown=${onKey}>
-    <div class="heads" role="row" style=${widths}>${columns.map((column) => html`<${Head} ...${{ column, sort, onSort }} />`)}</div>
-    <div class="rows" ref=${body} style=${{ height: `${room + 1}px` }} onScroll=${(event) => setTop(event.target.scrollTop)}>
+    <div class="rows" ref=${body} style=${{ height: `${room + LINE + 1}px` }} onScroll=${(event) => setTop(event.target.scrollTop)}>
+      <div class="heads" role="row" style=${widths}>${columns.map((column) => html`<${Head} ...${{ column, sort, onSort }} />`)}</div>
       <div class="tall" style=${{ height: `${tall}px` }}>
         <div style=${{ transform: `translateY(${isScaled ? top : first * LINE}px)` }}>
           ${shown.map((index) => html`<div key=${index} id=${`${id}-${index}`} role="row" aria-rowindex=${index + 1} style=${widths}
@@ -108,7 +108,7 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
         </div>
       </div>
     </div>
-    ${pages.error ? html`<${Trouble} error=${pages.error} />` : total === 0 && html`<p class="told">${nothing || "There are none."}</p>`}
+    ${pages.error ? html`<${Trouble} error=${pages.error} />` : total === undefined ? html`<p class="told waiting">Reading…</p>` : total === 0 && html`<p class="told">${nothing || "There are none."}</p>`}
   </div>`;
 }
 

@@ -51,14 +51,14 @@ function Tensor({ checkpoint, route, go }) {
     go({ page: "checkpoint" });
   }}>Checkpoint</a>, in the picture or in the table.</p>`;
   return html`<${Answered} of=${found}>${(about) => html`
-    <h1 class="key">${about.key}</h1>
+    <h1 class="key">${printable(about.key)}</h1>
     <${Facts} of=${[
       ["dtype", about.dtype],
       ["shape", shape(about.shape)],
       ["bytes", bytes(about.bytes)],
       ["chunks", whole(about.chunks)],
       about.requires_grad != null && ["requires grad", about.requires_grad ? "yes" : "no"],
-      about.shared_with.length > 0 && ["the same memory as", about.shared_with.map((each) => each.key).join(", ")],
+      about.shared_with.length > 0 && ["the same memory as", about.shared_with.map((each) => printable(each.key)).join(", ")],
     ]} />
     <${Cut} key=${tensor} ...${{ checkpoint, tensor, about, route, go }} />
     <div class="columns">
@@ -92,8 +92,9 @@ function Cut({ checkpoint, tensor, about, route, go }) {
       ${sizes.length > 2 && html`${choose("rows", rows)} ${choose("columns", columns)}`}
       <${Choice} label="Coloured by" of=${[["rank", "by rank"], ["file", "by file"]]} value=${by} onChoose=${(name) => go({ colour: name })} />`}>
     ${error && html`<${Trouble} error=${error} />`}
-    <${Chunks} shape=${sizes} axes=${axes} pages=${pages} by=${by} onTell=${tell} label=${`${counted(about.chunks, "chunk")} of ${about.key}`} />
-    <p class="told">${told || `${counted(writers.size, by)} wrote it. Rows go down, columns go to the right.`}
+    <${Chunks} shape=${sizes} axes=${axes} pages=${pages} by=${by} onTell=${tell} label=${`${counted(about.chunks, "chunk")} of ${printable(about.key)}`} />
+    <p class=${held === undefined && !error ? "told waiting" : "told"}>${told || (held === undefined ? "Reading…"
+        : `${counted(writers.size, by)} ${by === "rank" ? "wrote it" : "hold it"}. Rows go down, columns go to the right.`)}
       ${total > held && ` ${whole(held)} of ${whole(total)} chunks are here so far.`}</p>
   <//>`;
 }
@@ -121,7 +122,7 @@ function Slice({ checkpoint, tensor, about, route, go }) {
     return html`<div class="scrolls" tabindex="0" role="group" aria-label="Elements; arrows move" onKeyDown=${onKey}><table class="slice">
       <thead><tr><th></th>${(values[0] || []).map((_, index) => html`<th>${whole(column + index)}</th>`)}</tr></thead>
       <tbody>${values.map((line, index) => html`<tr><th>${whole(row + index)}</th>
-        ${line.map((value) => html`<td style=${tint(value)}>${digits(value)}</td>`)}</tr>`)}</tbody></table></div>`;
+        ${line.map((value) => html`<td style=${tint(value)}>${digits(value, 3)}</td>`)}</tr>`)}</tbody></table></div>`;
   }}<//><//>`;
 }
 
