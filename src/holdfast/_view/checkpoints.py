@@ -13,6 +13,7 @@ from holdfast._values.lazy import few
 from holdfast._view.answers import Query, matcher, page, shown, unix_seconds, value_row
 from holdfast._view.sources import ShownCheckpoint
 from holdfast._view.tables import Table
+from holdfast._view.timings import SaveTimes
 from holdfast.errors import CheckpointError, NotFoundError
 
 _MOST_CHILDREN = 500
@@ -53,7 +54,7 @@ def ties_of(table: Table) -> dict[int, list[int]]:
     ties: dict[int, list[int]] = defaultdict(list)
     for row in np.flatnonzero(table.storing != np.arange(len(table.keys))).tolist():
         owner = int(table.storing[row])
-        ties[owner] = [*(ties[owner] or [owner]), row]
+        ties[owner] += [row] if ties[owner] else [owner, row]
     return ties
 
 
@@ -168,7 +169,7 @@ def values(table: Table, query: Query) -> dict[str, object]:
     return page(query, rows, lambda row: value_row(*row))
 
 
-def ranks(table: Table, query: Query) -> dict[str, object]:
+def ranks(table: Table, times: SaveTimes | None) -> dict[str, object]:
     if (table.file_ranks < 0).any():
         return {"ranks": [], "slowest": None, "why": "the files of this format do not say which rank wrote them"}
     found, of = np.unique(table.file_ranks, return_inverse=True)
@@ -176,6 +177,10 @@ def ranks(table: Table, query: Query) -> dict[str, object]:
     nbytes = np.zeros(len(found), dtype=np.int64)
     np.add.at(nbytes, of, sizes)
     columns = zip(found.tolist(), nbytes.tolist(), np.bincount(of, minlength=len(found)).tolist(), strict=True)
-    unknown = dict.fromkeys(("host", "seconds", "sync_s"))
-    rows = [{"rank": rank, **unknown, "bytes": size, "files": files} for rank, size, files in columns]
-    return {"ranks": rows, "slowest": None, "why": None if rows else "there are no data files"}
+    took = {} if times is None else times.ranks
+    rows: list[dict[str, object]] = []
+    for rank, size, files in columns:
+        host, seconds, sync_s = took.get(rank, (None, None, None))
+        rows.append({"rank": rank, "host": host, "bytes": size, "seconds": seconds, "sync_s": sync_s, "files": files})
+    slowest = max(took, key=lambda rank: took[rank][1], default=None)
+    return {"ranks": rows, "slowest": slowest, "why": None if rows else "there are no data files"}

@@ -43,7 +43,7 @@ class Viewer:
             ("GET", "/api/tree"): self._of_table(checkpoints.tree, "under"),
             ("GET", "/api/tensors"): self._of_table(checkpoints.tensors, "sort", "descending", *rows),
             ("GET", "/api/values"): self._of_table(checkpoints.values, *rows),
-            ("GET", "/api/ranks"): self._of_table(checkpoints.ranks),
+            ("GET", "/api/ranks"): self._of_table(self._ranks),
             ("GET", "/api/tensor"): self._of_table(tensors.about, "tensor"),
             ("GET", "/api/chunks"): self._of_table(tensors.chunks, "tensor", "first"),
             ("GET", "/api/slice"): self._of_table(tensors.elements, "tensor", "at", "rows", "columns"),
@@ -88,6 +88,9 @@ class Viewer:
 
     def _summary(self, table: Table, query: Query) -> Answer:
         return checkpoints.summary(self.sources.checkpoint(query.number("checkpoint")), table)
+
+    def _ranks(self, table: Table, query: Query) -> Answer:
+        return checkpoints.ranks(table, self.sources.times(query.number("checkpoint"), table.manifest.attempt))
 
     def _blocks(self, table: Table, query: Query) -> Answer:
         number = query.number("checkpoint")

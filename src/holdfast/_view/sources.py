@@ -24,6 +24,7 @@ from holdfast._torch_format.file_systems import is_for_fsspec
 from holdfast._values.digest import digest, to_hex
 from holdfast._view.answers import encoded, unix_seconds
 from holdfast._view.tables import Table, give_memory_back, identity_at, read_table
+from holdfast._view.timings import SaveTimes, Timings
 from holdfast.errors import CheckpointError, NotFoundError
 
 _MOST_OPEN = 2
@@ -38,6 +39,7 @@ class Source:
     number: int
     path: str
     steps: Steps | None
+    timings: Timings | None = None
     checkpoint: int | None = None
 
 
@@ -78,7 +80,8 @@ class Sources:
         for each in below:
             self._add_checkpoint(each)
         if not below:  # or a run that has not begun
-            self.all.append(Source(number=len(self.all), path=path, steps=Steps(path)))
+            timings = None if is_store_url(path) else Timings(path)
+            self.all.append(Source(number=len(self.all), path=path, steps=Steps(path), timings=timings))
 
     def _add_checkpoint(self, path: str) -> None:
         number = self._number(len(self.all), path, None, "")
@@ -132,7 +135,7 @@ class Sources:
         waited = 0.0
         while True:
             with self._listing:
-                rows = self._rows(source.number, source.steps, looks_again=not after)
+                rows = self._rows(source, source.steps, looks_again=not after)
             revision = to_hex(digest(encoded({"steps": rows})))
             if revision != after:
                 return {"source": number, "path": source.path, "revision": revision, "steps": rows}
@@ -140,26 +143,37 @@ class Sources:
                 return None
             waited += _POLL_S
 
-    def _rows(self, source: int, steps: Steps, *, looks_again: bool) -> list[dict[str, object]]:
+    def times(self, checkpoint: int, attempt: str) -> SaveTimes | None:
+        """How long the save of a step took, if events tell."""
+        timings = self.all[self.checkpoint(checkpoint).source].timings
+        return None if timings is None else timings.saves.get(attempt)
+
+    def _rows(self, source: Source, steps: Steps, *, looks_again: bool) -> list[dict[str, object]]:
         found, held = steps.steps(), steps.held()
+        if source.timings is not None:
+            source.timings.look()
         rows = {step.step: self._row(source, steps, step, step.step in held, looks_again) for step in found}
         for number in set(run_at(steps.root).numbers()) - rows.keys():
             rows[number] = _unfinished(steps.path(number), number)
         return [rows[number] for number in sorted(rows)]
 
-    def _row(self, source: int, steps: Steps, step: Step, held: bool, looks_again: bool) -> dict[str, object]:
+    def _row(self, source: Source, steps: Steps, step: Step, held: bool, looks_again: bool) -> dict[str, object]:
         saved = step.path, step.attempt
+        number = self._number(source.number, step.path, step.step, step.attempt)
+        times = self.times(number, step.attempt)
         why = step.problem
         if not why and (looks_again or not self._whole.get(saved)):
             self._whole[saved] = steps.is_whole(step)
         if not why and not self._whole[saved]:
             why = "files are missing, or have another size"
         return {
-            "checkpoint": self._number(source, step.path, step.step, step.attempt),
+            "checkpoint": number,
             **_step_fields(step.step, step.path, "damaged" if why else "whole", why),
             "bytes": step.bytes,
             "saved_at": unix_seconds(step.saved_at),
             "ranks": step.world_size or None,
+            "seconds": None if times is None else times.seconds,
+            "blocked_s": None if times is None else times.blocked_s,
             "metrics": step.metrics,
             "pinned": step.pinned,
             "held": held,

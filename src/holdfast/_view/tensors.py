@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 import torch
@@ -147,9 +148,8 @@ def blocks(table: Table, row: int, damage: Iterable[Damage] | None) -> dict[str,
     first = np.concatenate([[0], np.cumsum(counts)])
     runs: list[tuple[int, int]] = []
     files = {file.name: number for number, file in enumerate(table.manifest.files)}
-    for each in damage or ():
-        if each.key != table.keys[row]:
-            continue
+    of_this = (each for each in damage or () if each.key == table.keys[row])
+    for each in islice(of_this, _MOST_RUNS):
         low, high = each.span
         hit = (found.file == files.get(each.file, -1)) & (found.offset < high) & (found.offset + found.bytes > low)
         for chunk in np.flatnonzero(hit).tolist():

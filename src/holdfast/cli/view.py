@@ -84,7 +84,7 @@ def _serve(viewer: Viewer, port: int, *, opens_browser: bool) -> None:
             raise
         why = "is in use" if error.errno == errno.EADDRINUSE else "is not for you"
         raise typer.BadParameter(f"{port} {why}; choose another one", param_hint="--port") from None
-    with server, contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), server:  # also of one that comes while it ends
         typer.echo(f"{server.url}\n(Ctrl-C ends it)")
         sys.stdout.flush()
         if opens_browser and _has_screen():

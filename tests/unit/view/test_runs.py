@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 import holdfast
+from holdfast import events
 from holdfast.errors import NotFoundError
 
 
@@ -25,6 +28,25 @@ def test_steps_are_listed_with_all_that_is_known(serve, run):
     assert second["bytes"] > 0 < second["saved_at"]
     assert (second["ranks"], second["seconds"], second["blocked_s"]) == (1, None, None)
     assert browser.ask(f"/api/checkpoint?checkpoint={second['checkpoint']}")["step"] == 2
+
+
+def test_events_in_the_directory_tell_how_long_saves_took(serve, run):
+    subscription = events.subscribe(events.jsonl(run / "events-0.jsonl"))
+    holdfast.save({"a": torch.ones(10)}, run / "step-3", no_dist=True)
+    subscription.close()
+    with (run / "events-0.jsonl").open("a") as log:
+        log.write('nonsense\n{"name": "published"}\n[]\n{"name": "written", "attempt": 5}\n')
+    (run / "of-others.jsonl").write_bytes(b"\xff\x00" * 100)
+    (run / "folder.jsonl").mkdir()
+    browser = serve(run)
+    first, _, third = browser.ask("/api/run?source=0")["steps"]
+    assert (first["seconds"], first["blocked_s"]) == (None, None)
+    assert third["seconds"] == third["blocked_s"] > 0
+    ranks = browser.ask(f"/api/ranks?checkpoint={third['checkpoint']}")
+    [row] = ranks["ranks"]
+    assert (row["rank"], row["host"], ranks["slowest"]) == (0, events.HOST, 0)
+    assert 0 < row["sync_s"] < row["seconds"] < third["seconds"]
+    assert browser.ask(f"/api/ranks?checkpoint={first['checkpoint']}")["slowest"] is None
 
 
 def test_a_step_without_files_and_an_unfinished_one_say_why(serve, run):
