@@ -20,10 +20,9 @@ class Refused extends Error {
 /** The answer to `path`: JSON, or the bytes of what is binary. Waits for a server that is lost; raises what it refuses. */
 async function ask(path, { signal, method = "GET" } = {}) {
   if (isFile) return fromFile(path);
-  for (;;) {
-    let answer;
+  for (let failures = 1; ; failures += 1) {
     try {
-      answer = await fetch(path, { signal, method });
+      const answer = await fetch(path, { signal, method });
       const type = answer.headers.get("content-type") || "";
       const body = type.includes("octet-stream") ? await answer.arrayBuffer() : await answer.text();
       onLost(false);
@@ -32,8 +31,9 @@ async function ask(path, { signal, method = "GET" } = {}) {
       throw refusal(answer.status, body);
     } catch (error) {
       if (signal?.aborted || !(error instanceof TypeError)) throw error;
-      onLost(true);
-      await new Promise((resolve) => setTimeout(resolve, 2000));
+      // A connection that was kept may just have been closed: that is no loss yet.
+      if (failures > 1) onLost(true);
+      await new Promise((resolve) => setTimeout(resolve, failures > 1 ? 2000 : 100));
       if (signal?.aborted) throw error;
     }
   }

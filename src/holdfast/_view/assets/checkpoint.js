@@ -23,9 +23,10 @@ const Few = ({ heads, rows, isText }) => html`<table class="few">
 
 function Checkpoint({ checkpoint, route, go }) {
   const found = useAnswer(at("/api/checkpoint", { checkpoint }));
-  const all = found.answer?.dtypes.reduce((sum, each) => sum + each.bytes, 0);
-  return html`<${Answered} of=${found}>${(about) => html`
-    <${Facts} of=${[
+  const about = found.answer;
+  // The tables do not wait for the totals: what is looked for is there sooner.
+  return html`
+    <${Answered} of=${found}>${() => html`<${Facts} of=${[
       ["format", about.format],
       about.written_by && ["by", about.written_by],
       ["saved", time(about.saved_at)],
@@ -36,11 +37,17 @@ function Checkpoint({ checkpoint, route, go }) {
       ["files", whole(about.files)],
       ["written by", about.ranks == null ? "not known" : counted(about.ranks, "rank")],
       ["digests", about.has_digests ? "of every block" : "none: damage cannot be told from data"],
-    ]} />
-    <${Modules} ...${{ checkpoint, route, go }} />
-    <${Tensors} ...${{ checkpoint, route, go }} />
-    <${Values} checkpoint=${checkpoint} />
-    <div class="columns">
+    ]} />`}<//>
+    ${!found.error && html`
+      <${Modules} ...${{ checkpoint, route, go }} />
+      <${Tensors} ...${{ checkpoint, route, go }} />
+      <${Values} checkpoint=${checkpoint} />
+      ${about && html`<${Totals} about=${about} />`}`}`;
+}
+
+function Totals({ about }) {
+  const all = about.dtypes.reduce((sum, each) => sum + each.bytes, 0);
+  return html`<div class="columns">
       <${Panel} title="Totals by dtype"><${Few} heads=${["dtype", "tensors", "elements", "bytes", "share"]}
         rows=${about.dtypes.map((each) => [each.dtype, whole(each.tensors), whole(each.elements), bytes(each.bytes), percent(each.bytes, all)])} /><//>
       <${Panel} title="Ties">${about.ties.length === 0 ? html`<p class="told">No two keys share their memory.</p>`
@@ -48,7 +55,7 @@ function Checkpoint({ checkpoint, route, go }) {
         ${about.tied > about.ties.length && html`<p class="told">and ${whole(about.tied - about.ties.length)} more</p>`}<//>
       <${Panel} title="Metadata of the user">${about.user_metadata.length === 0 ? html`<p class="told">None was saved.</p>`
         : html`<${Few} isText heads=${["name", "value"]} rows=${about.user_metadata.map((row) => [printable(row.key), html`<code>${row.shown}</code>`])} />`}<//>
-    </div>`}<//>`;
+  </div>`;
 }
 
 const [LEVELS, MOST_ASKED] = [4, 60];
