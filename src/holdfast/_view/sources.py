@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from holdfast._huggingface.folder import is_folder
 from holdfast._io import files, posix
@@ -28,7 +27,7 @@ from holdfast._view.timings import SaveTimes, Timings
 from holdfast.errors import CheckpointError, NotFoundError
 
 _MOST_OPEN = 2
-_POLL_S = 1.0
+_POLL_S, _STORE_POLL_S = 1.0, 10.0
 _WAIT_S = 20.0
 
 
@@ -132,16 +131,16 @@ class Sources:
         source = self.source(number)
         if source.steps is None:
             raise ValueError(f"the source {number} is no run")
-        waited = 0.0
+        waited, poll_s = 0.0, _STORE_POLL_S if is_store_url(source.path) else _POLL_S
         while True:
             with self._listing:
                 rows = self._rows(source, source.steps, looks_again=not after)
             revision = to_hex(digest(encoded({"steps": rows})))
             if revision != after:
                 return {"source": number, "path": source.path, "revision": revision, "steps": rows}
-            if waited >= _WAIT_S or self.closing.wait(_POLL_S):
+            if waited >= _WAIT_S or self.closing.wait(poll_s):
                 return None
-            waited += _POLL_S
+            waited += poll_s
 
     def times(self, checkpoint: int, attempt: str) -> SaveTimes | None:
         """How long the save of a step took, if events tell."""
@@ -188,19 +187,16 @@ def _step_fields(step: int, path: str, state: str, why: str) -> dict[str, object
 
 def _unfinished(path: str, number: int) -> dict[str, object]:
     """A directory of a step that has no manifest: a save goes on there, has died, or the step was deleted."""
-    state: Literal["unfinished", "retired"] = "unfinished"
+    fields = {"checkpoint": None, **_step_fields(number, path, "unfinished", "nothing is in it")}
     try:
         left = sweep(path).leftovers
     except CheckpointError as error:
-        left, why = (), error.message
-    else:
-        why = "nothing is in it"
-    if left:
-        said = {"living": "a save goes on", "dead": "a save died", "unknown": "a save did not finish"}
-        why = "; ".join(f"{said[each.verdict]}: {each.reason}" for each in left[:3])
-    elif is_store_url(path):
-        state, why = "retired", "it was deleted"
-    return {"checkpoint": None, **_step_fields(number, path, state, why), "bytes": sum(each.bytes for each in left)}
+        return {**fields, "why": error.message}
+    if not left and is_store_url(path):
+        return {**fields, "state": "retired", "why": "it was deleted"}
+    said = {"living": "a save goes on", "dead": "a save died", "unknown": "a save did not finish"}
+    why = "; ".join(f"{said[each.verdict]}: {each.reason}" for each in left[:3])
+    return {**fields, "why": why or fields["why"], "bytes": sum(each.bytes for each in left)}
 
 
 def _checkpoints_below(root: str) -> list[str]:
