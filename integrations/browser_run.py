@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -32,29 +33,26 @@ def train(root: Path, saves: int) -> list[float]:
     """Train on these ranks, and save ``saves`` steps at ``root``; the losses, one of each save."""
     job = fsdp2.Job(width=256, layers=4)
     # Kept where this version of the library can: the page Dynamics shows them.
-    kept = (
-        {"statistics": True} if "statistics" in {each.name for each in dataclasses.fields(holdfast.SaveOptions)} else {}
-    )
-    losses = []
+    can_keep = "statistics" in {each.name for each in dataclasses.fields(holdfast.SaveOptions)}
+    options = holdfast.SaveOptions(**({"statistics": True} if can_keep else {}))
     every = holdfast.Every(steps=STEPS_BETWEEN_SAVES)
-    options = holdfast.SaveOptions(**kept)
-    with holdfast.CheckpointManager(root, save=every, asynchronous=False, options=options) as manager:
-        manager.resume(job.state())
-        for _ in range(saves):
+    root.mkdir(exist_ok=True)
+    # The pages Run and Ranks show how long saves took, where somebody has kept that.
+    times = holdfast.events.jsonl(root / f"events-{dist.get_rank()}.jsonl")
+    losses = []
+    with (
+        holdfast.CheckpointManager(root, save=every, asynchronous=False, options=options) as manager,
+        holdfast.events.subscribe(times),
+    ):
+        for step in range(STEPS_BETWEEN_SAVES, (saves + 1) * STEPS_BETWEEN_SAVES, STEPS_BETWEEN_SAVES):
             losses.append(float(np.mean(job.train(STEPS_BETWEEN_SAVES))))
-            step = len(losses) * STEPS_BETWEEN_SAVES
-            norm = float(sum(p.grad.full_tensor().norm() ** 2 for p in job.model.parameters()) ** 0.5)
             state = {
                 **job.state(),
-                "sequences_seen": step * tiny_transformer.SEQUENCES,
                 "vocabulary": tiny_transformer.VOCABULARY,
+                "learning_rate_schedule": ("constant", 3e-3),
             }
-            manager.save(
-                step,
-                state,
-                metrics={"loss": losses[-1], "gradient_norm": norm},
-                user_metadata={"experiment": "tiny transformer, FSDP2, AdamW"},
-            )
+            metrics = {"loss": losses[-1], "tokens": step * tiny_transformer.SEQUENCES * tiny_transformer.LENGTH}
+            manager.save(step, state, metrics=metrics, user_metadata={"experiment": "tiny transformer, FSDP2, AdamW"})
             manager.should_stop(step)
     return losses
 

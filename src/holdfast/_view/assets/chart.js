@@ -17,6 +17,15 @@ function ticks(low, high, many) {
   return found;
 }
 
+/** Powers of ten from 10 ** `low` to 10 ** `high`, with 2 and 5 times them where there is room; as their logarithms. */
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(low); power <= high; power += Math.ceil((high - low) / 8) || 1) {
+    for (const times of high - low < 2.5 ? [1, 2, 5] : [1]) found.push(power + Math.log10(times));
+  }
+  return found.filter((tick) => tick >= low && tick <= high);
+}
+
 /** The least and the most of `values`, a little apart where they are the same. */
 function range(values) {
   const low = values.reduce((least, value) => Math.min(least, value), Infinity);
@@ -45,7 +54,7 @@ function Chart({ steps, series, height = 220, isLog = false, label }) {
       pen.stroke();
     };
     pen.textAlign = "right";
-    for (const tick of ticks(low, high, tall / 44)) {
+    for (const tick of isLog ? logTicks(low, high) : ticks(low, high, tall / 44)) {
       const value = isLog ? 10 ** tick : tick;
       rule(LEFT, up(value), width - RIGHT, up(value));
       pen.fillText(digits(value, 3), LEFT - 8, up(value));

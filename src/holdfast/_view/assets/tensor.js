@@ -43,7 +43,7 @@ function columnsOf(buffer) {
 
 const number = (text) => Number(text) || 0;
 
-function Tensor({ checkpoint, route, go }) {
+function Tensor({ checkpoint, kind, route, go }) {
   const { tensor } = route;
   const found = useAnswer(tensor && at("/api/tensor", { checkpoint, tensor }));
   if (!tensor) return html`<p class="empty">No tensor is chosen. Choose one on the page <a href="#" onClick=${(event) => {
@@ -60,6 +60,8 @@ function Tensor({ checkpoint, route, go }) {
       about.requires_grad != null && ["requires grad", about.requires_grad ? "yes" : "no"],
       about.shared_with.length > 0 && ["the same memory as", about.shared_with.map((each) => printable(each.key)).join(", ")],
     ]} />
+    ${kind === "run" && html`<p class="row"><button onClick=${() => go({ page: "dynamics", under: about.key.slice(0, about.key.lastIndexOf(".") + 1) })}>
+      Over the steps</button></p>`}
     <${Cut} key=${tensor} ...${{ checkpoint, tensor, about, route, go }} />
     <div class="columns">
       <${Slice} ...${{ checkpoint, tensor, about, route, go }} />
@@ -130,20 +132,21 @@ const NUMBERS = ["norm", "rms", "mean", "std", "min", "max"];
 
 function Numbers({ checkpoint, tensor, about }) {
   const path = at("/api/statistics", { checkpoint, tensor });
-  const sample = useAnswer(about.statistics ? null : path);
+  const sample = useAnswer(about.statistics?.magnitudes ? null : path); // a save keeps no histogram
   const exact = useTask(path);
   const found = exact.task?.result || about.statistics || sample.answer;
   const error = exact.error || (!found && sample.error);
   const { isRunning } = exact;
-  return html`<${Panel} title="Statistics" beside=${html`<span class="quiet">${found && (found.is_exact
-      ? "of all elements" : `of a sample: ${percent(found.looked_at, found.elements)}`)}</span>
+  const bins = found?.magnitudes || sample.answer?.magnitudes;
+  return html`<${Panel} title="Statistics" beside=${html`<span class="quiet">${found && (found.source === "save" ? "of all elements, kept by the save"
+      : found.is_exact ? "of all elements" : `of a sample: ${percent(found.looked_at, found.elements)}`)}</span>
       ${found && !found.is_exact && !isRunning && !isFile && html`<button onClick=${exact.start}>Read all ${bytes(about.bytes)}</button>`}`}>
     ${error && html`<${Trouble} error=${error} />`}
     ${isRunning && html`<${Progress} task=${exact.task} cancel=${exact.cancel} />`}
     ${found ? html`<${Facts} of=${[...NUMBERS.map((name) => [name, digits(found[name])]), ["zeros", whole(found.zeros)],
         ["NaN", html`<span class=${found.nan ? "bad" : ""}>${found.nan ? "✕ " : ""}${whole(found.nan)}</span>`],
         ["infinite", html`<span class=${found.inf ? "bad" : ""}>${found.inf ? "✕ " : ""}${whole(found.inf)}</span>`]]} />
-      ${found.magnitudes?.length > 0 && html`<${Histogram} bins=${found.magnitudes} />`}`
+      ${bins?.length > 0 && html`<${Histogram} bins=${bins} />`}`
       : !error && html`<p class="waiting" role="status">Reading…</p>`}
   <//>`;
 }
