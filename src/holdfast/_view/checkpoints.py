@@ -45,6 +45,7 @@ def summary(asked: ShownCheckpoint, table: Table) -> dict[str, object]:
         "user_metadata": _user_metadata(table),
         "has_digests": table.has_digests,
         "has_statistics": table.statistics is not None,
+        "statistics_problem": table.statistics_problem or None,
     }
 
 
