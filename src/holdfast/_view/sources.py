@@ -32,7 +32,7 @@ _WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ShownSource:
     """A run, or one checkpoint, that is shown; ``checkpoint`` is the number of the one."""
 
     number: int
@@ -57,7 +57,7 @@ class Sources:
     """The runs and checkpoints at ``paths``. NotFoundError for a path where nothing is that can be shown."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        self.all: list[Source] = []
+        self.all: list[ShownSource] = []
         self.closing = threading.Event()
         self._checkpoints: list[ShownCheckpoint] = []
         self._numbers: dict[tuple[int, str, str], int] = {}
@@ -80,11 +80,11 @@ class Sources:
             self._add_checkpoint(each)
         if not below:  # or a run that has not begun
             timings = None if is_store_url(path) else Timings(path)
-            self.all.append(Source(number=len(self.all), path=path, steps=Steps(path), timings=timings))
+            self.all.append(ShownSource(number=len(self.all), path=path, steps=Steps(path), timings=timings))
 
     def _add_checkpoint(self, path: str) -> None:
         number = self._number(len(self.all), path, None, "")
-        self.all.append(Source(number=len(self.all), path=path, steps=None, checkpoint=number))
+        self.all.append(ShownSource(number=len(self.all), path=path, steps=None, checkpoint=number))
 
     def _number(self, source: int, path: str, step: int | None, attempt: str) -> int:
         with self._lock:
@@ -94,7 +94,7 @@ class Sources:
                 self._checkpoints.append(shown)
             return number
 
-    def source(self, number: int) -> Source:
+    def source(self, number: int) -> ShownSource:
         if number >= len(self.all):
             raise NotFoundError(f"there is no source {number}")
         return self.all[number]
@@ -147,7 +147,7 @@ class Sources:
         timings = self.all[self.checkpoint(checkpoint).source].timings
         return None if timings is None else timings.saves.get(attempt)
 
-    def _rows(self, source: Source, steps: Steps, *, looks_again: bool) -> list[dict[str, object]]:
+    def _rows(self, source: ShownSource, steps: Steps, *, looks_again: bool) -> list[dict[str, object]]:
         found, held = steps.steps(), steps.held()
         if source.timings is not None:
             source.timings.look()
@@ -156,7 +156,7 @@ class Sources:
             rows[number] = _unfinished(steps.path(number), number)
         return [rows[number] for number in sorted(rows)]
 
-    def _row(self, source: Source, steps: Steps, step: Step, held: bool, looks_again: bool) -> dict[str, object]:
+    def _row(self, source: ShownSource, steps: Steps, step: Step, held: bool, looks_again: bool) -> dict[str, object]:
         saved = step.path, step.attempt
         number = self._number(source.number, step.path, step.step, step.attempt)
         times = self.times(number, step.attempt)
