@@ -42,7 +42,7 @@ ROUNDS = 3
 PAGES = {
     "run": ("#run?source=0", "newest whole"),
     "checkpoint": ("#checkpoint?source=0", "Modules by bytes"),
-    "tensor": ("#tensor?source=0&tensor=9", "rank"),
+    "tensor": ("#tensor?source=0&tensor=9", "4 ranks wrote it"),
     "ranks": ("#ranks?source=0", "Bytes per rank"),
     "diff": ("#diff?source=0&row=9", "relative L2"),
     "dynamics": ("#dynamics?source=0&under=model.blocks.", "Over the steps"),

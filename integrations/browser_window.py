@@ -30,6 +30,7 @@ _FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-dev-shm-usage",
     "--hide-scrollbars",
     f"--window-size={SIZE[0]},{SIZE[1]}",
 )

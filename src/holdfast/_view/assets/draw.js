@@ -140,7 +140,7 @@ const writerColour = (index, most) =>
 /** The rectangle of two axes of a tensor, cut into its chunks. `pages` are as `useChunks` has them. */
 function Chunks({ shape, axes, pages, by, label, onTell }) {
   const [rows, columns] = axes.map((axis) => (axis < 0 ? 1 : shape[axis]));
-  const height = Math.max(44, Math.min(340, axes[0] < 0 ? 44 : (rows / columns) * 700));
+  const height = Math.max(44, Math.min(230, axes[0] < 0 ? 44 : (rows / columns) * 700));
   const boxOf = (page, index, wide, high) => {
     const of = (axis, name) => page[name][index * page.dims + axis];
     const [y, x] = axes.map((axis) => (axis < 0 ? 0 : of(axis, "offsets")));

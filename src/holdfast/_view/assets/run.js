@@ -11,7 +11,7 @@ const LANES = [["bytes", 64, bytes], ["seconds", 48, seconds]];
 
 function Strip({ steps, chosen, onPick, onTell }) {
   const lanes = LANES.filter(([name]) => steps.some((step) => step[name] != null));
-  const wideOf = (width) => Math.min(90, (width - 66) / steps.length);
+  const wideOf = (width) => Math.min(140, (width - 66) / steps.length);
   const draw = (pen, width, height, ink) => {
     const wide = wideOf(width);
     let top = 8;

@@ -60,12 +60,10 @@ function Tensor({ checkpoint, kind, route, go }) {
       about.requires_grad != null && ["requires grad", about.requires_grad ? "yes" : "no"],
       about.shared_with.length > 0 && ["the same memory as", about.shared_with.map((each) => printable(each.key)).join(", ")],
     ]} />
-    ${kind === "run" && html`<p class="row"><button onClick=${() => go({ page: "dynamics", under: about.key.slice(0, about.key.lastIndexOf(".") + 1) })}>
-      Over the steps</button></p>`}
     <${Cut} key=${tensor} ...${{ checkpoint, tensor, about, route, go }} />
     <div class="columns">
       <${Slice} ...${{ checkpoint, tensor, about, route, go }} />
-      <${Numbers} ...${{ checkpoint, tensor, about }} />
+      <${Numbers} ...${{ checkpoint, tensor, about, kind, go }} />
     </div>
     <${Blocks} ...${{ checkpoint, tensor, go }} />`}<//>`;
 }
@@ -130,17 +128,19 @@ function Slice({ checkpoint, tensor, about, route, go }) {
 
 const NUMBERS = ["norm", "rms", "mean", "std", "min", "max"];
 
-function Numbers({ checkpoint, tensor, about }) {
+function Numbers({ checkpoint, tensor, about, kind, go }) {
   const path = at("/api/statistics", { checkpoint, tensor });
   const sample = useAnswer(about.statistics?.magnitudes ? null : path); // a save keeps no histogram
   const exact = useTask(path);
   const found = exact.task?.result || about.statistics || sample.answer;
   const error = exact.error || (!found && sample.error);
   const { isRunning } = exact;
+  const under = about.key.slice(0, about.key.lastIndexOf(".") + 1);
   const bins = found?.magnitudes || sample.answer?.magnitudes;
   return html`<${Panel} title="Statistics" beside=${html`<span class="quiet">${found && (found.source === "save" ? "of all elements, kept by the save"
       : found.is_exact ? "of all elements" : `of a sample: ${percent(found.looked_at, found.elements)}`)}</span>
-      ${found && !found.is_exact && !isRunning && !isFile && html`<button onClick=${exact.start}>Read all ${bytes(about.bytes)}</button>`}`}>
+      ${found && !found.is_exact && !isRunning && !isFile && html`<button onClick=${exact.start}>Read all ${bytes(about.bytes)}</button>`}
+      ${kind === "run" && html`<button onClick=${() => go({ page: "dynamics", under })}>Over the steps</button>`}`}>
     ${error && html`<${Trouble} error=${error} />`}
     ${isRunning && html`<${Progress} task=${exact.task} cancel=${exact.cancel} />`}
     ${found ? html`<${Facts} of=${[...NUMBERS.map((name) => [name, digits(found[name])]), ["zeros", whole(found.zeros)],
