@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 import holdfast
 from disk import empty_folder
+from holdfast._staging.copies import Mode
 from machine import describe_machine
 from states import State, large_shapes
 from verdicts import Verdict
@@ -59,7 +60,7 @@ def timed(found: Seconds, name: str, action: Callable[[], object]) -> None:
     found.setdefault(f"{name}, processor", []).append(time.process_time() - used)
 
 
-def measure(state: State, folder: Path, rounds: int, stage: str) -> dict[bool, Seconds]:
+def measure(state: State, folder: Path, rounds: int, stage: Mode) -> dict[bool, Seconds]:
     found: dict[bool, Seconds] = {False: {}, True: {}}
     for number in range(rounds + 1):
         for kept in (False, True):

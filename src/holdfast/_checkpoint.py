@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import EllipsisType
@@ -33,6 +35,7 @@ from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify
 from holdfast._values.box import Box, whole
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
+from holdfast._values.shown import few, html_table, shown_bytes
 from holdfast._values.statistics import TensorStatistics
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
@@ -170,6 +173,10 @@ class StoredTensor:
         return f"StoredTensor({self.key!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
+_MOST_DTYPES, _MOST_LARGEST = 8, 10
+"""What a notebook shows of a checkpoint."""
+
+
 class Checkpoint(Mapping[str, Any]):
     """A published checkpoint: a mapping from keys to ``StoredTensor``, or to the value if it is not a tensor.
 
@@ -297,6 +304,34 @@ class Checkpoint(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({os.fspath(self._reader.path)!r}, {len(self)} keys)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: totals, types, and the largest tensors; nothing is read for it."""
+        entries = self.metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        sizes, by_dtype = dict[str, int](), Counter[str]()
+        for key, entry in tensors.items():
+            dtype = entry.properties.dtype
+            sizes[key] = 0 if entry.alias_of else entry.size.numel() * dtype.itemsize
+            by_dtype[str(dtype).removeprefix("torch.")] += sizes[key]
+        kind = "torch.distributed.checkpoint"
+        if isinstance(self._reader, CatalogReader):
+            kind = "Hugging Face folder" if isinstance(self._reader, HuggingFaceReader) else "native"
+        held = f"{len(tensors):,} tensors, {len(self) - len(tensors):,} values"
+        dtypes = (f"{dtype} {shown_bytes(nbytes)}" for dtype, nbytes in by_dtype.most_common(_MOST_DTYPES))
+        own = self.user_metadata
+        facts = {
+            "format": kind,
+            "holds": f"{held}, {shown_bytes(sum(sizes.values()))}",
+            "types": ", ".join(dtypes),
+            "user metadata": few(own, len(own), "{}"),
+        }
+        rows = []
+        for key in heapq.nlargest(_MOST_LARGEST, sizes, key=sizes.__getitem__):
+            found = tensors[key]
+            dtype_name = str(found.properties.dtype).removeprefix("torch.")
+            rows.append((key, dtype_name, str([*found.size]), shown_bytes(sizes[key])))
+        return html_table(os.fspath(self._reader.path), facts, ("the largest", "dtype", "shape", "bytes"), rows)
 
 
 def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:

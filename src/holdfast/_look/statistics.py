@@ -29,6 +29,7 @@ from holdfast._look.parts import (
 from holdfast._state.numbers import has_numbers
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES
+from holdfast._values.shown import short_repr
 from holdfast._values.statistics import TensorStatistics
 from holdfast.events.progress import OnBytes, following_bytes
 from holdfast.metadata import TensorStorageMetadata
@@ -42,6 +43,8 @@ _BIAS = 1023
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Of each tensor, in the order of the checkpoint; ``bytes_read`` is what the system delivered for that."""
+
+    __repr__ = short_repr
 
     tensors: Mapping[str, TensorStatistics]
     bytes_read: int

@@ -37,6 +37,7 @@ from holdfast._values.box import Box
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast._values.dtypes import DTYPES
+from holdfast._values.shown import short_repr
 from holdfast.errors import CorruptError, StorageError
 from holdfast.events.progress import OnBytes
 
@@ -68,6 +69,8 @@ class VerifyReport:
     ``damage`` is in file order; keys that are tied to a damaged one are damaged too. ``unchecked`` says, line by line,
     what the format has nothing to check by.
     """
+
+    __repr__ = short_repr
 
     files: int
     bytes: int

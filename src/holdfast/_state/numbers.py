@@ -29,8 +29,10 @@ _OPAQUE = re.compile(r"bits.*|float4.*|u?int[1-7]")
 
 _At = tuple[torch.device, torch.dtype]
 
-# Elements that are looked at together: on the host they stay in the caches, on a device they are worth the launches.
-_HOST_ELEMENTS, _DEVICE_ELEMENTS = 1 << 16, 1 << 22
+# Elements that are looked at together. On the host they stay in the caches, and are too few for torch to share them
+# among threads, which wait for each other (but for ``dot``, which it always shares). On a device they are worth the
+# launches.
+_HOST_ELEMENTS, _DEVICE_ELEMENTS = 1 << 14, 1 << 22
 
 
 def has_numbers(dtype: torch.dtype) -> bool:
@@ -122,26 +124,26 @@ def _numbers_of(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Ten
         return whole.view(1)
 
     none = torch.zeros(len(pieces), dtype=torch.float64, device=whole.device)
-    flat = numbers.view(-1)
-    # On the host it costs nothing to look first. A finite sum of squares has only finite elements.
-    if flat.is_cpu and math.isfinite(flat.dot(flat)):
-        kept, nan, lost, is_lost = numbers, none, none, None
-    else:
+    is_complex = numbers.dim() > 1
+    kept, is_lost, nan, lost, sum_squares = numbers, None, none, none, None
+    if numbers.is_cpu:  # there it costs nothing to look first: a finite sum of squares has only finite elements
+        sum_squares = reduced(numbers.square().sum(1) if is_complex else numbers.square(), "sum")
+    if sum_squares is None or not math.isfinite(sum_squares.sum()):
         kept = numbers.nan_to_num(0.0, 0.0, 0.0)
         is_lost, is_nan = numbers.ne(kept), numbers.isnan()
-        if numbers.dim() > 1:
+        if is_complex:
             is_lost, is_nan = is_lost.any(1), is_nan.any(1)
             kept = kept.masked_fill(is_lost[:, None], 0.0)
         nan, lost = reduced(is_nan, "sum"), reduced(is_lost, "sum")
-    if numbers.dim() > 1:
-        parts, squares, nonzero = kept.unbind(1), kept.square().sum(1), kept.ne(0).any(1)
-        columns = [*(reduced(part.contiguous(), "sum") for part in parts), reduced(squares, "sum"), none, none]
+        sum_squares = reduced(kept.square().sum(1) if is_complex else kept.square(), "sum")
+    if is_complex:
+        nonzero = reduced(kept.ne(0).any(1), "sum")
+        sums, least, most = [reduced(part.contiguous(), "sum") for part in kept.unbind(1)], none, none
     else:
-        nonzero = kept.ne(0)
-        squares = kept.dot(kept).view(1) if lengths is None else reduced(kept.square(), "sum")
+        nonzero = kept.count_nonzero().view(1) if lengths is None else reduced(kept.ne(0), "sum")
+        sums = [reduced(kept, "sum"), none]
         least = reduced(numbers if is_lost is None else numbers.masked_fill(is_lost, math.inf), "min")
         most = reduced(numbers if is_lost is None else numbers.masked_fill(is_lost, -math.inf), "max")
-        columns = [reduced(kept, "sum"), none, squares, least, most]
-    found = [nan, lost, reduced(nonzero, "sum"), *columns]
+    found = [nan, lost, nonzero.to(torch.float64), *sums, sum_squares, least, most]
     assert len(found) == len(COLUMNS)
     return torch.stack(found, dim=1)

@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from holdfast._values.shown import short_repr
+
 COLUMNS = ("nan", "lost", "nonzero", "sum", "sum_imag", "sum_squares", "min", "max")
 """What is reckoned of a piece: how many elements are NaN, are not finite, are finite and not zero; of finite ones sums
 and range."""
@@ -29,6 +31,8 @@ class TensorStatistics:
     the numbers are from: the "data", which was read, or the "save" that kept them, of every element; a save keeps no
     ``magnitudes``, which are None then.
     """
+
+    __repr__ = short_repr
 
     key: str
     dtype: str

@@ -15,7 +15,8 @@ from rich.style import Style
 from rich.text import Text
 
 import holdfast
-from holdfast.cli.show import as_options, counted, output_console, progress_bar, shown_bytes, shown_name, shown_value
+from holdfast._values.shown import shown_bytes
+from holdfast.cli.show import as_options, counted, output_console, progress_bar, shown_name, shown_value
 
 if TYPE_CHECKING:  # they import torch, which --help does not need
     from holdfast import Diff, ElementsDiff, KeyDiff, StoredAs, TensorStatistics
