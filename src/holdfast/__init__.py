@@ -62,7 +62,7 @@ if _typing.TYPE_CHECKING:
     from holdfast._loader import LoadOptions, LoadReport, load, read
     from holdfast._look.diff import Diff, KeyDiff, StoredAs, diff
     from holdfast._look.elements import ElementsDiff
-    from holdfast._look.statistics import Statistics, TensorStatistics, statistics
+    from holdfast._look.statistics import Statistics, statistics
     from holdfast._mapping.mappings import Mapping
     from holdfast._native.delete import DeleteReport, delete
     from holdfast._native.reader import NativeReader
@@ -76,6 +76,7 @@ if _typing.TYPE_CHECKING:
     from holdfast._steps.policies import Best, Every, EverySteps, Latest
     from holdfast._steps.resuming import Resumed
     from holdfast._steps.stopping import StopOn, ignore_stop_signals
+    from holdfast._values.statistics import TensorStatistics
     from holdfast.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from holdfast.events import SaveReport
     from holdfast.filesystem import FileSystem, FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
@@ -236,7 +237,7 @@ _LATER = {
         "_loader": "LoadOptions LoadReport load read",
         "_look.diff": "Diff KeyDiff StoredAs diff",
         "_look.elements": "ElementsDiff",
-        "_look.statistics": "Statistics TensorStatistics statistics",
+        "_look.statistics": "Statistics statistics",
         "_mapping.mappings": "Mapping",
         "_native.delete": "DeleteReport delete",
         "_native.reader": "NativeReader",
@@ -250,6 +251,7 @@ _LATER = {
         "_steps.policies": "Best Every EverySteps Latest",
         "_steps.resuming": "Resumed",
         "_steps.stopping": "StopOn ignore_stop_signals",
+        "_values.statistics": "TensorStatistics",
         "default_planner": "DefaultLoadPlanner DefaultSavePlanner",
         "events": "SaveReport",
         "filesystem": "FileSystem FileSystemBase FileSystemReader FileSystemWriter SerializationFormat",

@@ -100,7 +100,12 @@ def async_save(
             handle._on_progress = stack.enter_context(followed(True, checkpoint_id, look, ranks.is_coordinator))
         kept = copy.deepcopy(user_metadata)
         writer = writer_for(
-            checkpoint_id, storage_writer, overwrite=overwrite, allow_pickle=options.allow_pickle, user_metadata=kept
+            checkpoint_id,
+            storage_writer,
+            overwrite=overwrite,
+            allow_pickle=options.allow_pickle,
+            user_metadata=kept,
+            statistics=options.statistics,
         )
         those = ranks if use_collectives else Ranks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         if planner is not None and options.mapping is not None:

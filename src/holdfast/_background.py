@@ -24,7 +24,7 @@ import torch
 
 from holdfast import events
 from holdfast._io.slabs import SLAB_BYTES
-from holdfast._native.file_layout import Copy, StagedFiles
+from holdfast._native.file_layout import Copy, StagedFiles, WriterFiles
 from holdfast._native.place import ImageOutput
 from holdfast._native.report import report_of
 from holdfast._process import CollectorPause, start_thread
@@ -35,7 +35,7 @@ from holdfast._staging.memory import CUDA, Region
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
 from holdfast._staging.process import ProcessOutput
 from holdfast._state.stateful_values import expose
-from holdfast._state.tensor_bytes import source_of
+from holdfast._state.tensor_bytes import MemorySource, source_of
 from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
@@ -186,6 +186,7 @@ class BackgroundSave:
         staging = Staging(
             snapshot.copies, region, mode=options.stage, now=now, progress=saving.prepared, digests=snapshot.digests
         )
+        staging.numbers = snapshot.numbers
         staging.begin()
         handle._guard_with(staging.fence)
         if staging.is_done:
@@ -257,6 +258,9 @@ class _Files:
         self.nbytes = self._staged.image.nbytes
         self.copies = self._staged.image.copies
         self.digests: dict[int, int] | None = self._staged.image.known
+        self.numbers = None if self._staged.work.numbers is None else self._staged.work
+        in_host = (copy for copy in (self.copies if self.numbers else ()) if not CUDA.holds(copy.source))
+        self._in_host = [(copy.number, copy.at, copy.source.nbytes) for copy in in_host]
 
     @property
     def keys(self) -> list[str]:
@@ -269,6 +273,8 @@ class _Files:
         return partial(self._write, region)
 
     def _write(self, region: Region) -> Results:
+        for number, at, nbytes in self._in_host:  # the copy, because nobody waits for this
+            self._staged.work.look_at(number, MemorySource(region, region.address + at, nbytes))
         self._staged.image.fill_frames(region.view)
         output = self._storage.image_output(self._save.written)
         if self.is_shared:
@@ -291,6 +297,7 @@ class _Items:
 
     is_shared = False
     digests: dict[int, int] | None = None
+    numbers: WriterFiles | None = None
 
     def __init__(self, save: BackgroundSave, plan: SavePlan) -> None:
         self._save = save

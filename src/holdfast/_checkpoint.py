@@ -4,9 +4,11 @@ them. verify: whether it is whole, and all that is damaged if it is not.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import heapq
 import os
-import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import EllipsisType
@@ -25,15 +27,16 @@ from holdfast._native.reader import CatalogReader, NativeReader
 from holdfast._native.verify import Level, VerifyReport, verify_checkpoint
 from holdfast._process import collector_paused
 from holdfast._ranks.ranks import Ranks
-from holdfast._state.tensor_bytes import Buffer, DistantSource, Source, source_of
 from holdfast._state.tensors import empty_quantized, empty_tensor
 from holdfast._torch_classes.adapt import metadata_of_rank
 from holdfast._torch_classes.translate import metadata_from_torch
 from holdfast._torch_format.file_systems import is_for_fsspec, is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
-from holdfast._values.box import Box, flat_range_boxes, whole
+from holdfast._values.box import Box, whole
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
+from holdfast._values.shown import few, html_table, shown_bytes
+from holdfast._values.statistics import TensorStatistics
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.errors import CorruptError, InvalidStateError, NotFoundError, StorageError
 from holdfast.events.progress import OnBytes, following_bytes
@@ -170,45 +173,8 @@ class StoredTensor:
         return f"StoredTensor({self.key!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
-class StoredSource(DistantSource):
-    """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
-
-    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: Progress) -> None:
-        self.nbytes = stored.nbytes
-        self._stored = stored
-        self._lock = lock
-        self._progress = progress
-
-    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        dtype = self._stored.dtype
-        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
-            nbytes = box.volume * dtype.itemsize
-            # One at a time, because each has buffers of its own; it is read by several threads anyway.
-            with self._lock:
-                if at % dtype.itemsize:
-                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
-                else:
-                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
-            at += nbytes
-        self._progress.moved(stop - start)
-
-
-class QuantizedSource:
-    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
-
-    def __init__(self, stored: StoredTensor, progress: Progress) -> None:
-        self.nbytes = stored.nbytes
-        self._stored = stored
-        self._progress = progress
-        self._whole: Source | None = None
-
-    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
-        if self._whole is None:
-            self._whole = source_of(self._stored[...])
-        self._whole.copy_out(start, stop, buffer, at)
-        if stop == self.nbytes:
-            self._whole = None
-        self._progress.moved(stop - start)
+_MOST_DTYPES, _MOST_LARGEST = 8, 10
+"""What a notebook shows of a checkpoint."""
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -221,6 +187,8 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, reader: CatalogReader | FileSystemReader) -> None:
         self._reader = reader
         self._bytes_read: int | None = None
+        self._statistics: Mapping[str, TensorStatistics] | None = None
+        self._has_statistics = False
         self.metadata: Metadata = reader.read_metadata()
         if not reader.is_always_whole:
             check_tiling(self.metadata)
@@ -230,6 +198,19 @@ class Checkpoint(Mapping[str, Any]):
     def user_metadata(self) -> dict[str, Any]:
         """What the saver kept beside the state."""
         return self.metadata.user_metadata
+
+    @property
+    def statistics(self) -> Mapping[str, TensorStatistics] | None:
+        """The numbers of each tensor that ``SaveOptions(statistics=True)`` kept; None where the save kept none.
+
+        No data is read for them. CorruptError where they are damaged.
+        """
+        if not self._has_statistics:
+            catalog = catalog_of(self)
+            with self._noticing_replacement():
+                self._statistics = None if catalog is None else catalog.statistics()
+            self._has_statistics = True
+        return self._statistics
 
     @property
     def bytes_read(self) -> int:
@@ -288,8 +269,15 @@ class Checkpoint(Mapping[str, Any]):
         self._check_open()
         planner = DefaultLoadPlanner(flatten_state_dict=False, allow_pickle=self._reader.allow_pickle)
         planner.set_up_planner(target, self.metadata)
-        try:
+        with self._noticing_replacement():
             self._reader.read_data(LoadPlan(LazyList(wanted)), planner).wait()
+        return target
+
+    @contextlib.contextmanager
+    def _noticing_replacement(self) -> Iterator[None]:
+        """Tells damage from files that are gone because the checkpoint was replaced or deleted."""
+        try:
+            yield
         except CorruptError as error:
             if not self._reader.was_replaced():
                 raise
@@ -302,7 +290,6 @@ class Checkpoint(Mapping[str, Any]):
                 errno=errno.ESTALE,
                 path=path,
             ) from error
-        return target
 
     def close(self) -> None:
         """Close the files. What was read stays valid; nothing more can be read."""
@@ -317,6 +304,34 @@ class Checkpoint(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({os.fspath(self._reader.path)!r}, {len(self)} keys)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: totals, types, and the largest tensors; nothing is read for it."""
+        entries = self.metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        sizes, by_dtype = dict[str, int](), Counter[str]()
+        for key, entry in tensors.items():
+            dtype = entry.properties.dtype
+            sizes[key] = 0 if entry.alias_of else entry.size.numel() * dtype.itemsize
+            by_dtype[str(dtype).removeprefix("torch.")] += sizes[key]
+        kind = "torch.distributed.checkpoint"
+        if isinstance(self._reader, CatalogReader):
+            kind = "Hugging Face folder" if isinstance(self._reader, HuggingFaceReader) else "native"
+        held = f"{len(tensors):,} tensors, {len(self) - len(tensors):,} values"
+        dtypes = (f"{dtype} {shown_bytes(nbytes)}" for dtype, nbytes in by_dtype.most_common(_MOST_DTYPES))
+        own = self.user_metadata
+        facts = {
+            "format": kind,
+            "holds": f"{held}, {shown_bytes(sum(sizes.values()))}",
+            "types": ", ".join(dtypes),
+            "user metadata": few(own, len(own), "{}"),
+        }
+        rows = []
+        for key in heapq.nlargest(_MOST_LARGEST, sizes, key=sizes.__getitem__):
+            found = tensors[key]
+            dtype_name = str(found.properties.dtype).removeprefix("torch.")
+            rows.append((key, dtype_name, str([*found.size]), shown_bytes(sizes[key])))
+        return html_table(os.fspath(self._reader.path), facts, ("the largest", "dtype", "shape", "bytes"), rows)
 
 
 def read_boxes(checkpoint: Checkpoint, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:

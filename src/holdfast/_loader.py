@@ -23,8 +23,8 @@ from holdfast._state.stateful_values import Owners, add_versions, expose, hand_b
 from holdfast._state.tensors import grad_mode
 from holdfast._torch_classes.adapt import as_load_planner, as_reader, id_and_storage, set_up_reader
 from holdfast._values.deadline import Progress
-from holdfast._values.lazy import few
 from holdfast._values.records import checked_types
+from holdfast._values.shown import few
 from holdfast.default_planner import DefaultLoadPlanner
 from holdfast.default_planner.other_keys import AnyMapping, check_mapping, finish_reading, names_for_target
 from holdfast.default_planner.targets import check_filled, chosen_keys, empty_state, require_gradients

@@ -62,6 +62,8 @@ class SaveOptions:
         deadline_s: a rank that makes no progress for so many seconds while others wait for it counts as lost.
         mapping: leads from the state to the checkpoint: a ``Mapping`` of rules, a function, or a dict of prefixes, as
             for ``LoadOptions``. Rules that change numbers, Cast and Offset, are for exports only.
+        statistics: keep, of every tensor, how many elements are NaN, infinite and zero, their sum, the sum of their
+            squares and the range, beside the checkpoint: ``open(path).statistics``. Native files only.
         progress: True shows a bar on the terminal of the coordinator: phase, bytes, speed, the slowest rank. A function
             is called as the save goes on, on every rank: with the handle of ``async_save``, and for ``save`` with a
             value that has the same ``phase``, ``bytes_done`` and ``bytes_total``.
@@ -86,6 +88,7 @@ class SaveOptions:
     replica_check: ReplicaCheck = "sample"
     deadline_s: float = DEADLINE_S
     mapping: AnyMapping | None = None
+    statistics: bool = False
     progress: bool | Callable[..., object] = False
     stage: Mode = "copy"
     copy_now: Sequence[str] = ()
@@ -168,6 +171,7 @@ def save(
             overwrite=overwrite,
             allow_pickle=options.allow_pickle,
             user_metadata=user_metadata,
+            statistics=options.statistics,
         )
         if planner is None:
             planner = planner_for(options)
@@ -193,20 +197,31 @@ def writer_for(
     overwrite: bool,
     allow_pickle: bool,
     user_metadata: Mapping[str, object] | None,
+    statistics: bool,
 ) -> StorageWriter:
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
         if not overwrite or allow_pickle or user_metadata is not None:
             raise ValueError("pass overwrite, allow_pickle and user_metadata to the storage_writer, not to save")
+        if statistics and not getattr(storage_writer, "statistics", False):
+            raise ValueError("only native files keep statistics: pass statistics=True to NativeWriter, not to save")
         if checkpoint_id is not None:
             storage_writer.reset(checkpoint_id)
         return storage_writer
     if checkpoint_id is None:
         raise ValueError("save needs a checkpoint_id or a storage_writer: save(state, path)")
     if NativeWriter.validate_checkpoint_id(checkpoint_id):
-        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+        return NativeWriter(
+            checkpoint_id,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            user_metadata=user_metadata,
+            statistics=statistics,
+        )
     if user_metadata is not None:
         raise ValueError("this URL is written in torch's format, which has no place for user_metadata; save to a path")
+    if statistics:
+        raise ValueError("this URL is written in torch's format, which has no place for statistics; save to a path")
     return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
 
 

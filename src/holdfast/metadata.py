@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from holdfast._values.dtypes import MAX_PATH_DEPTH
-from holdfast._values.lazy import LazyList, few
+from holdfast._values.lazy import LazyList
+from holdfast._values.shown import few
 
 __all__ = [
     "BytesStorageMetadata",

@@ -293,3 +293,22 @@ def test_steps_go_on_while_a_save_is_written(tmp_path: Path) -> None:
         assert not handle.done()
     handle.result()
     assert_stored(tmp_path / "checkpoint", expected_of(state))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_statistics_are_of_what_there_was_at_the_call(tmp_path: Path, stage: Any) -> None:
+    state = many_kinds()
+    state["not finite"] = torch.tensor([1.0, torch.nan, -torch.inf, 0.0], device="cuda").repeat(3 * MIB)
+    handle = async_save(state, tmp_path / "a", options=holdfast.SaveOptions(stage=stage, statistics=True))
+    handle.wait_staged()
+    spoil({key: tensor for key, tensor in state.items() if tensor.is_cuda})
+    handle.result()
+    with holdfast.open(tmp_path / "a") as checkpoint:
+        kept = checkpoint.statistics
+        assert kept is not None
+        for key, read in holdfast.statistics(checkpoint, sample=None, stored=False).tensors.items():
+            mine = kept[key]
+            for name in ("nan", "inf", "zeros", "min", "max", "elements"):
+                assert getattr(mine, name) == getattr(read, name), (key, name)
+            assert mine.sum == (None if read.sum is None else pytest.approx(read.sum, rel=1e-9, abs=1e-6))
+            assert mine.sum_squares == (None if read.sum_squares is None else pytest.approx(read.sum_squares))

@@ -17,10 +17,12 @@ import msgspec
 from holdfast._checkpoint import Checkpoint, Door, catalog_of, read_values
 from holdfast._look.digests import differing_blocks
 from holdfast._look.elements import ElementsDiff, compare_elements
-from holdfast._look.parts import has_numbers, matching, nbytes_of, opened
+from holdfast._look.parts import matching, nbytes_of, opened
 from holdfast._native.catalog import Catalog
 from holdfast._native.values import encode_value
+from holdfast._state.numbers import has_numbers
 from holdfast._values.dtypes import MAX_VALUE_INLINE_BYTES
+from holdfast._values.shown import short_repr
 from holdfast.errors import InvalidStateError, UnsafeError
 from holdfast.events.progress import OnBytes, following_bytes
 from holdfast.metadata import STORAGE_TYPES, TensorStorageMetadata
@@ -68,6 +70,8 @@ class KeyDiff:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
     """All keys: in the order of the first checkpoint, then what only the second one has."""
+
+    __repr__ = short_repr
 
     keys: Mapping[str, KeyDiff]
     data_bytes_read: int

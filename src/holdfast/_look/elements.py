@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from holdfast._checkpoint import Checkpoint, read_boxes
-from holdfast._look.parts import batches, dequantized, has_numbers, nbytes_of, numbers_of, parts_of, words_of
+from holdfast._look.parts import batches, dequantized, nbytes_of, numbers_of, parts_of, words_of
+from holdfast._state.numbers import has_numbers
 from holdfast._values.box import Box
 from holdfast.events.progress import OnBytes
 from holdfast.metadata import TensorStorageMetadata

@@ -10,7 +10,6 @@ import contextlib
 import fnmatch
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -20,7 +19,8 @@ import torch
 
 from holdfast._checkpoint import Checkpoint, open
 from holdfast._io.pipeline import run_ahead
-from holdfast._state.tensors import TORCH_DTYPES, words_of_quantized
+from holdfast._state.numbers import as_numbers
+from holdfast._state.tensors import words_of_quantized
 from holdfast._values.box import Box, whole
 from holdfast._values.digest import BLOCK_BYTES
 from holdfast.metadata import TensorStorageMetadata, chunk_columns
@@ -28,10 +28,6 @@ from holdfast.metadata import TensorStorageMetadata, chunk_columns
 PART_BYTES = 8 << 20
 _BATCH_BYTES = 16 << 20
 _BATCH_PARTS = 1024
-_PARTS = {"complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128": "float64"}
-_COMPLEX = {TORCH_DTYPES[name]: TORCH_DTYPES[part] for name, part in _PARTS.items() if name in TORCH_DTYPES}
-# torch cannot convert them: several numbers in each byte, or fewer bits than it has.
-_OPAQUE = re.compile(r"torch\.(bits.*|float4.*|u?int[1-7])")
 
 
 @contextlib.contextmanager
@@ -145,11 +141,6 @@ def batches(parts: Iterable[tuple[str, Box, int]]) -> Iterator[list[tuple[str, B
 # --- elements ---------------------------------------------------------------------------------------------------------
 
 
-def has_numbers(dtype: torch.dtype) -> bool:
-    """Whether the elements of a tensor of ``dtype`` are numbers to us, and not just bits."""
-    return _OPAQUE.fullmatch(str(dtype)) is None
-
-
 def words_of(tensor: torch.Tensor) -> np.ndarray:
     """The elements as unsigned integers, one for each or two for those of 16 bytes, in rows: [elements, 1 or 2]."""
     tensor = words_of_quantized(tensor) if tensor.is_quantized else tensor
@@ -166,8 +157,5 @@ def dequantized(tensor: torch.Tensor) -> torch.Tensor:
 def numbers_of(tensor: torch.Tensor) -> np.ndarray:
     """The elements as float64, or complex128 where they are complex."""
     flat = tensor.contiguous().view(-1)
-    if flat.dtype in _COMPLEX:
-        parts: np.ndarray = flat.view(_COMPLEX[flat.dtype]).to(torch.float64).numpy()
-        return parts.view(np.complex128)
-    numbers: np.ndarray = flat.to(torch.float64).numpy()
-    return numbers
+    numbers: np.ndarray = as_numbers(flat).numpy()
+    return numbers.view(np.complex128)[:, 0] if numbers.ndim > 1 else numbers

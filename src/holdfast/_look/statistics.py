@@ -19,7 +19,6 @@ from holdfast._checkpoint import Checkpoint, Door, read_boxes
 from holdfast._look.parts import (
     batches,
     dequantized,
-    has_numbers,
     matching,
     nbytes_of,
     numbers_of,
@@ -27,8 +26,11 @@ from holdfast._look.parts import (
     parts_of,
     words_of,
 )
+from holdfast._state.numbers import has_numbers
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES
+from holdfast._values.shown import short_repr
+from holdfast._values.statistics import TensorStatistics
 from holdfast.events.progress import OnBytes, following_bytes
 from holdfast.metadata import TensorStorageMetadata
 
@@ -39,66 +41,10 @@ _BIAS = 1023
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorStatistics:
-    """The numbers of one tensor: of its ``elements``, those ``looked_at``.
-
-    Sums and range are those of finite elements among them. They are None where there is no such element, or where the
-    dtype is no number (``float4_e2m1fn_x2``, ``bits8``, ``int4``): then nothing was looked at. A sum that is beyond
-    float64 is None too. Complex numbers have a
-    complex sum, no range, and the absolute value counts elsewhere. ``magnitudes`` are a histogram of what is finite and
-    not zero: an exponent, and how many negative and positive elements have an absolute value from 2**exponent up to
-    twice that; without empty bins. What is too small for a normal float64 counts as 2**-1023.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    alias_of: str | None
-    elements: int
-    looked_at: int
-    nan: int
-    inf: int
-    zeros: int
-    sum: float | complex | None
-    sum_squares: float | None
-    min: float | None
-    max: float | None
-    magnitudes: tuple[tuple[int, int, int], ...]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every element was looked at."""
-        return self.looked_at == self.elements
-
-    @property
-    def finite(self) -> int:
-        return self.looked_at - self.nan - self.inf
-
-    @property
-    def mean(self) -> float | complex | None:
-        return None if self.sum is None else self.sum / self.finite
-
-    @property
-    def rms(self) -> float | None:
-        return None if self.sum_squares is None else math.sqrt(self.sum_squares / self.finite)
-
-    @property
-    def std(self) -> float | None:
-        """The standard deviation, of these elements and not of a population that they were drawn from."""
-        if self.sum_squares is None or self.mean is None:
-            return None
-        return math.sqrt(max(0.0, self.sum_squares / self.finite - abs(self.mean) ** 2))
-
-    @property
-    def norm(self) -> float | None:
-        """The L2 norm of the whole tensor; of a sample, what it is if the rest is like it."""
-        share = self.elements / self.looked_at if self.looked_at else 0.0
-        return None if self.sum_squares is None else math.sqrt(self.sum_squares * share)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Of each tensor, in the order of the checkpoint; ``bytes_read`` is what the system delivered for that."""
+
+    __repr__ = short_repr
 
     tensors: Mapping[str, TensorStatistics]
     bytes_read: int
@@ -114,6 +60,7 @@ def statistics(
     *,
     keys: str | Sequence[str] | None = None,
     sample: int | None = SAMPLE_BLOCKS,
+    stored: bool = True,
     progress: bool | OnBytes = False,
 ) -> Statistics:
     """The numbers of the tensors in the checkpoint at ``path``, in any format; values that are no tensors are left out.
@@ -122,6 +69,8 @@ def statistics(
         path: a directory, URL or folder as for ``open``, or a checkpoint that is open.
         keys: keys or patterns, as ``show`` has them: only tensors that match one of them.
         sample: look at so many blocks of at most 1 MiB of each tensor, spread over it; None: at all of it.
+        stored: take the numbers that the save kept, where it did: they are of every element, and no data is read. They
+            have no ``magnitudes``. False looks at the data in any case.
         progress: as for ``verify``.
 
     Raises:
@@ -133,14 +82,18 @@ def statistics(
     with Door(), opened(path) as (checkpoint,):
         entries = checkpoint.metadata.state_dict_metadata
         wanted = {key: entries[key] for key in matching(entries, keys)}
-        tensors = {key: stored for key, stored in wanted.items() if isinstance(stored, TensorStorageMetadata)}
+        tensors = {key: entry for key, entry in wanted.items() if isinstance(entry, TensorStorageMetadata)}
+        kept = (checkpoint.statistics if stored else None) or {}
         # Tied tensors are looked at once.
-        storing = {stored.alias_of or key: stored for key, stored in tensors.items()}
+        storing = {entry.alias_of or key: entry for key, entry in tensors.items() if key not in kept}
         read_before = checkpoint.bytes_read
         with following_bytes(progress, "statistics") as on_progress:
             tallies = _tallied(checkpoint, storing, sample, on_progress)
         return Statistics(
-            tensors={key: tallies[stored.alias_of or key].result(key, stored) for key, stored in tensors.items()},
+            tensors={
+                key: kept[key] if key in kept else tallies[entry.alias_of or key].result(key, entry)
+                for key, entry in tensors.items()
+            },
             bytes_read=checkpoint.bytes_read - read_before,
         )
 

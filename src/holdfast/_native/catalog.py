@@ -25,9 +25,10 @@ from holdfast._io.files import FilesToRead
 from holdfast._io.urls import is_store_url
 from holdfast._native.index import ChunkIndex, check_index, decode_index
 from holdfast._native.leftovers import METRICS_NAME, PINNED_NAME
-from holdfast._native.manifest import BYTE_KINDS, Manifest, TensorEntry, ValueEntry, decode_manifest
+from holdfast._native.manifest import BYTE_KINDS, IndexEntry, Manifest, TensorEntry, ValueEntry, decode_manifest
 from holdfast._native.paths import decode_path, split_planner_data, stored_containers
 from holdfast._native.publish import MANIFEST_NAME, read_manifest, read_manifest_bytes
+from holdfast._native.statistics import KeptStatistics, most_bytes, statistics_entry
 from holdfast._native.values import decode_value
 from holdfast._state.tensors import torch_dtype
 from holdfast._torch_classes.translate import CURRENT_DCP_VERSION
@@ -154,6 +155,21 @@ class Catalog:
         paths = {entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.tensors}
         paths.update({entry.key: decode_path(entry.key, entry.path) for entry in self.manifest.values})
         return paths
+
+    @cached_property
+    def statistics_entry(self) -> IndexEntry | None:
+        """The file with the statistics that the save kept, if it did."""
+        return statistics_entry(self.manifest, self.manifest.metadata)
+
+    def statistics(self) -> KeptStatistics | None:
+        """What is in that file, checked; CorruptError if it is missing, or not what was written."""
+        entry, tensors = self.statistics_entry, self.manifest.tensors
+        if entry is None:
+            return None
+        path = os.path.join(self.directory, self.links.get(entry.name, entry.name))
+        if entry.bytes > most_bytes(len(tensors)):
+            raise CorruptError(f"the statistics in {path!r} are too large for {len(tensors)} tensors", path=path)
+        return KeptStatistics(_read_table(path, entry), entry, tensors, path)
 
     def entries(self) -> Iterator[TensorEntry | ValueEntry]:
         """All entries in the order of the state."""
@@ -320,15 +336,20 @@ def kind_of_file(path: str) -> Literal[".pt", ".safetensors"] | None:
     return ".safetensors" if is_header else None
 
 
-def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
-    entry = manifest.index
-    path = os.path.join(directory, entry.name)
+def _read_table(path: str, entry: IndexEntry) -> bytes:
+    """The bytes of the file of ``entry``, no more than there should be."""
     try:
-        data = files.read_whole(path, limit=entry.bytes)
+        return files.read_whole(path, limit=entry.bytes)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
         raise missing(path) from error
+
+
+def _read_index_bytes(directory: str, manifest: Manifest) -> bytes:
+    entry = manifest.index
+    path = os.path.join(directory, entry.name)
+    data = _read_table(path, entry)
     if len(data) != entry.bytes or to_hex(digest(data)) != entry.digest:
         raise CorruptError(f"{path!r} is damaged: not the index that was written; use another checkpoint", path=path)
     return data

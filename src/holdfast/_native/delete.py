@@ -29,6 +29,7 @@ from holdfast._native.store_removal import delete_in_store
 from holdfast._native.sweep import living_writer, sweep_directory
 from holdfast._torch_codec.metadata_file import METADATA_NAME
 from holdfast._values.dtypes import MAX_MANIFEST_BYTES
+from holdfast._values.shown import short_repr
 from holdfast.errors import BusyError, CorruptError, NotACheckpointError, StorageError
 
 __all__ = ["DeleteReport", "delete"]
@@ -43,6 +44,8 @@ class DeleteReport:
 
     ``attempt`` is that of the native checkpoint that was there, or "" if there was none.
     """
+
+    __repr__ = short_repr
 
     path: str
     attempt: str

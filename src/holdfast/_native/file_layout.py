@@ -29,6 +29,7 @@ from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
 from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
 from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, planned_tensors, report_on, written_tensor
 from holdfast._native.values import encode_value
+from holdfast._state.numbers import PieceNumbers
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source, source_of
 from holdfast._state.tensors import DTYPE_NAMES, check_savable, quantizer_of
 from holdfast._values.box import Box, whole
@@ -94,6 +95,8 @@ class WriterFiles:
         self._values = values
         self._tensors = tensors
         self._asked: dict[str, WrittenTensor] = {}
+        self.numbers: PieceNumbers | None = None
+        """Where it is there, statistics of the chunks are kept."""
         self._versions, self._containers = planner.versions(), planner.containers  # as they are now
 
     def next_file(self, number: int, start: int) -> DataFile:
@@ -142,6 +145,26 @@ class WriterFiles:
         stored, source = DTYPES[written.dtype], source_of(tensor, is_ordered=self._is_ordered)
         return Chunk(name, *stored_as(stored, box.lengths), source, header_bytes)
 
+    def looked_at(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """All of ``chunks``, each looked at before it goes on where statistics are kept."""
+        for number, chunk in enumerate(chunks):
+            if self.numbers is not None:
+                self.look_at(number, chunk.source)
+            yield chunk
+
+    def look_at(self, number: int, source: Source) -> None:
+        """Reckon the statistics of chunk ``number``, whose bytes are those of ``source``."""
+        planned = self._planned[number]
+        head, written = self._columns.heads[self._columns.key[planned.row]], self._tensors.get(planned.key)
+        if self.numbers is not None and head is not None:  # else it is a value that is stored as bytes
+            dtype = DTYPE_NAMES[head.properties.dtype] if written is None else written.dtype
+            self.numbers.look_at(number, source, dtype)
+
+    def flush(self) -> None:
+        """Queue all operations for the statistics of what was looked at."""
+        if self.numbers is not None:
+            self.numbers.flush()
+
     def report(self, files: list[WrittenFile], placed: Sequence[Placed], digests: Sequence[int]) -> WriteReport:
         """What was written, when chunk i of ``chunks`` went to ``placed[i]`` and all blocks have ``digests``."""
         report = report_on(
@@ -154,6 +177,8 @@ class WriterFiles:
             values=self._values,
             versions=self._versions,
         )
+        if self.numbers is not None:
+            report = dataclasses.replace(report, numbers=self.numbers.table(len(self._planned)))
         return dataclasses.replace(report, containers=dict(self._containers)) if self._containers else report
 
 
@@ -281,11 +306,12 @@ class StagedFiles:
 
 
 class Copy(NamedTuple):
-    """All bytes of ``source`` are to lie from ``at`` on; ``name`` is that of the chunk."""
+    """All bytes of ``source`` are to lie from ``at`` on; ``name`` is that of chunk ``number``."""
 
     name: str
     source: Source
     at: int
+    number: int = 0
 
 
 class Image:
@@ -313,7 +339,7 @@ class Image:
                 self._files.append(file)
                 number = len(self._begins) - 1
             self.placed.append(Placed(number, file.end))
-            self.copies.append(Copy(chunk.name, chunk.source, begin + file.end))
+            self.copies.append(Copy(chunk.name, chunk.source, begin + file.end, len(self.copies)))
             file.enter(chunk)
         self._end_file()
         self._sizes = [copy.source.nbytes for copy in self.copies]

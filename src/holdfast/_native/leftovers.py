@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from holdfast._values.shown import short_repr
+
 _ATTEMPT = r"(?P<attempt>[0-9a-zA-Z_-]{1,64})"
 _NUMBER = r"(?:0|[1-9][0-9]{0,9})"
 _NAMES = {
@@ -33,6 +35,8 @@ class Leftover:
     that are gone now.
     """
 
+    __repr__ = short_repr
+
     directory: str
     attempt: str
     files: tuple[str, ...]
@@ -45,6 +49,8 @@ class Leftover:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
     """What a sweep found in ``directories`` directories; ``problems`` are what it could not look at or remove."""
+
+    __repr__ = short_repr
 
     root: str
     directories: int

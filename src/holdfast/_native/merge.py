@@ -16,23 +16,31 @@ import numpy as np
 from holdfast._native.forms import Json
 from holdfast._native.index import ChunkIndex, encode_index
 from holdfast._native.manifest import FileEntry, IndexEntry, Manifest, Quantizer, TensorEntry, ValueEntry, WriterEntry
-from holdfast._native.paths import encode_path
+from holdfast._native.paths import STATISTICS_NAME, encode_path
 from holdfast._native.report import WriteReport, WrittenTensor, planned_tensors
+from holdfast._native.statistics import encode_statistics, entry_for
+from holdfast._native.values import encode_value
 from holdfast._plan.coverage import check_coverage
 from holdfast._save_plan.together import JointPlan
 from holdfast._state.nested import stored_paths
 from holdfast._values.digest import block_counts, digest, to_hex
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import LazyDict
+from holdfast._values.statistics import add_numbers, no_numbers
 from holdfast.errors import InternalError, InvalidStateError
 from holdfast.metadata import Metadata
 from holdfast.planner import padded
 
 
 def merge_reports(
-    metadata: Metadata, reports: Sequence[WriteReport], *, attempt: str, writer: WriterEntry, user_metadata: Json
-) -> tuple[Manifest, bytes]:
-    """The manifest and the bytes of the index of what ``reports`` say was written.
+    metadata: Metadata,
+    reports: Sequence[WriteReport],
+    *,
+    attempt: str,
+    writer: WriterEntry,
+    user_metadata: dict[str, object],
+) -> tuple[Manifest, bytes] | tuple[Manifest, bytes, bytes]:
+    """The manifest and the bytes of the index of what ``reports`` say was written; and of the statistics, if all have.
 
     InvalidStateError unless that is everything ``metadata`` promises, each tensor tiled exactly.
     """
@@ -68,6 +76,10 @@ def merge_reports(
     )
     chunks = _chunks_as_reported(tensors, reports) if plan is None else _chunks_as_planned(plan, tensors, reports)
     data = encode_index(_index(chunks, reports))
+    statistics = _statistics(entries, chunks, reports)
+    if statistics:
+        entry = entry_for(attempt, len(reports), statistics)
+        user_metadata = {**user_metadata, STATISTICS_NAME: msgspec.structs.asdict(entry)}
     manifest = Manifest(
         requires=("pickle",) if any(tensor.kind == "pickle" for tensor in tensors.values()) else (),
         attempt=attempt,
@@ -80,9 +92,9 @@ def merge_reports(
             for position, key in enumerate(metadata.state_dict_metadata)
             if key in values
         ),
-        metadata=user_metadata,
+        metadata=encode_value(user_metadata, key="planner_data"),
     )
-    return manifest, data
+    return (manifest, data, statistics) if statistics else (manifest, data)
 
 
 def _settled(key: str, written: Mapping[str, WrittenTensor]) -> WrittenTensor:
@@ -242,6 +254,16 @@ def _index(chunks: _Chunks, reports: Sequence[WriteReport]) -> ChunkIndex:
         length=chunks.length,
         digests=digests,
     )
+
+
+def _statistics(entries: Sequence[TensorEntry], chunks: _Chunks, reports: Sequence[WriteReport]) -> bytes:
+    """The numbers of all tensors, those of their chunks added up; nothing where a rank does not tell them."""
+    table = no_numbers(len(entries))
+    for report, mine in zip(reports, chunks.of_report, strict=True):
+        if report.numbers is None:
+            return b""
+        add_numbers(table, chunks.tensor[mine], report.numbers)
+    return encode_statistics(entries, table)
 
 
 def _check_filled(report: WriteReport, rank: int, size: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import msgspec
 
@@ -214,7 +214,8 @@ def decode_path(key: str, path: Sequence[StoredElement] | None) -> Path:
 
 
 _DATA_NAME, _VERSIONS_NAME, CONTAINERS_NAME = "holdfast.planner_data", "holdfast.versions", "holdfast.containers"
-RESERVED_NAMES = _DATA_NAME, _VERSIONS_NAME, CONTAINERS_NAME
+STATISTICS_NAME = "holdfast.statistics"
+RESERVED_NAMES = _DATA_NAME, _VERSIONS_NAME, CONTAINERS_NAME, STATISTICS_NAME
 """Names in the user's metadata that are not the user's."""
 
 _INSTEAD, _ADDED = "instead", "added"
@@ -275,6 +276,12 @@ def check_fit(containers: Containers, leaves: Iterable[tuple[str, Sequence[Store
     return None
 
 
+def is_statistics_record(kept: object) -> TypeGuard[dict[str, Any]]:
+    """Whether it names a file of statistics; else it is a user's, who had it before the name was reserved."""
+    types = {"name": str, "bytes": int, "digest": str}
+    return isinstance(kept, dict) and {name: type(value) for name, value in kept.items()} == types
+
+
 def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, Any], Any, Versions]:
     """The user's metadata, the planner's data (``paths``, what was added to them, or what replaced them), versions."""
     if not isinstance(kept, dict):
@@ -284,6 +291,8 @@ def split_planner_data(kept: object, paths: dict[str, Path]) -> tuple[dict[str, 
     if _are_versions(kept.get(_VERSIONS_NAME)):
         versions = user.pop(_VERSIONS_NAME)
     user.pop(CONTAINERS_NAME, None)
+    if is_statistics_record(user.get(STATISTICS_NAME)):
+        del user[STATISTICS_NAME]
     data = user.pop(_DATA_NAME, None)
     if isinstance(data, dict) and data.keys() == {_ADDED} and isinstance(data[_ADDED], dict):
         return user, {**paths, **data[_ADDED]}, versions

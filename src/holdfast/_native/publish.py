@@ -28,10 +28,9 @@ import errno
 import itertools
 import os
 import stat
-import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from holdfast._io import files, locks, posix
 from holdfast._io.stores import store_of
@@ -44,7 +43,8 @@ from holdfast._native.manifest import (
     encode_manifest,
     is_retired,
 )
-from holdfast._process import Ending, forget_in_child
+from holdfast._native.statistics import statistics_entry
+from holdfast._process import Ending
 from holdfast._torch_codec.metadata_file import (
     MARKER,
     METADATA_NAME,
@@ -94,9 +94,18 @@ def format_at(path: str | os.PathLike[str]) -> Format | None:
             )
 
 
-def files_of(manifest: Summary) -> set[str]:
-    """The other files of the native checkpoint that ``manifest`` describes."""
-    return {manifest.index.name, *(file.name for file in manifest.files)}
+def table_names(manifest: Summary, metadata: object) -> list[str]:
+    """The index, and the statistics where they are kept: files of the checkpoint that no rank but one writes.
+
+    ``metadata`` is that of the manifest.
+    """
+    statistics = statistics_entry(manifest, metadata)
+    return [manifest.index.name] if statistics is None else [manifest.index.name, statistics.name]
+
+
+def files_of(manifest: Summary, metadata: object) -> set[str]:
+    """The other files of the native checkpoint that ``manifest``, with this ``metadata``, describes."""
+    return {*table_names(manifest, metadata), *(file.name for file in manifest.files)}
 
 
 def formats_at(path: str | os.PathLike[str]) -> list[Format]:
@@ -254,30 +263,39 @@ def files_of_heads(directory: str, heads: list[str]) -> list[str]:
     for head in heads:
         with contextlib.suppress(CheckpointError):
             data, path = _read(directory, head), os.path.join(directory, head)
-            names |= files_of(decode_manifest(data, path=path)) if head == MANIFEST_NAME else data_files_of(data, path)
+            if head == MANIFEST_NAME:
+                manifest = decode_manifest(data, path=path)
+                names |= files_of(manifest, manifest.metadata)
+            else:
+                names |= data_files_of(data, path)
     return sorted(names)
 
 
-def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool, marks: bool = False) -> None:
+def publish(
+    directory: str, manifest: Manifest, tables: Sequence[bytes], *, overwrite: bool, marks: bool = False
+) -> None:
     """Make the checkpoint visible and durable; on an error before it has its name, nothing of it is left.
 
-    Its data files must be there. Where only its durability could not be confirmed, it stays, and so do the files of the
-    one that it replaced: the disk may come back with either. AlreadyPublishedError when there is one and ``overwrite``
-    is not set: of several savers exactly one succeeds. With ``marks``, programs that look for torch's ``.metadata``
-    find a marker, from after the checkpoint is durable: they never find one that is not whole.
+    ``tables`` are the contents of ``table_names``; its data files must be there. Where only its durability could not be
+    confirmed, it stays, and so do the files of the one that it replaced: the disk may come back with either.
+    AlreadyPublishedError when there is one and ``overwrite`` is not set: of several savers exactly one succeeds. With
+    ``marks``, programs that look for torch's ``.metadata`` find a marker, from after the checkpoint is durable: they
+    never find one that is not whole.
     """
     attempt, encoded = manifest.attempt, encode_manifest(manifest)
     target = os.path.join(directory, MANIFEST_NAME)
-    index_path = os.path.join(directory, manifest.index.name)
+    index_path, *other_paths = (os.path.join(directory, name) for name in table_names(manifest, manifest.metadata))
     staged = os.path.join(directory, f"manifest-{attempt}.tmp")
     turn = Turn(directory, "native", name=attempt)
     passing = Ending(turn.lock.release)
     replaced: list[str] = []
     # All that there may be, because an interrupt may come right after the fact.
-    written = [index_path, staged, turn.note]
+    written = [index_path, *other_paths, staged, turn.note]
     with contextlib.ExitStack() as held, passing, passing:
         try:
-            held.enter_context(locks.new_file(index_path, index))
+            held.enter_context(locks.new_file(index_path, tables[0]))
+            for path, table in zip(other_paths, tables[1:], strict=True):
+                posix.write_new(path, table)
             for file in manifest.files:
                 path = os.path.join(directory, file.name)
                 status = posix.file_status(path)
@@ -288,7 +306,7 @@ def publish(directory: str, manifest: Manifest, index: bytes, *, overwrite: bool
             turn.take()
             if "native" in turn.announce(encoded, overwrite=overwrite) and overwrite:
                 with contextlib.suppress(CheckpointError):  # nothing that says which files are its own
-                    replaced = sorted(files_of(read_manifest(directory)))
+                    replaced = sorted(files_of(*read_summary(directory)))
             # Otherwise a crash might keep the name of the manifest, and lose that of the index.
             posix.sync_directory(directory)
             if overwrite:
@@ -400,48 +418,3 @@ class WriterNumber:
     failed: tuple[str, ...] = ()
     not_there: tuple[str, ...] = ()
     is_spent: bool = False
-
-
-class Files(Protocol):
-    """The data files of a save under way, whoever writes them."""
-
-    def close(self) -> None:
-        """Close the files, which ends the sign that their writer lives."""
-        ...
-
-    def abandon(self) -> None:
-        """Close and remove the files."""
-        ...
-
-
-class Held:
-    """The files of one attempt, open and locked, which tells others that their writer lives.
-
-    They are let go when ``writer`` is gone, which tells of a failure where nobody else does; ``removing`` is for the
-    coordinator, who knows that it did not publish, as others cannot. They are nothing to a forked child, whatever
-    becomes of the child's copies of writer and finalizer.
-    """
-
-    def __init__(self, files: Files, path: str, attempt: str, *, writer: object, removing: bool) -> None:
-        self.files = files
-        self.attempt = attempt
-        self._path = path
-        self._is_closed = False
-        self._is_inherited = False
-        forget_in_child(self)
-        self._when_forgotten = weakref.finalize(writer, self.remove if removing else self.close)
-
-    def forget_parent(self) -> None:
-        self._is_inherited = True
-
-    def close(self) -> None:
-        self._when_forgotten.detach()
-        self._is_closed = True
-        if not self._is_inherited:
-            self.files.close()
-
-    def remove(self) -> None:
-        """Remove the files, unless they are let go already or part of what is published."""
-        if not self._is_closed and not self._is_inherited and is_published(self._path, self.attempt) is False:
-            self.files.abandon()
-        self.close()

@@ -81,7 +81,8 @@ class WriteReport:
 
     Chunk i is row ``row[i]`` of the plan, as the coordinator counts them where it made the plan; it lies in file number
     ``file[i]``, ``offset[i]`` bytes from its start. ``tensors`` are keys under which something else was written than
-    planned, among them values that became chunks. ``values`` are those for the manifest.
+    planned, among them values that became chunks. ``values`` are those for the manifest. ``numbers`` are the statistics
+    of each chunk, where they are kept.
     ``planning`` names the plan to a coordinator that knows it: then the report is sent without the plan.
     """
 
@@ -94,6 +95,7 @@ class WriteReport:
     values: dict[str, Json]
     versions: Versions = field(default_factory=dict)
     containers: Containers = field(default_factory=dict)
+    numbers: np.ndarray | None = None
     planning: bytes = b""
     plan: WriteColumns | Callable[[], WriteColumns] | None = None
 

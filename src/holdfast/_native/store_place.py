@@ -31,7 +31,7 @@ from holdfast._native.file_layout import Image
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
 from holdfast._native.packer import BlockJob, Chunk, DataFile, Placed, fill_blocks
 from holdfast._native.place import ImageOutput, MakesPacker
-from holdfast._native.publish import files_of, is_marked, other_format_stays
+from holdfast._native.publish import files_of, is_marked, other_format_stays, table_names
 from holdfast._native.report import WrittenFile
 from holdfast._native.store_commit import Head, commit, prove, read_head
 from holdfast._state.tensor_bytes import Source
@@ -78,14 +78,11 @@ class StorePlace:
     def rename(self, path: str, name: str, new_name: str) -> None:
         store_of(path).rename(f"{path}/{name}", f"{path}/{new_name}")
 
-    def publish(self, path: str, manifest: Manifest, index: bytes, *, overwrite: bool, marks: bool) -> None:
+    def publish(self, path: str, manifest: Manifest, tables: Sequence[bytes], *, overwrite: bool, marks: bool) -> None:
         """Make the checkpoint visible; see above. A store has no marker for other programs."""
         encoded = encode_manifest(manifest)
-        index_url = f"{path}/{manifest.index.name}"
-        tag = store_of(path).put(index_url, index)
-        # Many stores tag small objects by what they got. Then no request is needed to see that it came whole.
-        if store_of(path).check in ("sample", "all") or tag != hashlib.md5(index, usedforsecurity=False).hexdigest():
-            confirm(index_url, len(index), lambda: [(0, len(index), digest(index))])
+        for name, table in zip(table_names(manifest, manifest.metadata), tables, strict=True):
+            _put(f"{path}/{name}", table)
         # What a put of ours may still replace when it arrives late. None of it comes back after another save.
         seen = [self._before]
 
@@ -110,7 +107,8 @@ class StorePlace:
     def _remove_replaced(self, path: str) -> None:
         try:
             if self._before is not None and self._before.is_live:
-                old = files_of(decode_manifest(self._before.data, path=path))
+                before = decode_manifest(self._before.data, path=path)
+                old = files_of(before, before.metadata)
                 store_of(path).delete([f"{path}/{name}" for name in sorted(old)])
         except CheckpointError as error:  # what stays is invisible, and a sweep shows it
             logger.warning("%r was replaced, and the objects of before stay: %s", path, error)
@@ -127,6 +125,14 @@ class StorePlace:
             store_of(path).delete([f"{path}/{name}" for name in store_of(path).sizes(path) if name.startswith(ours)])
         except CheckpointError:
             pass  # what stays is invisible, and a sweep shows it
+
+
+def _put(url: str, data: bytes) -> None:
+    """Put a whole object, and see that it came whole."""
+    tag = store_of(url).put(url, data)
+    # Many stores tag small objects by what they got. Then no request is needed for that.
+    if store_of(url).check in ("sample", "all") or tag != hashlib.md5(data, usedforsecurity=False).hexdigest():
+        confirm(url, len(data), lambda: [(0, len(data), digest(data))])
 
 
 class ObjectPacker:

@@ -8,6 +8,7 @@ is bounded by the slabs and the table of one file at a time. Never changes a fil
 from __future__ import annotations
 
 import abc
+import contextlib
 import errno
 import itertools
 import os
@@ -28,13 +29,15 @@ from holdfast._io.pipeline import default_workers, run_bounded
 from holdfast._io.slabs import SlabRing
 from holdfast._native.catalog import Catalog, read_catalog, read_published, was_replaced
 from holdfast._native.index import HeaderEntry, chunk_name, decode_header, file_digest, stored_as
-from holdfast._native.manifest import FileEntry, Summary
-from holdfast._native.publish import MANIFEST_NAME
+from holdfast._native.manifest import FileEntry, Manifest, Summary
+from holdfast._native.publish import MANIFEST_NAME, files_of
+from holdfast._native.statistics import statistics_entry
 from holdfast._plan.reads import Blocks, coalesce, locate
 from holdfast._values.box import Box
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast._values.dtypes import DTYPES
+from holdfast._values.shown import short_repr
 from holdfast.errors import CorruptError, StorageError
 from holdfast.events.progress import OnBytes
 
@@ -66,6 +69,8 @@ class VerifyReport:
     ``damage`` is in file order; keys that are tied to a damaged one are damaged too. ``unchecked`` says, line by line,
     what the format has nothing to check by.
     """
+
+    __repr__ = short_repr
 
     files: int
     bytes: int
@@ -105,7 +110,8 @@ def verify_checkpoint(
     directory = posix.absolute(path)
     damage: tuple[Damage, ...] = ()
     while True:
-        if level == "sizes" and (manifest := read_published(directory)) and has_its_files(directory, manifest):
+        manifest = read_published(directory) if level == "sizes" else None
+        if manifest is not None and has_its_files(directory, manifest) and _has_its_statistics(directory, manifest):
             read, unchecked = (
                 _manifest_bytes(directory),
                 ["whether its chunks make up its tensors", *unread(level, sample)],
@@ -115,22 +121,42 @@ def verify_checkpoint(
         manifest = catalog.manifest
         damage, read = data_damage(
             catalog,
-            already_read=manifest.index.bytes + _manifest_bytes(directory),
+            already_read=manifest.index.bytes
+            + _manifest_bytes(directory)
+            + (0 if catalog.statistics_entry is None else catalog.statistics_entry.bytes),
             sample=sample if level == "digests" else 0.0,
             on_progress=on_progress,
         )
+        damage += _statistics_damage(catalog)
         if damage and was_replaced(directory, manifest.attempt):
             continue
         unchecked = unread(level, sample)
         break
     return VerifyReport(
-        files=len(manifest.files) + 2,
+        files=len(files_of(manifest, manifest.metadata)) + 1,
         bytes=read,
         keys=len(manifest.tensors) + len(manifest.values),
         seconds=time.perf_counter() - begin,
         damage=damage,
         unchecked=tuple(unchecked),
     )
+
+
+def _has_its_statistics(directory: str, manifest: Manifest) -> bool:
+    entry = statistics_entry(manifest, manifest.metadata)
+    with contextlib.suppress(CorruptError):
+        return entry is None or files.size_of(os.path.join(directory, entry.name)) == entry.bytes
+    return False
+
+
+def _statistics_damage(catalog: Catalog) -> tuple[Damage, ...]:
+    try:
+        catalog.statistics()
+    except (CorruptError, StorageError) as error:
+        entry = catalog.statistics_entry
+        assert entry is not None
+        return (Damage(file=entry.name, key=None, span=(0, entry.bytes), problem=problem_of(error)),)
+    return ()
 
 
 def check_level(level: Level, sample: float) -> None:

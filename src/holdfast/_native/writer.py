@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import platform
 import secrets
@@ -25,12 +26,13 @@ from holdfast._native.manifest import WriterEntry
 from holdfast._native.merge import merge_reports
 from holdfast._native.packer import Packer, slabs_for
 from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
-from holdfast._native.place import ChunkOutput, ImageOutput, MakesPacker, SavePlace
-from holdfast._native.publish import Files, Held, WriterNumber, check_unpublished, is_published, publish
+from holdfast._native.place import ChunkOutput, Files, Held, ImageOutput, MakesPacker, SavePlace
+from holdfast._native.publish import WriterNumber, check_unpublished, is_published, publish
 from holdfast._native.report import WriteReport, WrittenFile, report_of
 from holdfast._native.store_place import StorePlace
 from holdfast._native.values import encode_value
 from holdfast._state.nested import TypedKey, path_mapping
+from holdfast._state.numbers import PieceNumbers
 from holdfast._torch_classes.adapt import final_save_plan, is_torchs
 from holdfast._torch_classes.translate import metadata_from_torch, save_plan_from_torch
 from holdfast._torch_codec.pickles import serialize_object
@@ -41,6 +43,8 @@ from holdfast.errors import InternalError, InvalidStateError, StorageError
 from holdfast.metadata import Containers, Metadata, StorageMeta, Versions
 from holdfast.planner import SavePlan, SavePlanner, write_columns
 from holdfast.storage import StorageWriter, ValueBuffer, WriteResult
+
+logger = logging.getLogger("holdfast")
 
 # How many attempts that failed a coordinator tells of; whoever missed so many leaves them to a sweep.
 _MOST_FAILED = 8
@@ -79,6 +83,7 @@ class NativeWriter(StorageWriter):
     ``overwrite=False`` refuses to replace a published checkpoint; otherwise it is replaced atomically. ``attempt`` is
     the id in the names of this save's files (a random one by default). ``allow_pickle`` stores values that have no
     typed form as pickles, which only readers that allow it too will load. ``user_metadata`` is kept in the manifest.
+    ``statistics`` keeps numbers of every tensor, as in SaveOptions.
     """
 
     keeps_empty_dicts = True
@@ -93,11 +98,13 @@ class NativeWriter(StorageWriter):
         attempt: str | None = None,
         allow_pickle: bool = False,
         user_metadata: Mapping[str, object] | None = None,
+        statistics: bool = False,
     ) -> None:
         self.path = posix.absolute(path)
         self._place: SavePlace = StorePlace() if "://" in self.path else DirectoryPlace()
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
+        self.statistics = statistics
         if user_metadata is not None and not isinstance(user_metadata, Mapping):
             raise ValueError(f"user_metadata is a dict, not {user_metadata!r}")
         self.user_metadata = dict(user_metadata or {})
@@ -173,7 +180,7 @@ class NativeWriter(StorageWriter):
         self.progress.total = work.planned_bytes
         slabs = slabs_for(work.planned_bytes)
         output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
-        write = partial(output.write, work.chunks(), work.next_file)
+        write = partial(output.write, work.looked_at(work.chunks()), work.next_file)
         done.set_result(self._written(work, output, output, write))
         return done
 
@@ -195,7 +202,7 @@ class NativeWriter(StorageWriter):
     ) -> MutableSequence[WriteResult]:
         """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
         output = self._place.packer(slabs=slabs, on_filled=on_copied, pinned=uses_cuda(), progress=self.progress)
-        write = partial(output.write, staged.chunks, staged.work.next_file)
+        write = partial(output.write, staged.work.looked_at(staged.chunks), staged.work.next_file)
         return self._written(staged.work, output, output, write)
 
     def image_output(self, progress: Progress) -> ImageOutput:
@@ -230,7 +237,9 @@ class NativeWriter(StorageWriter):
         self._not_there = number.not_there
         number.is_spent = True
         path = os.path.join(self.path, f"data-{number.attempt}-{number.writer}")
-        return files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
+        work = files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)
+        work.numbers = PieceNumbers() if self.statistics else None
+        return work
 
     def _written(
         self, work: WriterFiles, places: ChunkOutput | Image, files: Files, write: Callable[[], list[WrittenFile]]
@@ -259,6 +268,8 @@ class NativeWriter(StorageWriter):
             containers.update(report.containers)
             for key, modules in report.versions.items():
                 versions.setdefault(key, {}).update(modules)
+        if self.statistics and any(report.numbers is None for report in reports):
+            logger.warning("no statistics are kept at %r, because somebody took the results of ranks apart", self.path)
         ours = metadata_from_torch(metadata) if is_torchs(metadata) else metadata
         writer = WriterEntry(
             holdfast=__version__,
@@ -268,16 +279,14 @@ class NativeWriter(StorageWriter):
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
         try:
-            manifest, index = merge_reports(
+            manifest, *tables = merge_reports(
                 ours,
                 reports,
                 attempt=self._attempt,
                 writer=writer,
-                user_metadata=encode_value(
-                    with_planner_data(self.user_metadata, ours, versions, containers), key="planner_data"
-                ),
+                user_metadata=with_planner_data(self.user_metadata, ours, versions, containers),
             )
-            self._place.publish(self.path, manifest, index, overwrite=self.overwrite, marks=self.leaves_marker)
+            self._place.publish(self.path, manifest, tables, overwrite=self.overwrite, marks=self.leaves_marker)
         except BaseException:
             self._place.remove(self.path, self._attempt, [file.name for report in reports for file in report.files])
             self.abandon()

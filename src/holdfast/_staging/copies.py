@@ -25,7 +25,7 @@ from holdfast._io.pipeline import run_bounded
 from holdfast._native.file_layout import Copy
 from holdfast._native.report import WriteReport
 from holdfast._process import forget_in_child
-from holdfast._staging.memory import CUDA, CudaTransfer, Region
+from holdfast._staging.memory import CUDA, CudaTransfer, Looking, Region
 from holdfast._state.pieces import pieces_of
 from holdfast._state.tensor_bytes import MemorySource, ScatteredSource, Source
 from holdfast._values.deadline import Progress
@@ -49,6 +49,7 @@ class Staging:
     ("overlap"), or what it has cloned on the device ("device"). ``copies`` is emptied when they are done.
     ``progress`` is told of the bytes that have been copied within the host. ``digests`` is given, by
     its place in the region, the digest of each block that was copied within the host, where it costs next to nothing.
+    ``numbers``, if set, looks at what is on a device before that may change.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Staging:
         digests: dict[int, int] | None = None,
     ) -> None:
         self._copies = copies
+        self.numbers: Looking | None = None
         self._region = region
         self._mode = mode
         self._now = now
@@ -86,11 +88,13 @@ class Staging:
             now, remote = _divided(remote, self._now)
             if now:
                 transfer = CUDA.transfer(now, self._region.tensor)
+                transfer.numbers = self.numbers
                 transfer.issue()
                 transfer.wait()
             local, self._later = _divided(local, self._now)
         if remote:
             self._transfer = CUDA.transfer(remote, self._region.tensor)
+            self._transfer.numbers = self.numbers
         if self._transfer is not None and self._mode == "device" and not self._transfer.clone():
             logger.warning("the device has no room for a clone of the state; it is copied to the host instead")
             self._mode = "copy"
@@ -220,7 +224,7 @@ class Fingerprints:
             number = _number(copy.source)
             self._places.setdefault(number.device, []).append((copy.name, copy.at, copy.source.nbytes))
             numbers.setdefault(number.device, []).append(number)
-        self._numbers = {device: torch.stack(each) for device, each in numbers.items()}
+        self.numbers = {device: torch.stack(each) for device, each in numbers.items()}
         self._taken = [torch.cuda.current_stream(each).record_event() for each in numbers if each.type == "cuda"]
 
     def compare(self, region: Region) -> None:
@@ -230,7 +234,7 @@ class Fingerprints:
         wrong = [
             name
             for device, places in self._places.items()
-            for (name, at, nbytes), number in zip(places, self._numbers[device].tolist(), strict=True)
+            for (name, at, nbytes), number in zip(places, self.numbers[device].tolist(), strict=True)
             if int(_number(MemorySource(region, region.address + at, nbytes))) != number
         ]
         if wrong:

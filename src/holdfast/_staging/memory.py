@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -208,11 +209,22 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Looking(Protocol):
+    """Whoever reckons the statistics of chunks, each by its number."""
+
+    def look_at(self, number: int, source: Source) -> None: ...
+
+    def flush(self) -> None:
+        """Queue, on the current stream, all operations for what was looked at."""
+        ...
+
+
 class _DeviceCopies:
     """The copies from one device, and the stream that they run on."""
 
     def __init__(self, copies: list[Copy], stream: torch.cuda.Stream) -> None:
         self.copies = copies
+        self._looked_at = [(copy.number, copy.source) for copy in copies]
         self.stream = stream
         self.device = stream.device
         self.ready = torch.cuda.current_stream(self.device).record_event()
@@ -231,22 +243,24 @@ class _DeviceCopies:
         except torch.OutOfMemoryError:
             return False
         runs: list[tuple[int, int, int]] = []  # start and end in the buffer, and where it goes in host memory
+        numbered: list[tuple[int, Source]] = []
         start = 0
         for copy in sorted(self.copies, key=lambda copy: copy.at):
             assert isinstance(copy.source, ScatteredSource)
             copy.source.issue(buffer, start)
             end = start + copy.source.nbytes
+            numbered.append((copy.number, ScatteredSource(buffer[start:end], is_ordered=True)))
             if runs and runs[-1][2] + runs[-1][1] - runs[-1][0] == copy.at:
                 runs[-1] = (runs[-1][0], end, runs[-1][2])
             else:
                 runs.append((start, end, copy.at))
             start = end
         self._cloned = [(buffer[low:high], at) for low, high, at in runs]
-        self.copies = []
+        self.copies, self._looked_at = [], numbered
         self.ready = torch.cuda.current_stream(self.device).record_event()
         return True
 
-    def issue(self, target: torch.Tensor) -> None:
+    def issue(self, target: torch.Tensor, numbers: Looking | None) -> None:
         as_before = cuda_stream(self.device)
         # A thread starts on device 0; without this it would get a context there.
         with as_before, as_before, torch.cuda.device(self.device), torch.cuda.stream(self.stream):
@@ -256,17 +270,31 @@ class _DeviceCopies:
                 copy.source.issue(target, copy.at)
             for piece, at in self._cloned:
                 target[at : at + piece.numel()].copy_(piece, non_blocking=True)
+            if numbers is not None:
+                self._look(numbers)
             # Waiting for it sleeps instead of keeping a core busy.
             self.done = torch.cuda.Event(blocking=True)
             self.done.record(self.stream)
 
+    def _look(self, numbers: Looking) -> None:
+        """Reckon on a stream beside the copies, which are queued by now: the engines that copy reckon nothing."""
+        beside = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(beside):
+            beside.wait_event(self.ready)
+            for number, source in self._looked_at:
+                numbers.look_at(number, source)
+            numbers.flush()
+            self.stream.wait_event(beside.record_event())
+
     def release(self) -> None:
         """Let go of the tensors, now that nothing reads them any more."""
-        self.copies, self._cloned = [], []
+        self.copies, self._cloned, self._looked_at = [], [], []
 
 
 class CudaTransfer:
     """Copies from CUDA devices to host memory, from the moment they are ordered until they are done."""
+
+    numbers: Looking | None = None
 
     def __init__(self, devices: list[_DeviceCopies], target: torch.Tensor) -> None:
         self._devices = devices
@@ -281,10 +309,10 @@ class CudaTransfer:
         return all([device.clone() for device in self._devices])
 
     def issue(self) -> None:
-        """Queue the copies to the host; any thread, once."""
+        """Queue the copies to the host, and have ``numbers`` look at what is copied; any thread, once."""
         try:
             for device in self._devices:
-                device.issue(self._target)
+                device.issue(self._target, self.numbers)
         except BaseException as error:
             self._issued.set_exception(error)
             raise

@@ -173,6 +173,9 @@ class ScatteredSource:
 
     def pieces(self, limit: int) -> Iterator[torch.Tensor]:
         """All bytes in order, at most ``limit`` at a time, as uint8 tensors on the device of the tensor."""
+        if self._tensor.is_contiguous() and not is_lazy(self._tensor):
+            yield from _flat_bytes(self._words()).split(limit)
+            return
         for start in range(0, self.nbytes, limit):
             stop = min(start + limit, self.nbytes)
             parts = [

@@ -165,7 +165,7 @@ class _Reader(locks.LockedFile):
         """
         if not posix.link(os.path.join(path, MANIFEST_NAME), os.path.join(folder, MANIFEST_NAME)):
             return False
-        names = files_of(read_summary(folder)[0])
+        names = files_of(*read_summary(folder))
         return all(posix.link(os.path.join(path, name), os.path.join(folder, name)) for name in names)
 
     def release(self) -> None:

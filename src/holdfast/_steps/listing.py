@@ -35,7 +35,7 @@ from holdfast._native.publish import read_summary
 from holdfast._native.values import decode_value
 from holdfast._steps.runs import Found, Run, RunDirectory
 from holdfast._steps.store_runs import RunInStore
-from holdfast._values.lazy import few
+from holdfast._values.shown import few
 from holdfast.errors import CheckpointError, CorruptError, NotFoundError, StorageError
 
 __all__ = ["Step", "Steps"]

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, KeysView, MutableMapping, MutableSequence
 from typing import Any, Generic, Protocol, TypeVar, overload
 
+from holdfast._values.shown import few
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -41,17 +43,6 @@ class cached_property(Generic[T]):
             return self
         found = instance.__dict__[self._find.__name__] = self._find(instance)
         return found
-
-
-_MOST_SHOWN = 6
-
-
-def few(items: Iterable[object], count: int, brackets: str = "()") -> str:
-    """The ``count`` items, or the first few and how many more there are: for a repr that fits on a screen."""
-    most = _MOST_SHOWN if count <= _MOST_SHOWN else 3
-    shown = [text if len(text) <= 200 else f"{text[:200]}..." for text in map(repr, itertools.islice(items, most))]
-    more = [f"... {count - most:,} more"] if count > most else []
-    return f"{brackets[0]}{', '.join(shown + more)}{brackets[1]}"
 
 
 class LazyList(MutableSequence[T], Generic[T]):

@@ -5,6 +5,7 @@ Whatever is wrong with a parameter is a ValueError. An answer is JSON, or bytes 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -129,12 +130,9 @@ def value_row(key: str, kind: str, typed: object) -> dict[str, object]:
 
 def unix_seconds(saved_at: str | None) -> float | None:
     """A time as manifests have it, in seconds since the epoch."""
-    if saved_at is None:
-        return None
-    try:
-        return datetime.strptime(saved_at, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
-    except ValueError:  # the 61st second of a minute
-        return None
+    with contextlib.suppress(ValueError):  # the 61st second of a minute
+        return datetime.strptime(saved_at or "", "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
+    return None
 
 
 def status_of(error: Exception) -> int:

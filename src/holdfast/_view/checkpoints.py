@@ -9,7 +9,6 @@ import numpy as np
 
 from holdfast._native.paths import split_planner_data
 from holdfast._native.values import decode_value
-from holdfast._values.lazy import few
 from holdfast._view.answers import Query, matcher, page, shown, unix_seconds, value_row
 from holdfast._view.sources import ShownCheckpoint
 from holdfast._view.tables import Table
@@ -22,7 +21,7 @@ _SORTS = ("state", "key", "bytes", "dtype", "chunks", "elements")
 
 
 def summary(asked: ShownCheckpoint, table: Table) -> dict[str, object]:
-    ties, writer = ties_of(table), table.manifest.writer
+    ties, writer = _ties(table), table.manifest.writer
     torchs = f"torch.distributed.checkpoint, version {writer.torch}" if writer.torch else None
     return {
         "checkpoint": asked.number,
@@ -46,10 +45,11 @@ def summary(asked: ShownCheckpoint, table: Table) -> dict[str, object]:
         "user_metadata": _user_metadata(table),
         "has_digests": table.has_digests,
         "has_statistics": table.statistics is not None,
+        "statistics_problem": table.statistics_problem or None,
     }
 
 
-def ties_of(table: Table) -> dict[int, list[int]]:
+def _ties(table: Table) -> dict[int, list[int]]:
     """The rows that share bytes, by the row that has them."""
     ties: dict[int, list[int]] = defaultdict(list)
     for row in np.flatnonzero(table.storing != np.arange(len(table.keys))).tolist():
@@ -80,12 +80,8 @@ def _user_metadata(table: Table) -> list[dict[str, object]]:
         user, _, _ = split_planner_data(decode_value(table.manifest.metadata, key="user_metadata"), {})
     except CheckpointError as error:
         return [{"key": "user_metadata", "kind": "damaged", "shown": shown(error.message)}]
-    rows = list(user.items())[:_MOST_LISTED]
-    return [{"key": shown_key(name), "kind": type(value).__name__, "shown": shown(value)} for name, value in rows]
-
-
-def shown_key(name: object) -> str:
-    return name if isinstance(name, str) else few([name], 1)
+    rows = [(name if isinstance(name, str) else shown(name), value) for name, value in user.items()]
+    return [{"key": key, "kind": type(value).__name__, "shown": shown(value)} for key, value in rows[:_MOST_LISTED]]
 
 
 def tree(table: Table, query: Query) -> dict[str, object]:
@@ -135,17 +131,14 @@ def tensors(table: Table, query: Query) -> dict[str, object]:
 def _sorted(table: Table, sort: str, *, descending: bool) -> np.ndarray:
     if sort not in _SORTS:
         raise ValueError(f"sort is one of {', '.join(_SORTS)}, not {sort[:40]!r}")
-    if sort == "state":
-        rows = np.arange(len(table.keys))
-    elif sort == "key":
-        rows = table.levels.rows
-    else:
-        columns = {"bytes": table.nbytes, "chunks": table.chunks, "elements": table.elements}
-        by_name = np.argsort(np.argsort(np.array(table.dtypes)))
-        column = by_name[table.dtype] if sort == "dtype" else columns[sort]
-        rows = np.argsort(-column if descending else column, kind="stable")
-        return rows
-    return rows[::-1] if descending else rows
+    if sort in ("state", "key"):
+        rows = np.arange(len(table.keys)) if sort == "state" else table.levels.rows
+        return rows[::-1] if descending else rows
+    columns = {"bytes": table.nbytes, "chunks": table.chunks, "elements": table.elements}
+    column = np.array(table.dtypes)[table.dtype] if sort == "dtype" else columns[sort]
+    number = np.unique(column, return_inverse=True)[1]
+    order: np.ndarray = np.argsort(-number if descending else number, kind="stable")
+    return order
 
 
 def tensor_row(table: Table, row: int) -> dict[str, object]:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast._checkpoint import reader_for
-from holdfast._look.statistics import TensorStatistics
 from holdfast._native.reader import CatalogReader
-from holdfast._view import tables
+from holdfast._values.statistics import TensorStatistics
 from holdfast._view.tables import Branch, Levels
 from holdfast.errors import CheckpointError
 
@@ -89,7 +88,7 @@ class Dynamics:
             return self._known[path, attempt]
         try:
             reader = reader_for(path)
-            found = tables.kept_statistics(reader.catalog) if isinstance(reader, CatalogReader) else None
+            found = reader.catalog.statistics() if isinstance(reader, CatalogReader) else None
         except CheckpointError:  # deleted or damaged meanwhile, as the page of the run says
             return None
         numbers = self._known[path, attempt] = None if found is None else _numbers(found)

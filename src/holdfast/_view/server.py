@@ -14,7 +14,6 @@ import secrets
 import threading
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files as package_files
 from typing import Any
@@ -52,9 +51,8 @@ _HEADERS = {
 
 def assets() -> dict[str, bytes]:
     """The files of the pages, by name."""
-    folder = package_files("holdfast._view").joinpath("assets")
-    found = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()} if folder.is_dir() else {}
-    return {name: data for name, data in found.items() if name.rpartition(".")[2] in _TYPES}
+    found = package_files("holdfast._view").joinpath("assets").iterdir()
+    return {each.name: each.read_bytes() for each in found if each.name.rpartition(".")[2] in _TYPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class ViewServer(ThreadingHTTPServer):
     def __init__(self, viewer: Viewer, *, port: int = 0) -> None:
         self.viewer = viewer
         self.token = secrets.token_urlsafe(24)
-        self._once = {secrets.token_urlsafe(24)}
+        self._once = [secrets.token_urlsafe(24)]
         self.assets = assets()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         super().__init__(("127.0.0.1", port), _Handler)
@@ -89,17 +87,15 @@ class ViewServer(ThreadingHTTPServer):
     @property
     def url_for_once(self) -> str:
         """The same, and it leads there only once: for a command line, which other users of the machine may see."""
-        return f"http://127.0.0.1:{self.port}/?token={next(iter(self._once))}"
+        return f"http://127.0.0.1:{self.port}/?token={self._once[0]}"
 
-    def is_token(self, given: str) -> bool:
-        """Whether ``given`` is the token, or the one that counts once, and is used up by this."""
-        text = given.encode("utf-8", "surrogateescape")
-        if hmac.compare_digest(text, self.token.encode()):
+    def admits(self, given: str) -> bool:
+        """Whether ``given``, from a URL, is the token, or the one that counts once, and is used up by this."""
+        if _is_same(given, self.token):
             return True
-        for once in list(self._once):
-            if hmac.compare_digest(text, once.encode()):
-                self._once.discard(once)
-                return True
+        if any(_is_same(given, once) for once in self._once):
+            self._once = []
+            return True
         return False
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -149,13 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
             elif len(self.raw_requestline) > _MOST_LINE_BYTES:
                 self._send(_refused(HTTPStatus.REQUEST_URI_TOO_LONG, "the request is too long"), is_last=True)
             elif self.parse_request():
-                has_body = self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers
-                reply = (
-                    _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "requests have no body")
-                    if has_body
-                    else self._reply()
-                )
-                self._send(reply, is_last=has_body)
+                if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+                    self._send(_refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "requests have no body"), is_last=True)
+                else:
+                    self._send(self._reply(), is_last=False)
         except (TimeoutError, ConnectionError):
             self.close_connection = True
 
@@ -163,14 +156,14 @@ class _Handler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
             return _refused(HTTPStatus.FORBIDDEN, "this server answers at 127.0.0.1 and localhost only")
-        url = urlsplit(self.path)
         try:
+            url = urlsplit(self.path)
             query = Query(parse_qs(url.query, keep_blank_values=True, errors="surrogatepass", max_num_fields=16))
         except ValueError as error:
             return _failed(ValueError(first_line(error)))
         cookie = ""
         is_start = url.path == "/" and self.command == "GET"
-        if is_start and self.server.is_token(query.text("token")):
+        if is_start and self.server.admits(query.text("token")):
             cookie = f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
         elif not self._has_cookie() or not (is_start or self._is_of_these_pages()):
             return _refused(HTTPStatus.FORBIDDEN, "open the URL that holdfast view has printed: it has a token")
@@ -189,11 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
         return is_own and self.headers.get("Origin", origin) == origin
 
     def _has_cookie(self) -> bool:
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
-        except CookieError:
-            return False
-        return cookie is not None and self.server.is_token(cookie.value)
+        # Ports share cookies, and other servers of this machine may have set any.
+        cookies = (each.strip().partition("=") for each in self.headers.get("Cookie", "").split(";"))
+        return any(name == self._cookie_name and _is_same(text, self.server.token) for name, _, text in cookies)
 
     def _asset(self, path: str, cookie: str) -> _Reply:
         name = "index.html" if path == "/" else path.removeprefix("/assets/")
@@ -211,17 +202,17 @@ class _Handler(BaseHTTPRequestHandler):
             return _refused(status, "there is nothing to ask here in this way")
         try:
             answer = question(query)
+            if answer is None:
+                return _Reply(status=HTTPStatus.NO_CONTENT)
+            if isinstance(answer, bytes):
+                return _Reply(status=HTTPStatus.OK, data=answer, type="application/octet-stream")
+            return _Reply(status=HTTPStatus.OK, data=encoded(answer))
         except Exception as error:  # whatever a checkpoint makes of us: the next question is answered all the same
             return _failed(error)
-        if answer is None:
-            return _Reply(status=HTTPStatus.NO_CONTENT)
-        if isinstance(answer, bytes):
-            return _Reply(status=HTTPStatus.OK, data=answer, type="application/octet-stream")
-        return _Reply(status=HTTPStatus.OK, data=encoded(answer))
 
     def _send(self, reply: _Reply, *, is_last: bool) -> None:
         data = reply.data
-        is_packed = len(data) >= _WORTH_PACKING and "gzip" in self.headers.get("Accept-Encoding", "") if data else False
+        is_packed = len(data) >= _WORTH_PACKING and "gzip" in self.headers.get("Accept-Encoding", "")
         if is_packed:
             data = gzip.compress(data, compresslevel=1, mtime=0)
         self.send_response(reply.status)
@@ -240,6 +231,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+
+def _is_same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode())
 
 
 def _refused(status: int, why: str) -> _Reply:

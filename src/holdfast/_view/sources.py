@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from holdfast._huggingface.folder import is_folder
 from holdfast._io import files, posix
@@ -28,12 +27,12 @@ from holdfast._view.timings import SaveTimes, Timings
 from holdfast.errors import CheckpointError, NotFoundError
 
 _MOST_OPEN = 2
-_POLL_S = 1.0
+_POLL_S, _STORE_POLL_S = 1.0, 10.0
 _WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ShownSource:
     """A run, or one checkpoint, that is shown; ``checkpoint`` is the number of the one."""
 
     number: int
@@ -58,7 +57,7 @@ class Sources:
     """The runs and checkpoints at ``paths``. NotFoundError for a path where nothing is that can be shown."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        self.all: list[Source] = []
+        self.all: list[ShownSource] = []
         self.closing = threading.Event()
         self._checkpoints: list[ShownCheckpoint] = []
         self._numbers: dict[tuple[int, str, str], int] = {}
@@ -81,11 +80,11 @@ class Sources:
             self._add_checkpoint(each)
         if not below:  # or a run that has not begun
             timings = None if is_store_url(path) else Timings(path)
-            self.all.append(Source(number=len(self.all), path=path, steps=Steps(path), timings=timings))
+            self.all.append(ShownSource(number=len(self.all), path=path, steps=Steps(path), timings=timings))
 
     def _add_checkpoint(self, path: str) -> None:
         number = self._number(len(self.all), path, None, "")
-        self.all.append(Source(number=len(self.all), path=path, steps=None, checkpoint=number))
+        self.all.append(ShownSource(number=len(self.all), path=path, steps=None, checkpoint=number))
 
     def _number(self, source: int, path: str, step: int | None, attempt: str) -> int:
         with self._lock:
@@ -95,7 +94,7 @@ class Sources:
                 self._checkpoints.append(shown)
             return number
 
-    def source(self, number: int) -> Source:
+    def source(self, number: int) -> ShownSource:
         if number >= len(self.all):
             raise NotFoundError(f"there is no source {number}")
         return self.all[number]
@@ -132,23 +131,23 @@ class Sources:
         source = self.source(number)
         if source.steps is None:
             raise ValueError(f"the source {number} is no run")
-        waited = 0.0
+        waited, poll_s = 0.0, _STORE_POLL_S if is_store_url(source.path) else _POLL_S
         while True:
             with self._listing:
                 rows = self._rows(source, source.steps, looks_again=not after)
             revision = to_hex(digest(encoded({"steps": rows})))
             if revision != after:
                 return {"source": number, "path": source.path, "revision": revision, "steps": rows}
-            if waited >= _WAIT_S or self.closing.wait(_POLL_S):
+            if waited >= _WAIT_S or self.closing.wait(poll_s):
                 return None
-            waited += _POLL_S
+            waited += poll_s
 
     def times(self, checkpoint: int, attempt: str) -> SaveTimes | None:
         """How long the save of a step took, if events tell."""
         timings = self.all[self.checkpoint(checkpoint).source].timings
         return None if timings is None else timings.saves.get(attempt)
 
-    def _rows(self, source: Source, steps: Steps, *, looks_again: bool) -> list[dict[str, object]]:
+    def _rows(self, source: ShownSource, steps: Steps, *, looks_again: bool) -> list[dict[str, object]]:
         found, held = steps.steps(), steps.held()
         if source.timings is not None:
             source.timings.look()
@@ -157,7 +156,7 @@ class Sources:
             rows[number] = _unfinished(steps.path(number), number)
         return [rows[number] for number in sorted(rows)]
 
-    def _row(self, source: Source, steps: Steps, step: Step, held: bool, looks_again: bool) -> dict[str, object]:
+    def _row(self, source: ShownSource, steps: Steps, step: Step, held: bool, looks_again: bool) -> dict[str, object]:
         saved = step.path, step.attempt
         number = self._number(source.number, step.path, step.step, step.attempt)
         times = self.times(number, step.attempt)
@@ -188,19 +187,16 @@ def _step_fields(step: int, path: str, state: str, why: str) -> dict[str, object
 
 def _unfinished(path: str, number: int) -> dict[str, object]:
     """A directory of a step that has no manifest: a save goes on there, has died, or the step was deleted."""
-    state: Literal["unfinished", "retired"] = "unfinished"
+    fields = {"checkpoint": None, **_step_fields(number, path, "unfinished", "nothing is in it")}
     try:
         left = sweep(path).leftovers
     except CheckpointError as error:
-        left, why = (), error.message
-    else:
-        why = "nothing is in it"
-    if left:
-        said = {"living": "a save goes on", "dead": "a save died", "unknown": "a save did not finish"}
-        why = "; ".join(f"{said[each.verdict]}: {each.reason}" for each in left[:3])
-    elif is_store_url(path):
-        state, why = "retired", "it was deleted"
-    return {"checkpoint": None, **_step_fields(number, path, state, why), "bytes": sum(each.bytes for each in left)}
+        return {**fields, "why": error.message}
+    if not left and is_store_url(path):
+        return {**fields, "state": "retired", "why": "it was deleted"}
+    said = {"living": "a save goes on", "dead": "a save died", "unknown": "a save did not finish"}
+    why = "; ".join(f"{said[each.verdict]}: {each.reason}" for each in left[:3])
+    return {**fields, "why": why or fields["why"], "bytes": sum(each.bytes for each in left)}
 
 
 def _checkpoints_below(root: str) -> list[str]:

@@ -22,7 +22,6 @@ from holdfast._checkpoint import Checkpoint, open, reader_for
 from holdfast._huggingface.reader import HuggingFaceReader
 from holdfast._io import files, posix
 from holdfast._io.urls import is_store_url
-from holdfast._look.statistics import TensorStatistics
 from holdfast._native.catalog import Catalog
 from holdfast._native.index import ChunkIndex
 from holdfast._native.manifest import BYTE_KINDS, FileEntry, IndexEntry, Manifest, TensorEntry, WriterEntry
@@ -33,7 +32,8 @@ from holdfast._torch_codec.metadata_file import METADATA_NAME, StorageInfo, find
 from holdfast._values.digest import block_counts
 from holdfast._values.dtypes import DTYPES
 from holdfast._values.lazy import cached_property
-from holdfast.errors import CorruptError
+from holdfast._values.statistics import TensorStatistics
+from holdfast.errors import CheckpointError, CorruptError
 from holdfast.metadata import Metadata, MetadataIndex, TensorStorageMetadata, chunk_columns
 from holdfast.planner import padded
 
@@ -129,11 +129,6 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def kept_statistics(catalog: Catalog) -> Mapping[str, TensorStatistics] | None:
-    """The numbers of tensors that the save kept, if it did."""
-    return None
-
-
 def _narrow(column: np.ndarray) -> np.ndarray:
     return column.astype(np.min_scalar_type(int(column.max()) if column.size else 0))
 
@@ -141,6 +136,14 @@ def _narrow(column: np.ndarray) -> np.ndarray:
 def _rank_of(name: str) -> int:
     match = _RANK.fullmatch(name)
     return -1 if match is None else int(match[1] or match[2])
+
+
+def _kept(catalog: Catalog) -> tuple[Mapping[str, TensorStatistics] | None, str]:
+    """The numbers of tensors that the save kept, if it did; and what is wrong with them, which harms nothing else."""
+    try:
+        return catalog.statistics(), ""
+    except CheckpointError as error:
+        return None, error.message
 
 
 class Table:
@@ -176,7 +179,7 @@ class Table:
         self.runs = [(key, f"{kind}, {ends[rows.stop] - ends[rows.start]:,} bytes") for key, kind, rows in runs]
         self.file_ranks = np.array([_rank_of(file.name) for file in self.manifest.files], dtype=np.int64)
         self.bytes = sum(file.bytes for file in self.manifest.files) + self.manifest.index.bytes
-        self.statistics = kept_statistics(catalog)
+        self.statistics, self.statistics_problem = _kept(catalog)
         self._first_block = catalog.first_block[self._first]
         columns = {name: getattr(index, name) for name in ("file", "offset", "bytes", "lo", "length")}
         self._columns = {name: _narrow(column) for name, column in columns.items()}

@@ -10,11 +10,13 @@ from itertools import islice
 import numpy as np
 import torch
 
-from holdfast._look.parts import dequantized, has_numbers, words_of
-from holdfast._look.statistics import SAMPLE_BLOCKS, TensorStatistics, statistics
+from holdfast._look.parts import dequantized, words_of
+from holdfast._look.statistics import SAMPLE_BLOCKS, statistics
 from holdfast._native.verify import Damage
+from holdfast._state.numbers import has_numbers
 from holdfast._values.box import Box
 from holdfast._values.digest import BLOCK_BYTES, block_counts
+from holdfast._values.statistics import TensorStatistics
 from holdfast._view.answers import Query, exactly
 from holdfast._view.checkpoints import tensor_row
 from holdfast._view.tables import Table

@@ -26,6 +26,7 @@ from typer.exceptions import TyperException
 
 import holdfast
 from holdfast._io import posix
+from holdfast._values.shown import shown_bytes
 from holdfast.cli.convert import EXAMPLES as CONVERT_EXAMPLES
 from holdfast.cli.convert import convert_command
 from holdfast.cli.look import add_look_commands
@@ -39,7 +40,6 @@ from holdfast.cli.show import (
     output_console,
     progress_bar,
     show_command,
-    shown_bytes,
     shown_name,
 )
 from holdfast.cli.steps import add_step_commands

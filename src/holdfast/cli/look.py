@@ -15,7 +15,8 @@ from rich.style import Style
 from rich.text import Text
 
 import holdfast
-from holdfast.cli.show import as_options, counted, output_console, progress_bar, shown_bytes, shown_name, shown_value
+from holdfast._values.shown import shown_bytes
+from holdfast.cli.show import as_options, counted, output_console, progress_bar, shown_name, shown_value
 
 if TYPE_CHECKING:  # they import torch, which --help does not need
     from holdfast import Diff, ElementsDiff, KeyDiff, StoredAs, TensorStatistics
@@ -90,15 +91,18 @@ def stats(
     ],
     pattern: Pattern = None,
     exact: Annotated[bool, typer.Option("--exact", help="Look at every element, not at a sample.")] = False,
+    read: Annotated[bool, typer.Option("--read", help="Look at the data even if the save kept its numbers.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the numbers of tensors: norm, mean, deviation, range, zeros, what is not finite.
 
-    Looks at 16 blocks of each tensor, spread over it, and says how much that is; the norm is what it would be if the
-    rest were like it. With --exact, reads everything.
+    If the save kept them (statistics=True), these are shown: they are exact, and no data is read. Else looks at 16
+    blocks of each tensor, spread over it, and says how much that is; the norm is what it would be if the rest were like
+    it. With --exact, reads everything.
     """
     with as_options(), progress_bar("statistics") as progress:
-        found = holdfast.statistics(path, keys=pattern, sample=None if exact else _SAMPLE, progress=progress)
+        sample = None if exact else _SAMPLE
+        found = holdfast.statistics(path, keys=pattern, sample=sample, stored=not read, progress=progress)
     tensors = list(found.tensors.values())
     if as_json:
         told = [{**dataclasses.asdict(each), **{name: getattr(each, name) for name in _DERIVED}} for each in tensors]
@@ -110,7 +114,9 @@ def stats(
     console.print(Segments(_table([heading, *map(_row, tensors)], styles)), soft_wrap=True, end="")
     looked = "all" if all(each.is_exact for each in tensors) else "a sample"
     odd = f"{len(found.non_finite_keys):,} with NaN or infinity"
-    said = f"{counted(len(tensors), 'tensor')}, {odd}; looked at {looked}"
+    by_save = sum(each.source == "save" for each in tensors)
+    source = f" ({'all' if by_save == len(tensors) else f'{by_save:,} of them'} kept by the save)" if by_save else ""
+    said = f"{counted(len(tensors), 'tensor')}, {odd}; looked at {looked}{source}"
     console.print(Text(f"{said}, {shown_bytes(found.bytes_read)} read"), soft_wrap=True)
 
 

@@ -24,6 +24,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from holdfast._values.shown import shown_bytes
 from holdfast.errors import CheckpointError, NotFoundError
 from holdfast.events.progress import OnBytes, following_bytes
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:  # they import torch, which --help does not need
     from holdfast import Conversion, VerifyReport
     from holdfast.cli.leaves import Contents, Leaf, ListedCheckpoint, StoredChunk, Totals
     from holdfast.metadata import Path, PathElement
-
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def output_console() -> Console:
@@ -102,18 +101,6 @@ def shown_value(value: object, *, most: int) -> str:
     except ValueError:  # an integer of more digits than Python agrees to print
         text = f"<{type(value).__name__} too long to print>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def shown_bytes(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves at least one."""
-    if count < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in _UNITS:
-        size /= 1024
-        if size < 1023.95 or unit == _UNITS[-1]:
-            break
-    return f"{size:.1f} {unit}"
 
 
 def effort(done: VerifyReport | Conversion) -> str:

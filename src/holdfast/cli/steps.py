@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 import holdfast
-from holdfast.cli.show import as_options, counted, error_console, one_line, output_console, shown_bytes, shown_name
+from holdfast._values.shown import shown_bytes
+from holdfast.cli.show import as_options, counted, error_console, one_line, output_console, shown_name
 
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The directory of a run.", show_default=False)]
 StepNumber = Annotated[int, typer.Argument(metavar="STEP", help="The number of a step.", show_default=False)]

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast._process import Lock, Once, reset_in_child, start_thread
+from holdfast._values.shown import short_repr
 from holdfast.errors import first_line
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class SaveReport:
     not count. ``phases`` tells for "blocked", "plan" and so on which rank that was. The coordinator published in
     ``commit_s``. All ranks together wrote ``bytes``.
     """
+
+    __repr__ = short_repr
 
     bytes: int
     total_s: float

@@ -22,7 +22,7 @@ from holdfast._native.publish import format_at
 from holdfast._saver import SaveOptions, save
 from holdfast._staging.one_at_a_time import AsyncSave
 from holdfast._state.per_rank import OnResize, PerRank, Rng
-from holdfast._values.lazy import few
+from holdfast._values.shown import few
 from holdfast.errors import NotACheckpointError
 from holdfast.integrations import imported
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._checkpoint import Checkpoint, QuantizedSource, StoredSource, StoredTensor
+from holdfast._checkpoint import Checkpoint, StoredTensor
 from holdfast._checkpoint import open as open_checkpoint
 from holdfast._io import files
 from holdfast._io.stores import store_of
@@ -24,8 +24,9 @@ from holdfast._mapping.mappings import Mapping as Rules
 from holdfast._saver import save
 from holdfast._state.nested import empty_dicts, unflatten
 from holdfast._state.stateful_values import add_versions
-from holdfast._state.tensor_bytes import Buffer, LazyTensor, Source, source_of
+from holdfast._state.tensor_bytes import Buffer, DistantSource, LazyTensor, Source, source_of
 from holdfast._torch_codec.pickles import deserialize_object, serialize_object
+from holdfast._values.box import flat_range_boxes
 from holdfast._values.deadline import Progress
 from holdfast._values.lazy import LazyList
 from holdfast.default_planner import DefaultSavePlanner
@@ -85,6 +86,47 @@ def _bytes_at(path: str) -> int:
     if os.path.isfile(path):
         return os.path.getsize(path)
     return sum(os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
+
+
+class StoredSource(DistantSource):
+    """The row-major bytes of a stored tensor, whatever chunks it is in; one read at a time, each in parallel itself."""
+
+    def __init__(self, stored: StoredTensor, lock: threading.Lock, progress: Progress) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._lock = lock
+        self._progress = progress
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        dtype = self._stored.dtype
+        for box in flat_range_boxes(self._stored.shape, start // dtype.itemsize, stop // dtype.itemsize):
+            nbytes = box.volume * dtype.itemsize
+            # One at a time, because each has buffers of its own; it is read by several threads anyway.
+            with self._lock:
+                if at % dtype.itemsize:
+                    source_of(self._stored[box.slices()]).copy_out(0, nbytes, buffer, at)
+                else:
+                    self._stored.read_into(buffer.tensor[at : at + nbytes].view(dtype).view(box.lengths), box)
+            at += nbytes
+        self._progress.moved(stop - start)
+
+
+class QuantizedSource:
+    """The integers of a stored quantised tensor: all are read at the first byte, and dropped after the last."""
+
+    def __init__(self, stored: StoredTensor, progress: Progress) -> None:
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._progress = progress
+        self._whole: Source | None = None
+
+    def copy_out(self, start: int, stop: int, buffer: Buffer, at: int) -> None:
+        if self._whole is None:
+            self._whole = source_of(self._stored[...])
+        self._whole.copy_out(start, stop, buffer, at)
+        if stop == self.nbytes:
+            self._whole = None
+        self._progress.moved(stop - start)
 
 
 class Leaves:

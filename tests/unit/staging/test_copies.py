@@ -18,18 +18,22 @@ from outside_views import held_bytes
 import holdfast
 from holdfast import async_save, guard, prewarm, release
 from holdfast._native.file_layout import Copy
-from holdfast._staging.memory import CUDA, Region
+from holdfast._staging.copies import Mode
+from holdfast._staging.memory import CUDA, Looking, Region
 from holdfast._state.tensor_bytes import MemorySource, Source
 
 TIMEOUT_S = 300
 
 
 class PlayedTransfer:
-    """Copies that a thread does as soon as they are issued and allowed."""
+    """Copies that a thread does as soon as they are issued and allowed; it looks at them as a device would."""
+
+    numbers: Looking | None = None
 
     def __init__(self, played: PlayedAccelerator, copies: Sequence[Copy], target: torch.Tensor) -> None:
         self._played = played
         self._copies = [(copy.source, copy.at) for copy in copies]
+        self._numbered = [copy.number for copy in copies]
         self._target = target
         self._done = threading.Event()
 
@@ -51,6 +55,10 @@ class PlayedTransfer:
         for source, at in self._copies:
             piece = torch.cat(list(source.pieces(1 << 20)))
             self._target[at : at + piece.numel()] = piece
+        if self.numbers is not None:
+            for number, (source, _) in zip(self._numbered, self._copies, strict=True):
+                self.numbers.look_at(number, source)
+            self.numbers.flush()
         self._done.set()
 
     def fence(self) -> None:
@@ -143,6 +151,24 @@ def test_copy_returns_when_all_is_copied(tmp_path: Path, played: PlayedAccelerat
     assert stored(tmp_path / "checkpoint") == EXPECTED
     assert played.log == ["issue"]
     assert list(played.pinned.values()) == [held_bytes()]
+
+
+@pytest.mark.parametrize("stage", ["copy", "overlap", "device"])
+def test_statistics_are_of_what_there_was_at_the_call(tmp_path: Path, played: PlayedAccelerator, stage: Mode) -> None:
+    played.allowed.set()
+    state = state_on(played)
+    options = holdfast.SaveOptions(stage=stage, statistics=True, copy_now=["ema"])
+    handle = async_save(state, tmp_path / "checkpoint", options=options)
+    handle.wait_staged()
+    spoil(state)
+    handle.result(timeout=60)
+    with holdfast.open(tmp_path / "checkpoint") as checkpoint:
+        kept = checkpoint.statistics
+        assert kept is not None
+        assert {key: [each.mean] for key, each in kept.items()} == EXPECTED
+        assert {key: (each.min, each.max, each.zeros) for key, each in kept.items()} == {
+            key: (value, value, 0) for key, (value,) in EXPECTED.items()
+        }
 
 
 def test_overlap_returns_before_and_the_fence_waits(tmp_path: Path, played: PlayedAccelerator) -> None:

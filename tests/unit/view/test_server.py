@@ -55,6 +55,13 @@ def test_another_cookie_is_refused(browser, cookie):
     assert browser.request("/api/sources", Cookie=text)[0] == 403
 
 
+def test_cookies_of_other_servers_do_no_harm(browser):
+    own = f"holdfast-{browser.server.port}={browser.server.token}"
+    assert browser.request("/api/sources", Cookie=f'a b={{"x";; ="; {own}; user="\x80')[0] == 200
+    request = f"GET http://[/ HTTP/1.1\r\nHost: localhost:{browser.server.port}\r\nCookie: {own}\r\n\r\n"
+    assert b" 400 " in raw(browser.server.port, request.encode()).splitlines()[0]
+
+
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", "[::]:{port}"],
@@ -111,6 +118,7 @@ def test_the_first_page_may_be_opened_by_a_link(browser):
         "/api",
         "/api/nothing",
         "/index.html",
+        "//x]",
     ],
 )
 def test_paths_are_no_files(browser, path):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import threading
 
-import pytest
 import torch
 
 import holdfast
-from holdfast._view import tables
 from tests.unit.view.conftest import HOSTILE
 
 
@@ -103,22 +101,14 @@ def test_dynamics_say_which_steps_have_no_numbers(serve, run):
     assert (told["steps"], told["missing"], told["series"]) == ([], [1, 2], [])
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    """Numbers of each tensor, as if the save had kept them; of step 2 only."""
-
-    def numbers(catalog):
-        return holdfast.statistics(catalog.directory).tensors if catalog.directory.endswith("step-2") else None
-
-    monkeypatch.setattr(tables, "kept_statistics", numbers)
-
-
-@pytest.mark.usefixtures("kept")
 def test_numbers_that_were_kept_are_shown_over_the_steps(serve, run):
+    options = holdfast.SaveOptions(statistics=True)
+    holdfast.save(holdfast.load(run / "step-2"), run / "step-2", no_dist=True, overwrite=True, options=options)
     browser = serve(run)
     browser.ask("/api/run?source=0")
     assert [browser.ask(f"/api/checkpoint?checkpoint={number}")["has_statistics"] for number in (0, 1)] == [False, True]
     about = browser.ask("/api/tensor?checkpoint=1&tensor=0")
+    assert about["statistics"]["source"] == "save"
     assert about["statistics"]["norm"] == browser.ask("/api/statistics?checkpoint=1&tensor=0")["norm"]
     told = browser.ask("/api/dynamics?source=0&under=")
     assert (told["steps"], told["missing"], told["rest"], told["left_out"]) == ([2], [1], 0, 0)
@@ -130,3 +120,15 @@ def test_numbers_that_were_kept_are_shown_over_the_steps(serve, run):
     assert (series[HOSTILE]["non_finite"], series[HOSTILE]["under"]) == ([2], None)
     below = browser.ask("/api/dynamics?source=0&under=model.layers.")["series"]
     assert [(each["name"], each["rms"]) for each in below] == [("0", [1.0]), ("9", [1.0]), ("10", [1.0])]
+
+
+def test_damaged_numbers_harm_nothing_else(serve, run):
+    options = holdfast.SaveOptions(statistics=True)
+    holdfast.save({"a": torch.ones(4)}, run / "step-3", no_dist=True, options=options)
+    kept = max((run / "step-3").glob("data-*-1-0.safetensors"))
+    kept.write_bytes(kept.read_bytes()[:-1])
+    browser = serve(run / "step-3", run)
+    told = browser.ask("/api/checkpoint?checkpoint=0")
+    assert (told["tensors"], told["has_statistics"]) == (1, False)
+    assert "damaged" in told["statistics_problem"] or "bytes" in told["statistics_problem"]
+    assert 3 in browser.ask("/api/dynamics?source=1&under=")["missing"]

@@ -19,7 +19,7 @@ from holdfast._loader import read
 from holdfast._state.nested import is_stateful
 from holdfast._state.per_rank import PerRank
 from holdfast._torch_classes.torchs import state_dict as _states
-from holdfast._values.lazy import few
+from holdfast._values.shown import few
 from holdfast.errors import InvalidStateError, MismatchError
 from holdfast.integrations import imported
 from holdfast.integrations.lightning.saves import HoldfastIO, State, check_no_options, is_lightnings_own
