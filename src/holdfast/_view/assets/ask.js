@@ -130,7 +130,13 @@ function useTask(path) {
   const cancel = () => ask(at("/api/task", { task: number }), { method: "DELETE" }).catch(() => {});
   const { started, task, error } = state.path === path ? state : {};
   const failed = error || task?.error;
-  return { task, error: failed, isRunning: Boolean(started && !failed && (!task || task.state === "running")), start, cancel };
+  return {
+    task,
+    error: failed,
+    isRunning: Boolean(started && !failed && (!task || task.state === "running")),
+    start,
+    cancel,
+  };
 }
 
 const Progress = ({ task, cancel }) => html`<div class="row">

@@ -97,9 +97,12 @@ function Chart({ steps, series, height = 220, isLog = false, label }) {
     choose(Math.max(0, Math.min(steps.length - 1, (told ?? (by > 0 ? -1 : steps.length)) + by)));
   };
   const at = told !== null && told < steps.length ? told : steps.length - 1;
-  return html`<${Canvas} height=${height} draw=${draw} onPoint=${point} onKey=${onKey} deps=${[JSON.stringify([steps, series]), isLog, told]}
+  return html`<${Canvas} height=${height} draw=${draw} onPoint=${point} onKey=${onKey}
+    deps=${[JSON.stringify([steps, series]), isLog, told]}
       label=${`${label}: ${counted(steps.length, "step")}; arrows read the values`} />
-    <ul class="legend" aria-live="polite"><li>step ${steps[at]}</li>${series.map(({ name, values }, index) => html`<li>
+    <ul class="legend" aria-live="polite"><li>step ${steps[at]}</li>${series.map(
+      ({ name, values }, index) => html`<li>
       <svg width="22" height="8" aria-hidden="true"><line x2="22" y1="4" y2="4" stroke=${tint(index)} stroke-width="2.5"
-        stroke-dasharray=${DASHES[index % DASHES.length].join(" ")} /></svg> ${name} <b>${digits(values[at])}</b></li>`)}</ul>`;
+        stroke-dasharray=${DASHES[index % DASHES.length].join(" ")} /></svg> ${name} <b>${digits(values[at])}</b></li>`,
+    )}</ul>`;
 }

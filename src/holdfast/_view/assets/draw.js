@@ -2,7 +2,8 @@
 "use strict";
 
 const isDark = () =>
-  (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  (document.documentElement.dataset.theme ||
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
 /** A colour for the number `index`: neighbours are far apart. */
 const colour = (index, weight = 1) =>
@@ -12,7 +13,9 @@ const colour = (index, weight = 1) =>
 
 /** A colour for `share` of the most, from 0 to 1. */
 const heat = (share) =>
-  isDark() ? `oklch(${0.27 + 0.27 * share} ${0.02 + 0.08 * share} 215)` : `oklch(${0.97 - 0.2 * share} ${0.01 + 0.1 * share} 215)`;
+  isDark()
+    ? `oklch(${0.27 + 0.27 * share} ${0.02 + 0.08 * share} 215)`
+    : `oklch(${0.97 - 0.2 * share} ${0.01 + 0.1 * share} 215)`;
 
 /** The width of what `place` refers to, and a number that grows when the theme changes. */
 function useSize(place) {
@@ -52,7 +55,8 @@ function Canvas({ label, height, draw, deps, onPoint, onPick, onKey }) {
     draw(pen, width, height, { text: style.color, line: style.outlineColor, mark: style.caretColor });
   }, [width, height, turn, ...deps]);
   const from = (event, then) => then && then(event.offsetX, event.offsetY, width);
-  return html`<div class="picture" ref=${place}><canvas ref=${ref} role="img" aria-label=${label} tabindex=${onKey ? 0 : -1}
+  return html`<div class="picture" ref=${place}><canvas ref=${ref} role="img" aria-label=${label}
+    tabindex=${onKey ? 0 : -1}
     class=${onPick ? "picks" : ""} onKeyDown=${onKey} onClick=${(event) => from(event, onPick)}
     onMouseMove=${(event) => from(event, onPoint)} onMouseLeave=${() => onPoint && onPoint(-1, -1, width)} /></div>`;
 }
@@ -74,13 +78,22 @@ function icicleBoxes(tree, width) {
     node.children.forEach((child, number) => {
       const own = (wide * child.bytes) / all;
       // Colours begin where there is more than one module.
-      const box = { node: child, x, y: depth * ROW, wide: own, depth, hue: hue ?? (node.children.length > 1 ? number : null), parent };
+      const box = {
+        node: child,
+        x,
+        y: depth * ROW,
+        wide: own,
+        depth,
+        hue: hue ?? (node.children.length > 1 ? number : null),
+        parent,
+      };
       boxes.push(box);
       if (child.children && own > 3) place(child, x, own, depth + 1, box.hue, box);
       x += own;
     });
     const { children, bytes } = node.rest || {};
-    if (children) boxes.push({ rest: children, bytes, x, y: depth * ROW, wide: (wide * bytes) / all, depth, hue: -1, parent });
+    if (children)
+      boxes.push({ rest: children, bytes, x, y: depth * ROW, wide: (wide * bytes) / all, depth, hue: -1, parent });
   };
   place(tree, 0, width, 0, null, null);
   return boxes;
@@ -108,7 +121,8 @@ function Icicle({ tree, label, tell, onOpen }) {
     pen.strokeRect(chosen.x + 1, chosen.y + 1, Math.max(chosen.wide - 3, 1), ROW - 3);
   };
   const under = (x, y) =>
-    boxes.current.find((box) => x >= box.x && x < box.x + Math.max(box.wide, 1) && y >= box.y && y < box.y + ROW) || null;
+    boxes.current.find((box) => x >= box.x && x < box.x + Math.max(box.wide, 1) && y >= box.y && y < box.y + ROW) ||
+    null;
   const onKey = (event) => {
     const all = boxes.current;
     if (event.key === "Enter") return chosen?.node && onOpen(chosen.node);
@@ -123,11 +137,16 @@ function Icicle({ tree, label, tell, onOpen }) {
     event.preventDefault();
     setChosen((chosen ? move() : all[0]) || chosen);
   };
-  const said = chosen ? (chosen.node ? tell(chosen.node) : tell({ name: `${chosen.rest} smaller ones`, bytes: chosen.bytes })) : "";
+  const said = chosen
+    ? chosen.node
+      ? tell(chosen.node)
+      : tell({ name: `${chosen.rest} smaller ones`, bytes: chosen.bytes })
+    : "";
   return html`<${Canvas} label=${label} height=${Math.min(6, depth(tree)) * ROW} draw=${draw} deps=${[tree, chosen]}
       onPoint=${(x, y) => setChosen(under(x, y))} onKey=${onKey}
       onPick=${(x, y) => under(x, y)?.node && onOpen(under(x, y).node)} />
-    <p class="told" aria-live="polite">${said || "A click, or arrows and Enter, go into a module or open a tensor."}</p>`;
+    <p class="told" aria-live="polite">${said || "A click, or arrows and Enter, go into a module or open a tensor."}
+      </p>`;
 }
 
 const MOST_DRAWN = 4000; // chunks with lines and numbers; of more, their pixels are coloured
@@ -204,7 +223,8 @@ function drawPixels(pen, width, height, pages, by, boxOf, most) {
 /** One cell for each of `of`, in rows, coloured by its share of the most: {name, value, shown, isMarked}. */
 function HeatMap({ of, label, onTell }) {
   const most = Math.max(...of.map((cell) => cell.value), 1e-12);
-  const perRow = (width) => Math.min(of.length, of.length <= 16 ? Math.floor(width / 66) : Math.floor(width / (of.length > 256 ? 15 : 30)));
+  const perRow = (width) =>
+    Math.min(of.length, of.length <= 16 ? Math.floor(width / 66) : Math.floor(width / (of.length > 256 ? 15 : 30)));
   const [high, setHigh] = useState(40);
   const size = of.length <= 16 ? 40 : of.length > 256 ? 14 : 28;
   const draw = (pen, width, height, ink) => {
@@ -222,7 +242,8 @@ function HeatMap({ of, label, onTell }) {
       if (size > 14) write(pen, name, x + 6, y + (size === 40 ? 12 : 13), w - 6);
     });
   };
-  const point = (x, y, width) => onTell(x < 0 ? null : of[Math.floor(y / size) * perRow(width) + Math.floor((x / width) * perRow(width))]);
+  const point = (x, y, width) =>
+    onTell(x < 0 ? null : of[Math.floor(y / size) * perRow(width) + Math.floor((x / width) * perRow(width))]);
   return html`<${Canvas} label=${label} height=${high} draw=${draw} deps=${[of]} onPoint=${point} />`;
 }
 
@@ -249,8 +270,14 @@ function Histogram({ bins }) {
   const point = (x, y, width) => {
     const bin = x < 0 ? null : bins.find(([exponent]) => exponent === first + Math.floor((x / width) * many));
     const [from, to] = bin ? [2 ** bin[0], 2 ** (bin[0] + 1)].map((edge) => edge.toPrecision(3)) : [];
-    setTold(bin ? `from ${from} up to ${to}: ${bin[2].toLocaleString("en-US")} positive, ${bin[1].toLocaleString("en-US")} negative` : "");
+    setTold(
+      bin
+        ? `from ${from} up to ${to}: ${bin[2].toLocaleString("en-US")} positive, ${bin[1].toLocaleString("en-US")} negative`
+        : "",
+    );
   };
-  return html`<${Canvas} label="Histogram of absolute values" height=${150} draw=${draw} deps=${[bins]} onPoint=${point} />
-    <p class="told">${told || "How many elements have which absolute value: positive above the line, negative below."}</p>`;
+  return html`<${Canvas} label="Histogram of absolute values" height=${150} draw=${draw} deps=${[bins]}
+    onPoint=${point} />
+    <p class="told">${told || "How many elements have which absolute value: positive above the line, negative below."}
+      </p>`;
 }

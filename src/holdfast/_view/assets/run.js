@@ -5,9 +5,24 @@ const STATES = { whole: "", damaged: "✕ damaged", unfinished: "… unfinished"
 
 const stepName = (step) => (step.step == null ? step.path.split("/").pop() : `step ${step.step}`);
 
-const note = (step) => [step.pinned && "◆ pinned", step.held && "held by a reader", step.why].filter(Boolean).join("; ");
+const note = (step) =>
+  [step.pinned && "◆ pinned", step.held && "held by a reader", step.why].filter(Boolean).join("; ");
 
-const LANES = [["bytes", 64, bytes], ["seconds", 48, seconds]];
+/** What is said of a step that is pointed at. */
+const described = (step) =>
+  [
+    `${stepName(step)}: ${step.state}, ${bytes(step.bytes)}`,
+    step.seconds != null && seconds(step.seconds),
+    step.blocked_s != null && `the training was blocked for ${seconds(step.blocked_s)}`,
+    note(step),
+  ]
+    .filter(Boolean)
+    .join(", ");
+
+const LANES = [
+  ["bytes", 64, bytes],
+  ["seconds", 48, seconds],
+];
 
 function Strip({ steps, chosen, onPick, onTell }) {
   const lanes = LANES.filter(([name]) => steps.some((step) => step[name] != null));
@@ -48,14 +63,17 @@ function Strip({ steps, chosen, onPick, onTell }) {
     });
   };
   const under = (x, width) => (x < 66 ? null : steps[Math.floor((x - 66) / wideOf(width))] || null);
-  return html`<${Canvas} label=${`Bytes, seconds and state of ${counted(steps.length, "step")}; the table below has the numbers`} height=${lanes.reduce((sum, [, tall]) => sum + tall + 12, 44)}
+  return html`<${Canvas}
+    label=${`Bytes, seconds and state of ${counted(steps.length, "step")}; the table below has the numbers`}
+      height=${lanes.reduce((sum, [, tall]) => sum + tall + 12, 44)}
     draw=${draw} deps=${[steps, chosen]} onPoint=${(x, y, width) => onTell(under(x, width))}
     onPick=${(x, y, width) => under(x, width) && onPick(under(x, width))} />`;
 }
 
 function Run({ run, kind, route, go }) {
   const [told, setTold] = useState(null);
-  if (kind !== "run") return html`<p class="empty">This is one checkpoint. Give holdfast view the directory of a run to see its steps.</p>`;
+  if (kind !== "run")
+    return html`<p class="empty">This is one checkpoint. Give holdfast view the directory of a run to see its steps.</p>`;
   const { steps } = run;
   const names = [...new Set(steps.flatMap((step) => Object.keys(step.metrics || {})))];
   const metric = names.includes(route.metric) ? route.metric : names[0];
@@ -67,13 +85,36 @@ function Run({ run, kind, route, go }) {
   const text = (name, title, show, more) => ({ name, title, show, sorts: true, ...more });
   const columns = [
     text("step", "step", (step) => stepName(step), { width: "minmax(110px, 1.2fr)" }),
-    text("state", "state", (step) => html`<span class=${`state ${step.state}`} title=${step.why || ""}>${STATES[step.state] || "✓ whole"}</span>`),
+    text(
+      "state",
+      "state",
+      (step) =>
+        html`<span class=${`state ${step.state}`} title=${step.why || ""}>${STATES[step.state] || "✓ whole"}</span>`,
+    ),
     text("saved_at", "saved", (step) => time(step.saved_at), { width: "170px" }),
-    ...[["bytes", bytes], ...(isTimed ? [["seconds", seconds], ["blocked_s", seconds]] : [])].map(([name, show]) =>
-      text(name, name === "blocked_s" ? "blocked" : name, (step) => show(step[name]), { isNumber: true })),
-    ...names.slice(0, 4).map((name) =>
-      text(`metric ${name}`, name, (step) => digits(step.metrics?.[name]), { isNumber: true, value: (step) => step.metrics?.[name] })),
-    text("note", "note", (step) => html`<span title=${note(step)}>${note(step)}</span>`, { width: "minmax(110px, 1.5fr)", value: note }),
+    ...[
+      ["bytes", bytes],
+      ...(isTimed
+        ? [
+            ["seconds", seconds],
+            ["blocked_s", seconds],
+          ]
+        : []),
+    ].map(([name, show]) =>
+      text(name, name === "blocked_s" ? "blocked" : name, (step) => show(step[name]), { isNumber: true }),
+    ),
+    ...names
+      .slice(0, 4)
+      .map((name) =>
+        text(`metric ${name}`, name, (step) => digits(step.metrics?.[name]), {
+          isNumber: true,
+          value: (step) => step.metrics?.[name],
+        }),
+      ),
+    text("note", "note", (step) => html`<span title=${note(step)}>${note(step)}</span>`, {
+      width: "minmax(110px, 1.5fr)",
+      value: note,
+    }),
   ];
   const withMetric = steps.filter((step) => step.step != null && typeof step.metrics?.[metric] === "number");
   return html`
@@ -83,21 +124,35 @@ function Run({ run, kind, route, go }) {
       ["newest whole", newest ? `${stepName(newest)}, ${time(newest.saved_at)}` : "none"],
       ["bytes", bytes(all)],
     ]} />
-    ${steps.length > 0 && html`<${Panel} title="Steps">
+    ${
+      steps.length > 0 &&
+      html`<${Panel} title="Steps">
       <${Strip} steps=${steps} chosen=${route.checkpoint} onPick=${open} onTell=${setTold} />
-      <p class="told" aria-live="polite">${told
-        ? `${stepName(told)}: ${told.state}, ${bytes(told.bytes)}, ${seconds(told.seconds)}${told.blocked_s == null ? "" : `, for ${seconds(told.blocked_s)} of them the training was blocked`}${told.why ? `; ${told.why}` : ""}`
-        : `✓ whole, ✕ damaged, … unfinished, ◆ pinned. ${isTimed ? "The lower part of seconds is the time for which the training was blocked."
-          : "How long the saves took is not known here."}`}</p>
-    <//>`}
-    ${metric && withMetric.length > 0 && html`<${Panel} title="Metrics" beside=${html`<${Choice} label="Metric" value=${metric}
+      <p class="told" aria-live="polite">${
+        told
+          ? described(told)
+          : `✓ whole, ✕ damaged, … unfinished, ◆ pinned. ${
+              isTimed
+                ? "The lower part of seconds is the time for which the training was blocked."
+                : "How long the saves took is not known here."
+            }`
+      }</p>
+    <//>`
+    }
+    ${
+      metric &&
+      withMetric.length > 0 &&
+      html`<${Panel} title="Metrics" beside=${html`<${Choice} label="Metric" value=${metric}
         of=${names.map((name) => [name, name])} onChoose=${(name) => go({ metric: name })} />`}>
       <${Chart} steps=${withMetric.map((step) => step.step)} label=${`${metric} over steps`}
         series=${[{ name: metric, values: withMetric.map((step) => step.metrics[metric]) }]} />
-    <//>`}
+    <//>`
+    }
     <${Panel} title="Table of steps">
-      <${Table} label="Steps" columns=${columns} rows=${steps} sort=${[route.sort || "step", route.sort ? route.descending === "1" : true]}
+      <${Table} label="Steps" columns=${columns} rows=${steps}
+        sort=${[route.sort || "step", route.sort ? route.descending === "1" : true]}
         onSort=${(name, down) => go({ sort: name, descending: down ? "1" : undefined })} onOpen=${open}
-        chosen=${(step) => String(step.checkpoint) === route.checkpoint} nothing="No step has been saved here yet. New ones appear by themselves." />
+        chosen=${(step) => String(step.checkpoint) === route.checkpoint}
+          nothing="No step has been saved here yet. New ones appear by themselves." />
     <//>`;
 }

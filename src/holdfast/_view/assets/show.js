@@ -1,8 +1,7 @@
 // How things are written: numbers, bytes, times, troubles. Texts from checkpoints become text nodes, and nothing else.
 "use strict";
 
-const { html, render, useState, useEffect, useLayoutEffect, useRef, useMemo, useErrorBoundary } =
-  window.htmPreact;
+const { html, render, useState, useEffect, useLayoutEffect, useRef, useMemo, useErrorBoundary } = window.htmPreact;
 
 const UNITS = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
@@ -83,6 +82,8 @@ const Panel = ({ title, beside, children }) => html`<section class="panel" aria-
 
 /** A choice of few: buttons of which one is pressed. */
 const Choice = ({ label, of, value, onChoose }) => html`<span class="choice" role="group" aria-label=${label}>
-  ${of.map(([name, shown]) => html`<button aria-pressed=${String(name === value)} onClick=${() => onChoose(name)}>
-    ${shown}</button>`)}
+  ${of.map(
+    ([name, shown]) => html`<button aria-pressed=${String(name === value)} onClick=${() => onChoose(name)}>
+    ${shown}</button>`,
+  )}
 </span>`;

@@ -80,10 +80,18 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
     const next = Math.max(0, Math.min(total - 1, to));
     setActive(next);
     if (next < first + 1) body.current.scrollTop = isScaled ? (next / total) * (tall - room) : next * LINE;
-    else if (next > first + inView - 3) body.current.scrollTop = isScaled ? (next / total) * (tall - room) : (next + 1) * LINE - room;
+    else if (next > first + inView - 3)
+      body.current.scrollTop = isScaled ? (next / total) * (tall - room) : (next + 1) * LINE - room;
   };
   const onKey = (event) => {
-    const to = { ArrowDown: active + 1, ArrowUp: active - 1, PageDown: active + inView - 2, PageUp: active - inView + 2, Home: 0, End: total - 1 };
+    const to = {
+      ArrowDown: active + 1,
+      ArrowUp: active - 1,
+      PageDown: active + inView - 2,
+      PageUp: active - inView + 2,
+      Home: 0,
+      End: total - 1,
+    };
     if (event.key in to) move(to[event.key]);
     else if (event.key === "Enter" && onOpen && row(active)) onOpen(row(active));
     else return;
@@ -95,20 +103,32 @@ function Table({ label, columns, rows, pathOf, sort = [], onSort, onOpen, onAnsw
   const id = label.replace(/\W/g, "-");
   return html`<div class="table" role="grid" tabindex="0" aria-label=${label} aria-rowcount=${total ?? -1}
       aria-activedescendant=${`${id}-${active}`} onKeyDown=${onKey}>
-    <div class="rows" ref=${body} style=${{ height: `${room + LINE + 1}px` }} onScroll=${(event) => setTop(event.target.scrollTop)}>
-      <div class="heads" role="row" style=${widths}>${columns.map((column) => html`<${Head} ...${{ column, sort, onSort }} />`)}</div>
+    <div class="rows" ref=${body} style=${{ height: `${room + LINE + 1}px` }}
+      onScroll=${(event) => setTop(event.target.scrollTop)}>
+      <div class="heads" role="row" style=${widths}>
+        ${columns.map((column) => html`<${Head} ...${{ column, sort, onSort }} />`)}</div>
       <div class="tall" style=${{ height: `${tall}px` }}>
         <div style=${{ transform: `translateY(${isScaled ? top : first * LINE}px)` }}>
-          ${shown.map((index) => html`<div key=${index} id=${`${id}-${index}`} role="row" aria-rowindex=${index + 1} style=${widths}
+          ${shown.map(
+            (
+              index,
+            ) => html`<div key=${index} id=${`${id}-${index}`} role="row" aria-rowindex=${index + 1} style=${widths}
               class=${`tr${index === active ? " active" : ""}${row(index) && chosen?.(row(index)) ? " chosen" : ""}${onOpen ? " opens" : ""}`}
-              onClick=${() => { setActive(index); if (onOpen && row(index)) onOpen(row(index)); }}>
-            ${columns.map((column) => html`<span role="gridcell" class=${column.isNumber ? "number" : ""}>
-              ${row(index) ? column.show(row(index)) : ""}</span>`)}
-          </div>`)}
+              onClick=${() => {
+                setActive(index);
+                if (onOpen && row(index)) onOpen(row(index));
+              }}>
+            ${columns.map(
+              (column) => html`<span role="gridcell" class=${column.isNumber ? "number" : ""}>
+              ${row(index) ? column.show(row(index)) : ""}</span>`,
+            )}
+          </div>`,
+          )}
         </div>
       </div>
     </div>
-    ${pages.error ? html`<${Trouble} error=${pages.error} />` : total === undefined ? html`<p class="told waiting">Reading…</p>` : total === 0 && html`<p class="told">${nothing || "There are none."}</p>`}
+    ${pages.error ? html`<${Trouble} error=${pages.error} />` : total === undefined ? html`<p
+      class="told waiting">Reading…</p>` : total === 0 && html`<p class="told">${nothing || "There are none."}</p>`}
   </div>`;
 }
 
@@ -117,7 +137,8 @@ function Head({ column, sort, onSort }) {
   const isBy = sort[0] === name;
   const arrow = isBy ? (sort[1] ? " ↓" : " ↑") : "";
   const turned = isBy ? !sort[1] : Boolean(isNumber);
-  return html`<span role="columnheader" class=${isNumber ? "number" : ""} aria-sort=${isBy ? (sort[1] ? "descending" : "ascending") : "none"}>
+  return html`<span role="columnheader" class=${isNumber ? "number" : ""}
+    aria-sort=${isBy ? (sort[1] ? "descending" : "ascending") : "none"}>
     ${sorts && onSort ? html`<button onClick=${() => onSort(name, turned)}>${title}${arrow}</button>` : title}
   </span>`;
 }
@@ -130,7 +151,8 @@ function Search({ label, value = "", onSearch }) {
     clearTimeout(timer.current);
     timer.current = setTimeout(() => onSearch(text), 150);
   };
-  return html`<input type="search" class="search" placeholder=${`${label}  ( / )`} aria-label=${label} value=${value} onInput=${later} />`;
+  return html`<input type="search" class="search" placeholder=${`${label}  ( / )`} aria-label=${label} value=${value}
+    onInput=${later} />`;
 }
 
 const Total = ({ of, noun }) => html`<span class="quiet">${of === undefined ? "" : `${whole(of)} ${noun}`}</span>`;
