@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from holdfast.cli.show import as_options, counted, error_console, one_line, output_console, shown_bytes
+from holdfast._values.shown import shown_bytes
+from holdfast.cli.show import as_options, counted, error_console, one_line, output_console
 
 if TYPE_CHECKING:  # it imports torch, which --help does not need
     from holdfast._view.questions import Viewer
