@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -32,9 +31,7 @@ HOSTILE_KEYS = (
 def train(root: Path, saves: int) -> list[float]:
     """Train on these ranks, and save ``saves`` steps at ``root``; the losses, one of each save."""
     job = fsdp2.Job(width=256, layers=4)
-    # Kept where this version of the library can: the page Dynamics shows them.
-    can_keep = "statistics" in {each.name for each in dataclasses.fields(holdfast.SaveOptions)}
-    options = holdfast.SaveOptions(**({"statistics": True} if can_keep else {}))
+    options = holdfast.SaveOptions(statistics=True)
     every = holdfast.Every(steps=STEPS_BETWEEN_SAVES)
     root.mkdir(exist_ok=True)
     # The pages Run and Ranks show how long saves took, where somebody has kept that.

@@ -104,7 +104,8 @@ class Window:
         """Wait until nothing on the page waits for an answer."""
         self.run("return new Promise((resolve) => setTimeout(() => requestAnimationFrame(resolve), 50))")
         self.wait_for(
-            "return document.querySelector('main') && !document.querySelector('.waiting, progress')", "the answers"
+            "return document.querySelector('main') && !document.querySelector('.waiting, progress, [aria-busy=true]')",
+            "the answers",
         )
 
     def wait_for(self, script: str, what: str, *arguments: object) -> Any:

@@ -95,13 +95,14 @@ function useTree(checkpoint, under) {
       const top = await level(under);
       let [parents, left] = [[top], MOST_ASKED];
       for (let depth = 1; !stop.signal.aborted; depth += 1) {
-        setState({ answer: { ...top } });
         const wanted = parents
           .flatMap((parent) => parent.children || [])
           .filter((each) => each.under && each.bytes > top.bytes / 120);
         parents = wanted.sort((a, b) => b.bytes - a.bytes).slice(0, left);
         left -= parents.length;
-        if (!parents.length || depth === LEVELS) return;
+        const isBusy = parents.length > 0 && depth < LEVELS;
+        setState({ answer: { ...top }, isBusy });
+        if (!isBusy) return;
         // What a file has not is left as it is.
         await Promise.allSettled(
           parents.map((parent) =>
@@ -132,7 +133,9 @@ function Modules({ checkpoint, route, go }) {
   const back = html`${under && html`<button onClick=${() => go({ under: undefined })}>whole checkpoint</button> <code>
     ${printable(under)}</code>`}`;
   return html`<${Panel} title="Modules by bytes" beside=${back}><${Answered} of=${found}>${(tree) => html`
-    <${Icicle} tree=${tree} tell=${tell} onOpen=${open} label="Modules by bytes; the table below has all tensors" />
+    <div aria-busy=${String(found.isBusy)}>
+      <${Icicle} tree=${tree} tell=${tell} onOpen=${open} label="Modules by bytes; the table below has all tensors" />
+    </div>
     <details><summary>Totals by module</summary><${Few} heads=${["module", "tensors", "bytes"]}
       rows=${tree.children.slice(0, 100).map((node) => [printable(node.name), whole(node.tensors), bytes(node.bytes)])} /></details>`}<//><//>`;
 }
