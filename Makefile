@@ -8,6 +8,7 @@ STORES := .venv-stores
 DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.set-up
 RELEASE := .venv-release
+BROWSER := .venv-browser
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -15,6 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 TYPED := $(wildcard src benchmarks examples tools torture)
 LINTED := $(wildcard src benchmarks examples integrations tools torture tests setup.py)
 BENCH_OPTIONS ?=
+BROWSER_OPTIONS ?=
 TORTURE_OPTIONS ?=
 PYTEST_OPTIONS ?=
 # More workers than cores: tests of several ranks wait a lot. Each file stays on one worker, which starts its ranks once;
@@ -25,7 +27,7 @@ PYTEST_PARALLEL := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers compiled unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores docs test-docs release-check clean
+.PHONY: help setup demo test lint types layers compiled unit bench bench-scale torture mutants test-integrations test-events test-huggingface test-stores test-browser docs test-docs release-check clean
 
 help: ## show this list
 	@echo "Targets (PYTHON=... chooses the interpreter, now $(PYTHON)):"
@@ -108,6 +110,13 @@ test-stores: $(STAMP) ## moto, SeaweedFS, Azurite and rclone as object stores; n
 	@PATH="$$PATH:$(CURDIR)/$(STORES)/bin:$(CURDIR)/$(STORES)/node_modules/.bin" \
 		$(PYTEST) $(PYTEST_PARALLEL) $(PYTEST_OPTIONS) tests/faults/test_spoiling.py $(wildcard tests/stores)
 
+test-browser: ## holdfast view in chromium: every page, its speed; BROWSER_OPTIONS='--images docs/images'; sets up $(BROWSER), not part of test
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ echo "chromium or its driver is missing: install both with 'apt-get install chromium chromium-driver'" >&2; exit 1; }
+	@test -x $(BROWSER)/bin/python || $(PYTHON) -m venv $(BROWSER)
+	@$(BROWSER)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements-browser.txt
+	@OMP_NUM_THREADS=1 $(BROWSER)/bin/python integrations/browser.py $(BROWSER_OPTIONS)
+
 docs: $(DOCS_STAMP) ## the documentation site, in build/docs/site; fails for a broken link, a public name without docstring; sets up $(DOCS)
 	@$(DOCS)/bin/python tools/docs_pages.py
 	@cd build/docs && $(CURDIR)/$(DOCS)/bin/zensical build --strict
@@ -127,5 +136,5 @@ release-check: ## sdist and wheel, looked at by twine, pyroma and check-wheel-co
 	@$(RELEASE)/bin/python tools/release_check.py
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) $(DOCS) $(RELEASE) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(EVENTS) $(HUGGINGFACE) $(STORES) $(BROWSER) $(DOCS) $(RELEASE) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 	find src tests benchmarks examples tools torture -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -6,6 +6,7 @@ Readers of other files that can be described by a catalog differ only in where t
 from __future__ import annotations
 
 import abc
+import copy
 import io
 import os
 from collections.abc import Collection, Mapping
@@ -66,7 +67,7 @@ class CatalogReader(StorageReader):
         self._files: FilesToRead | None = None
         self._exchange: Exchange | None = None
         self._shares_next_read = False
-        self._is_open_on_ranks = False  # and whoever asks for the metadata next gets what was read for all
+        self._is_open = False  # if so, whoever asks for the metadata next gets what is there already
 
     is_always_whole = True
 
@@ -97,6 +98,13 @@ class CatalogReader(StorageReader):
             self._files = self._catalog.data_files()
         return self._catalog
 
+    def part(self, catalog: Catalog) -> CatalogReader:
+        """A reader of ``catalog``, which is a part of what this one has read: it reads no metadata again."""
+        reader = copy.copy(self)
+        reader._catalog, reader._files, reader._exchange = catalog, catalog.data_files(), None
+        reader._is_open = True
+        return reader
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read before; go on at ``checkpoint_id`` when it is given."""
         if checkpoint_id is not None:
@@ -116,7 +124,7 @@ class CatalogReader(StorageReader):
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The metadata of the checkpoint that is published now; torch's planners understand it too."""
-        is_open, self._is_open_on_ranks = self._is_open_on_ranks, False
+        is_open, self._is_open = self._is_open, False
         if not is_open:
             self.close()
         return metadata_for_both(self.own_metadata())
@@ -134,7 +142,7 @@ class CatalogReader(StorageReader):
         self._exchange, self._shares_next_read = opened.exchange, True
         self._catalog, self.catalog_bytes_read = opened.catalog, opened.bytes_read
         self._files = opened.catalog.data_files()
-        self._is_open_on_ranks = True
+        self._is_open = True
         return self.read_metadata()
 
     def check_files(self) -> None:

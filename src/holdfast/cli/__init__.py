@@ -1,4 +1,4 @@
-"""The command line: ``holdfast show``, ``verify``, ``convert``, ``sweep``, ``run``, and those for the steps of a run.
+"""The command line: ``holdfast show``, ``view``, ``verify``, ``convert``, ``sweep``, ``run``, and those for steps.
 
 Results go to stdout, everything else to stderr; with ``--json``, errors go to stdout too, as an object. ``_CODES`` has
 the exit codes. An error of the library, or of the output, is one line, never a traceback. Never changes a published
@@ -43,6 +43,8 @@ from holdfast.cli.show import (
     shown_name,
 )
 from holdfast.cli.steps import add_step_commands
+from holdfast.cli.view import EXAMPLES as VIEW_EXAMPLES
+from holdfast.cli.view import view_command
 from holdfast.errors import CheckpointError, NotFoundError, StorageError
 
 if TYPE_CHECKING:  # it imports torch, which --help and --version do not need
@@ -152,6 +154,7 @@ def every_command(
 
 app.command("show", epilog=f"{SHOW_EXAMPLES}\n\n{_CODES}")(show_command)
 add_look_commands(app, _CODES)
+app.command("view", epilog=f"{VIEW_EXAMPLES}\n\n{_CODES}")(view_command)
 add_step_commands(app, _CODES)
 app.command("convert", epilog=f"{CONVERT_EXAMPLES}\n\n{_CODES}")(convert_command)
 

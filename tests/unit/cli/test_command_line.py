@@ -38,7 +38,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-@pytest.mark.parametrize("command", [[], ["show"], ["diff"], ["stats"], ["verify"], ["convert"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["show"], ["view"], ["diff"], ["stats"], ["verify"], ["convert"]], ids=str)
 def test_help_has_examples_that_fit_eighty_columns(command: list[str], option: str) -> None:
     result = CliRunner().invoke(app, [*command, option], env={"COLUMNS": "80"})
     assert result.exit_code == 0
