@@ -10,7 +10,7 @@ from typing import Protocol
 
 from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._native.manifest import Manifest
-from holdfast._native.packer import Chunk, DataFile, Placed
+from holdfast._native.packer import Chunk, DataFile, Placed, Slabs
 from holdfast._native.publish import Files
 from holdfast._native.report import WrittenFile
 from holdfast._values.deadline import Progress
@@ -39,7 +39,7 @@ class MakesPacker(Protocol):
     """``slabs`` buffers are used; ``on_filled`` is called when all bytes are copied."""
 
     def __call__(
-        self, *, slabs: int, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
+        self, *, slabs: Slabs, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
     ) -> ChunkOutput: ...
 
 

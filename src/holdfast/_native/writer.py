@@ -79,6 +79,7 @@ class NativeWriter(StorageWriter):
     ``overwrite=False`` refuses to replace a published checkpoint; otherwise it is replaced atomically. ``attempt`` is
     the id in the names of this save's files (a random one by default). ``allow_pickle`` stores values that have no
     typed form as pickles, which only readers that allow it too will load. ``user_metadata`` is kept in the manifest.
+    ``max_host_bytes`` bounds the buffers that bytes pass through.
     """
 
     keeps_empty_dicts = True
@@ -93,6 +94,7 @@ class NativeWriter(StorageWriter):
         attempt: str | None = None,
         allow_pickle: bool = False,
         user_metadata: Mapping[str, object] | None = None,
+        max_host_bytes: int | None = None,
     ) -> None:
         self.path = posix.absolute(path)
         self._place: SavePlace = StorePlace() if "://" in self.path else DirectoryPlace()
@@ -101,6 +103,7 @@ class NativeWriter(StorageWriter):
         if user_metadata is not None and not isinstance(user_metadata, Mapping):
             raise ValueError(f"user_metadata is a dict, not {user_metadata!r}")
         self.user_metadata = dict(user_metadata or {})
+        self._max_host_bytes = max_host_bytes
         self._given_attempt = attempt
         self._attempt = attempt or secrets.token_hex(8)
         self.is_coordinator = True
@@ -171,7 +174,7 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         self.progress.total = work.planned_bytes
-        slabs = slabs_for(work.planned_bytes)
+        slabs = slabs_for(work.planned_bytes, self._max_host_bytes)
         output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
         write = partial(output.write, work.chunks(), work.next_file)
         done.set_result(self._written(work, output, output, write))
@@ -191,11 +194,20 @@ class NativeWriter(StorageWriter):
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
 
     def stream_staged(
-        self, staged: StagedFiles, *, slabs: int, on_copied: Callable[[], None]
+        self, staged: StagedFiles, max_bytes: int, on_copied: Callable[[], None], proof: Callable[[list[int]], None]
     ) -> MutableSequence[WriteResult]:
-        """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
+        """Copy and write what ``lay_out`` laid out, through ``max_bytes`` of buffers.
+
+        ``on_copied`` is called in between, and ``proof`` with the digests of all blocks, in order.
+        """
+        slabs = slabs_for(staged.work.planned_bytes, max_bytes)
         output = self._place.packer(slabs=slabs, on_filled=on_copied, pinned=uses_cuda(), progress=self.progress)
-        write = partial(output.write, staged.chunks, staged.work.next_file)
+
+        def write() -> list[WrittenFile]:
+            written = output.write(staged.chunks, staged.work.next_file)
+            proof(output.digests)
+            return written
+
         return self._written(staged.work, output, output, write)
 
     def image_output(self, progress: Progress) -> ImageOutput:

@@ -7,8 +7,15 @@ framework is imported here, and none is a dependency: an adapter whose framework
 from __future__ import annotations
 
 import importlib
+import weakref
+from collections.abc import Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
+
+from holdfast._async_saver import guard
+from holdfast._saver import SaveOptions
 
 
 class Tested(NamedTuple):
@@ -27,6 +34,33 @@ TESTED = {
     "transformers": Tested("transformers", "5.23", "5.23"),
 }
 """The framework of each adapter, by the name of its module."""
+
+
+_BUFFER_BYTES = 5 << 20
+_guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def default_options(asynchronous: bool | Literal["process"]) -> SaveOptions:
+    """The options of saves if a user names none; in the background they rely on ``guard_once``.
+
+    A state in host memory would need that memory twice for a snapshot. So it is written from where it is, through small
+    buffers: in the background until the optimizer's next step, with a proof that nothing else has changed it. What is
+    on an accelerator is copied into host memory, of which there is more.
+    """
+    if torch.accelerator.is_available() or asynchronous == "process":
+        return SaveOptions()
+    if not asynchronous:
+        return SaveOptions(max_host_bytes=_BUFFER_BYTES)
+    return SaveOptions(stage="overlap", max_host_bytes=_BUFFER_BYTES, prove=True)
+
+
+def guard_once(optimizers: Iterable[object]) -> None:
+    """Have the next step of each of ``optimizers`` wait for the save under way."""
+    for each in optimizers:
+        optimizer = getattr(each, "optimizer", each)  # accelerate has a class around it
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _guarded:
+            guard(optimizer)
+            _guarded.add(optimizer)
 
 
 def imported(adapter: str, module: str) -> ModuleType:
