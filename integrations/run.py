@@ -25,8 +25,8 @@ from pathlib import Path
 from cases import CASES, Case, Launch
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 300
-OWN_RANKS_TIMEOUT_S = 600  # what starts ranks itself starts services too, and starts them again
+TIMEOUT_S = 900
+OWN_RANKS_TIMEOUT_S = 1200  # what starts ranks itself starts services too, and starts them again
 CANNOT_RUN = 77
 AT_ONCE = int(os.environ.get("HOLDFAST_CASES_AT_ONCE", "2"))
 

@@ -66,15 +66,19 @@ class SaveOptions:
             is called as the save goes on, on every rank: with the handle of ``async_save``, and for ``save`` with a
             value that has the same ``phase``, ``bytes_done`` and ``bytes_total``.
 
+        max_host_bytes: the most host memory for the bytes that are under way; of ``save``: for its buffers, two of
+            1 MiB at least. A larger state of ``async_save`` has no snapshot, and streams through buffers: the call
+            returns when the last byte is copied, and most bytes are on disk by then. With ``stage="overlap"``, what
+            lies in host memory is written from where it is, after the call: change it as late as "overlap" says.
+
     Only for ``async_save``:
 
     Attributes:
         stage: "copy" returns when the snapshot is complete. "overlap" returns at once and copies while training goes
             on: do not change the state before ``handle.wait_staged()``, or before the step of an optimizer under
             ``guard``. "device" clones the state on its device, if there is room, and copies the clone.
-        copy_now: with "overlap", keys (or starts of keys) that are copied before ``async_save`` returns.
-        max_host_bytes: the most host memory for the snapshot. A larger state streams through it: then ``async_save``
-            returns when the last byte is copied, and most bytes are on disk by then.
+        copy_now: with "overlap", keys (or starts of keys) that are copied before ``async_save`` returns. Buffers of
+            modules and small tensors are copied too where there is no snapshot.
         when_busy: what to do while the last save is under way: "wait" for it, or "raise" BusyError.
         at_exit: what to do when the interpreter ends: "finish" the save, or "abandon" it and remove its files.
         prove: compute a fingerprint of every tensor now, on its device, and compare it with what was written.
