@@ -299,6 +299,7 @@ class _Items:
 
     is_shared = False
     digests: dict[int, int] | None = None
+    live = staticmethod(lambda *_: None)  # how long a storage goes on to ask, nobody knows
 
     def __init__(self, save: BackgroundSave, plan: SavePlan) -> None:
         self._save = save
@@ -326,8 +327,6 @@ class _Items:
         """What writes the snapshot, once ``region`` holds it."""
         planner = CopiedPlanner(self._plan, self._data, region)
         return lambda: self._save.saving.writer.write_data(self._plan, planner).wait()
-
-    live = staticmethod(lambda *_: None)  # how long a storage goes on to ask, nobody knows
 
     def stream(self, max_bytes: int, proof: Proof) -> Results:
         """Have the storage ask for the state itself, while the caller waits; how much it holds, nobody knows."""
