@@ -66,10 +66,9 @@ class SaveOptions:
             is called as the save goes on, on every rank: with the handle of ``async_save``, and for ``save`` with a
             value that has the same ``phase``, ``bytes_done`` and ``bytes_total``.
 
-        max_host_bytes: the most host memory for the bytes that are under way; of ``save``: for its buffers, two of
-            1 MiB at least. A larger state of ``async_save`` has no snapshot, and streams through buffers: the call
-            returns when the last byte is copied, and most bytes are on disk by then. With ``stage="overlap"``, what
-            lies in host memory is written from where it is, after the call: change it as late as "overlap" says.
+        max_host_bytes: the most host memory for the buffers of ``save`` (two of 1 MiB at least), or for the snapshot of
+            ``async_save``. A larger state streams through buffers: the call returns when the last byte is copied. With
+            "overlap", what lies in host memory is written from where it is, after the call.
 
     Only for ``async_save``:
 
@@ -172,8 +171,9 @@ def save(
             overwrite=overwrite,
             allow_pickle=options.allow_pickle,
             user_metadata=user_metadata,
-            max_host_bytes=options.max_host_bytes,
         )
+        if isinstance(writer, NativeWriter):
+            writer.max_host_bytes = options.max_host_bytes
         if planner is None:
             planner = planner_for(options)
         elif options.mapping is not None:
@@ -198,7 +198,6 @@ def writer_for(
     overwrite: bool,
     allow_pickle: bool,
     user_metadata: Mapping[str, object] | None,
-    max_host_bytes: int | None = None,
 ) -> StorageWriter:
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
@@ -210,13 +209,7 @@ def writer_for(
     if checkpoint_id is None:
         raise ValueError("save needs a checkpoint_id or a storage_writer: save(state, path)")
     if NativeWriter.validate_checkpoint_id(checkpoint_id):
-        return NativeWriter(
-            checkpoint_id,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            user_metadata=user_metadata,
-            max_host_bytes=max_host_bytes,
-        )
+        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
     if user_metadata is not None:
         raise ValueError("this URL is written in torch's format, which has no place for user_metadata; save to a path")
     return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)

@@ -79,12 +79,13 @@ class NativeWriter(StorageWriter):
     ``overwrite=False`` refuses to replace a published checkpoint; otherwise it is replaced atomically. ``attempt`` is
     the id in the names of this save's files (a random one by default). ``allow_pickle`` stores values that have no
     typed form as pickles, which only readers that allow it too will load. ``user_metadata`` is kept in the manifest.
-    ``max_host_bytes`` bounds the buffers that bytes pass through.
     """
 
     keeps_empty_dicts = True
     leaves_marker = False
     """Whether programs that look for torch's ``.metadata`` are to find the checkpoint."""
+    max_host_bytes: int | None = None
+    """Bounds the buffers that bytes pass through."""
 
     def __init__(
         self,
@@ -94,7 +95,6 @@ class NativeWriter(StorageWriter):
         attempt: str | None = None,
         allow_pickle: bool = False,
         user_metadata: Mapping[str, object] | None = None,
-        max_host_bytes: int | None = None,
     ) -> None:
         self.path = posix.absolute(path)
         self._place: SavePlace = StorePlace() if "://" in self.path else DirectoryPlace()
@@ -103,7 +103,6 @@ class NativeWriter(StorageWriter):
         if user_metadata is not None and not isinstance(user_metadata, Mapping):
             raise ValueError(f"user_metadata is a dict, not {user_metadata!r}")
         self.user_metadata = dict(user_metadata or {})
-        self._max_host_bytes = max_host_bytes
         self._given_attempt = attempt
         self._attempt = attempt or secrets.token_hex(8)
         self.is_coordinator = True
@@ -174,7 +173,7 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         self.progress.total = work.planned_bytes
-        slabs = slabs_for(work.planned_bytes, self._max_host_bytes)
+        slabs = slabs_for(work.planned_bytes, self.max_host_bytes)
         output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
         write = partial(output.write, work.chunks(), work.next_file)
         done.set_result(self._written(work, output, output, write))

@@ -40,27 +40,24 @@ _BUFFER_BYTES = 5 << 20
 _guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def default_options(asynchronous: bool | Literal["process"]) -> SaveOptions:
-    """The options of saves if a user names none; in the background they rely on ``guard_once``.
+def default_options(asynchronous: bool | Literal["process"], is_guarded: bool) -> SaveOptions:
+    """The options of saves if a user names none; ``is_guarded``: the optimizers wait, as ``guard_once`` has them.
 
-    A state in host memory would need that memory twice for a snapshot. So it is written from where it is, through small
-    buffers: in the background until the optimizer's next step, with a proof that nothing else has changed it. What is
-    on an accelerator is copied into host memory, of which there is more.
+    On the CPU a snapshot would take the memory of the state once more: there it is written from where it is.
     """
-    if torch.accelerator.is_available() or asynchronous == "process":
+    if torch.cuda.is_available() or asynchronous == "process" or (asynchronous and not is_guarded):
         return SaveOptions()
-    if not asynchronous:
-        return SaveOptions(max_host_bytes=_BUFFER_BYTES)
-    return SaveOptions(stage="overlap", max_host_bytes=_BUFFER_BYTES, prove=True)
+    return SaveOptions(stage="overlap" if asynchronous else "copy", max_host_bytes=_BUFFER_BYTES, prove=True)
 
 
-def guard_once(optimizers: Iterable[object]) -> None:
-    """Have the next step of each of ``optimizers`` wait for the save under way."""
-    for each in optimizers:
-        optimizer = getattr(each, "optimizer", each)  # accelerate has a class around it
-        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _guarded:
-            guard(optimizer)
-            _guarded.add(optimizer)
+def guard_once(optimizers: Iterable[object]) -> bool:
+    """Have the next step of each of ``optimizers`` wait for the save under way; whether all of them can."""
+    known = [getattr(each, "optimizer", each) for each in optimizers if each is not None]  # accelerate wraps them
+    guarded = [each for each in known if isinstance(each, torch.optim.Optimizer)]
+    for optimizer in set(guarded).difference(_guarded):
+        guard(optimizer)
+    _guarded.update(guarded)
+    return len(guarded) == len(known)
 
 
 def imported(adapter: str, module: str) -> ModuleType:

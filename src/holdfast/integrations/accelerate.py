@@ -51,12 +51,12 @@ def save_state(
         With ``asynchronous``, the handle of the save in the background, as that of ``async_save``. Else None: the
         checkpoint is durable.
     """
-    state, options = state_of(accelerator), options or default_options(asynchronous)
-    if not asynchronous:
-        save(state, path, options=options)
-        return None
-    guard_once(accelerator._optimizers)
-    return async_save(state, path, options=options)
+    state, is_guarded = state_of(accelerator), guard_once(accelerator._optimizers)
+    options = options or default_options(asynchronous, is_guarded)
+    if asynchronous:
+        return async_save(state, path, options=options)
+    save(state, path, options=options)
+    return None
 
 
 def load_state(

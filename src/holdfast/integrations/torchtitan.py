@@ -98,8 +98,7 @@ class HoldfastCheckpoints(_Base):
         if not self.enable:
             return
         self._config, self._adapter = config, sd_adapter
-        self._options = config.options or default_options(config.asynchronous)
-        guard_once(optimizers)
+        self._options = config.options or default_options(config.asynchronous, guard_once(optimizers))
         self.folder = config.folder if is_store_url(config.folder) else _filesystem.join(base_folder, config.folder)
         self._export_path = (
             config.export or os.path.join(self.folder, "hf") if config.last_save_in_hf else config.export

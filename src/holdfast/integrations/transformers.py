@@ -73,7 +73,7 @@ class HoldfastMixin(Framework):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        options = options or default_options(asynchronous)
+        options = options or default_options(asynchronous, guard_once([self.optimizer]))
         if refused := _refused(self, options):
             raise ValueError(f"steps cannot be saved by Holdfast: {refused}")
         kept = _policies(self.args) if keep is None else keep

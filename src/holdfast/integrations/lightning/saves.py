@@ -102,8 +102,8 @@ class HoldfastIO(_plugins.CheckpointIO):
 
     def options_for(self, checkpoint: Mapping[str, Any]) -> SaveOptions:
         """The options of the save of ``checkpoint``."""
-        is_guarded = not self._asynchronous or _CALLBACK in (checkpoint.get("callbacks") or ())
-        return self.options or (default_options(self._asynchronous) if is_guarded else SaveOptions())
+        is_guarded = _CALLBACK in (checkpoint.get("callbacks") or ())  # which sees to it
+        return self.options or default_options(self._asynchronous, is_guarded)
 
     def save(self, state: State, path: Paths, *, options: SaveOptions, **metadata: object) -> None:
         """Save ``state``, with ``metadata`` beside it. Of a sharded model, all ranks call it."""
