@@ -90,7 +90,7 @@ mutants: $(STAMP) ## seeded bugs that some test must notice
 
 test-integrations: ## adapters of frameworks in real jobs of them, and their own ways on native storage; sets up $(INTEGRATIONS), not part of test
 	@test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
-	@$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r integrations/requirements.txt
+	@$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[stores]' -r integrations/requirements.txt
 	@$(INTEGRATIONS)/bin/python integrations/run.py
 
 test-events: ## events in W&B, TensorBoard, MLflow, Prometheus, OpenTelemetry and Perfetto; sets up $(EVENTS), not part of test

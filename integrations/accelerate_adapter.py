@@ -316,25 +316,20 @@ def sharded(directory: str) -> str:
     return f"FSDP2, as if it had an accelerator: save_state and load_state{before}"
 
 
-def measure(directory: str, is_ours: bool) -> str:
-    """What three saves of 1 GB cost: a third of it is the model, the rest what AdamW knows of it."""
+def measure(directory: str, save: Callable[[Accelerator, str], AsyncSave | None]) -> str:
+    """What saves of 1 GB cost: a third of it is the model, the rest what AdamW knows of it."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(20)))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    cost, handle = Cost(), None
+    handles: list[AsyncSave] = []
+    cost = Cost(lambda: [handle.result() for handle in handles])
     for number in range(SAVES):
-        accelerator.backward(model(torch.ones(1, 2048)).square().mean())
+        accelerator.backward(model(torch.ones(64, 2048)).square().mean())
         optimizer.step()
-        if handle is not None:
-            handle.result()  # between two saves there is more to do than one small batch
         path = f"{directory}/{number}"
         with cost.save():
-            if is_ours:
-                handle = save_state(accelerator, path, asynchronous=True)
-            else:
-                accelerator.save_state(path)
-    if handle is not None:
-        handle.result()
+            handle = save(accelerator, path)
+            handles += [handle] if isinstance(handle, AsyncSave) else []
     return cost.told(path)
 
 
@@ -349,8 +344,9 @@ ACTIONS = {
     "theirs": theirs,
     "refused": refused,
     "sharded": sharded,
-    "measure-framework": functools.partial(measure, is_ours=False),
-    "measure-holdfast": functools.partial(measure, is_ours=True),
+    "measure-framework": functools.partial(measure, save=Accelerator.save_state),
+    "measure-holdfast": functools.partial(measure, save=functools.partial(save_state, asynchronous=True)),
+    "measure-holdfast-sync": functools.partial(measure, save=save_state),
 }
 
 

@@ -91,12 +91,17 @@ LIGHTNING = (
     ("FSDP", on(2, "fsdp/sync/whole")),
 )
 
-RAY = (("killed in a save, restarted; more workers", (Launch(starts_ranks=True),)),)
+RAY = (
+    ("killed in a save, restarted; more workers", (Launch(action="killed", starts_ranks=True),)),
+    ("not asynchronous, export; a save fails", (Launch(action="others", starts_ranks=True),)),
+)
 
 TORCHTITAN = (
     ("killed in a save, resumed", crash(2)),
     ("killed in a save, resumed", crash(4)),
     ("the same, in the background", crash(2, "-async")),
+    ("the same, another process writes", crash(2, "-process")),
+    ("in an object store", on(1, "in-store")),
     ("other ranks", on(2, "saved") + on(4, "moved")),
     ("other ranks, same data ranks", on(2, "saved") + on(4, "moved-tensor-parallel")),
     ("rotation beside saves", on(2, "rotated")),
@@ -118,6 +123,7 @@ TRANSFORMERS = (
     ("Trainer, a damaged step", on(2, "unbroken", "damaged")),
     ("Trainer, a checkpoint of its own", on(2, "theirs")),
     ("Trainer, what is refused", on(2, "refused")),
+    ("Trainer, FSDP2", on(2, "sharded")),
 )
 
 CASES = (

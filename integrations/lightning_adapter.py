@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from client import CannotRun, assert_same, run_client, whole
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as PlainModelParallelStrategy
-from lightning_costs import measured
+from measuring import SAVES, Cost
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
@@ -398,10 +400,58 @@ def fabric_case(directory: Path, mode: str, stage: str) -> str:
     return assert_losses(directory, losses, EVERY + 1)
 
 
+class Wide(LightningModule):
+    """84 million parameters, which with AdamW's moments are 1 GB."""
+
+    def __init__(self, is_sharded: bool) -> None:
+        super().__init__()
+        self.network = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(5)))
+        self.is_sharded = is_sharded
+
+    def configure_model(self) -> None:
+        if self.is_sharded:
+            shard(self.network, self.device_mesh)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def measure(directory: Path, side: str) -> str:
+    """What saves of 1 GB cost, one after each step; ``side`` says whose and which."""
+    kind = "sharded" if side.endswith("sharded") else "ddp"
+    theirs = AsyncCheckpointIO(TorchCheckpointIO()) if "async" in side else TorchCheckpointIO()
+    io = HoldfastIO(asynchronous="-sync" not in side) if "holdfast" in side else theirs
+    plain = PlainModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
+
+    def finish() -> None:
+        if isinstance(io, HoldfastIO):
+            io.wait()
+        elif io is not None and getattr(io, "_executor", None) is not None:
+            io._executor.submit(int).result()  # it has one thread
+
+    cost = Cost(finish)
+
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            with cost.save():
+                trainer.save_checkpoint(directory / f"{trainer.global_step}.ckpt")
+
+    is_plain = kind == "sharded" and "holdfast" not in side
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", devices=WORLD, strategy=plain if is_plain else strategy_of(kind),
+                      plugins=[] if is_plain else [io], max_steps=SAVES, callbacks=[Saving(), HoldfastCallback()],
+                      enable_checkpointing=False, **quiet)  # fmt: skip
+    trainer.fit(Wide(kind == "sharded"), torch.utils.data.DataLoader(torch.randn(1024, 4096), batch_size=64))
+    return cost.told(str(directory / f"{SAVES}.ckpt"))
+
+
 def client(directory: str) -> str:
     """What the action on the command line says."""
     if sys.argv[2].startswith("measure"):
-        return measured(Path(directory), sys.argv[2], strategy_of, shard)
+        return measure(Path(directory), sys.argv[2])
     kind, mode, stage = sys.argv[2].split("/")
     if kind == "fabric":
         return fabric_case(Path(directory), mode, stage)

@@ -5,6 +5,7 @@ This is no script for torchrun. Ray starts its services on loopback, with little
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -24,17 +25,26 @@ def train(settings: dict[str, Any]) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
+    import holdfast
     from holdfast import Every, PerRank, Rng
     from holdfast.integrations.ray import manager, report
 
     rank, world = dist.get_rank(), dist.get_world_size()
+    place: Any = importlib.import_module("holdfast._native.writer").DirectoryPlace
+    publish = place.publish
+    if settings["is_failing"]:
+
+        def fail(path: str, *arguments: Any, **more: Any) -> None:
+            if path.endswith(f"step-{KILLED_AT}"):
+                raise OSError(errno.ENOSPC, "no space is left")
+            publish(path, *arguments, **more)
+
+        place.publish = staticmethod(fail)
     killing = Path(settings["killing"]) if settings["killing"] else None
     if killing is not None:
         killing.mkdir(exist_ok=True)
         (killing / f"pid-{rank}").write_text(str(os.getpid()))
         dist.barrier()
-        place: Any = importlib.import_module("holdfast._native.writer").DirectoryPlace
-        publish = place.publish
 
         def publish_or_die(path: str, *arguments: Any, **more: Any) -> None:
             if path.endswith(f"step-{KILLED_AT}") and not (killing / "done").exists():
@@ -51,7 +61,7 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(rank)
     state = {"model": model, "optimizer": optimizer, "data": PerRank(data, "fresh"), "rng": Rng("fresh")}
-    with manager(save=Every(steps=EVERY), asynchronous=True) as checkpoints:
+    with manager(save=Every(steps=EVERY), asynchronous=settings["asynchronous"]) as checkpoints:
         resumed = checkpoints.resume(state)
         print(f"rank {rank} begins after {resumed.step}", flush=True)
         for step in range(max(resumed.next_step, 1), settings["steps"] + 1):
@@ -62,10 +72,15 @@ def train(settings: dict[str, Any]) -> None:
             with Path(settings["losses"], f"{rank}.jsonl").open("a") as file:
                 file.write(json.dumps([step, loss.item().hex(), resumed.step]) + "\n")
             is_saved = checkpoints.save(step, state, metrics={"loss": loss.item()})
-            report({"step": step, "loss": loss.item()}, checkpoints.under_way if is_saved else None)
+            durable = None if settings["asynchronous"] else checkpoints.path(step)
+            report({"step": step, "loss": loss.item()}, (durable or checkpoints.under_way) if is_saved else None)
+    if settings["export"]:
+        holdfast.hf.export(model, settings["export"])
 
 
-def fit(directory: str, name: str, *, workers: int, steps: int = STEPS, is_killed: bool = False) -> Any:
+def fit(
+    directory: str, name: str, *, workers: int, steps: int = STEPS, is_killed: bool = False, **settings: object
+) -> Any:
     """The result of a run of Ray, and the losses of each rank."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -78,13 +93,14 @@ def fit(directory: str, name: str, *, workers: int, steps: int = STEPS, is_kille
             "steps": steps,
             "losses": str(losses),
             "killing": str(Path(directory, "killing")) if is_killed else "",
+            **{"asynchronous": True, "is_failing": False, "export": "", **settings},
         },
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             storage_path=directory,
             name=name,
-            failure_config=FailureConfig(max_failures=1),
+            failure_config=FailureConfig(max_failures=int(is_killed)),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )
@@ -93,7 +109,32 @@ def fit(directory: str, name: str, *, workers: int, steps: int = STEPS, is_kille
     return result, told
 
 
-def client(directory: str) -> str:
+def others(directory: str) -> str:
+    """Saves that block, and an export at the end; and a save in the background that fails."""
+    from ray.train import TrainingFailedError
+
+    import holdfast
+
+    folder = f"{directory}/exported"
+    result, told = fit(directory, "synchronous", workers=2, asynchronous=False, export=folder)
+    steps = holdfast.Steps(Path(directory, "synchronous", "steps"))
+    assert [step.step for step in steps.steps()] == [6, 9]
+    assert result.checkpoint.path == steps.path(STEPS), result.checkpoint
+    assert all(len(losses) == STEPS for losses in told)
+    kept, exported = holdfast.read(steps.path(STEPS))["model"], holdfast.read(folder)
+    assert all(exported[name].equal(tensor) for name, tensor in kept.items())
+    message = ""
+    try:
+        fit(directory, "failing", workers=2, is_failing=True)
+    except TrainingFailedError as error:
+        message = str(error)
+    assert "no space is left" in message, message
+    found = [step.step for step in holdfast.Steps(Path(directory, "failing", "steps")).steps()]
+    assert found == [EVERY], found
+    return "asynchronous=False: steps reported and exported; a failed save ends the run, step 3 stays"
+
+
+def killed(directory: str) -> str:
     """Train, kill all workers in the middle of a save, let Ray start them again, and go on with more workers."""
     import holdfast
 
@@ -131,7 +172,7 @@ def main() -> int:
         print(json.dumps({"note": f"ray.init: {type(error).__name__}: {error}"}), flush=True)
         return CANNOT_RUN
     try:
-        note = client(sys.argv[1])
+        note = {"killed": killed, "others": others}[sys.argv[2]](sys.argv[1])
     finally:
         ray.shutdown()
     print(json.dumps({"note": note}), flush=True)

@@ -12,9 +12,7 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from client import CannotRun, assert_same, run_client, whole
+from measuring import SAVES, Cost
 from torch.distributed.fsdp import FSDPModule
 
 import holdfast
@@ -120,7 +119,8 @@ def trainer(directory: str, checkpoint: Any, *, steps: int = STEPS, tensor_paral
     config.parallelism.spmd_backend, config.parallelism.tensor_parallel_degree = "partial_dtensor", tensor_parallel
     config.hf_assets_path = _assets(Path(directory) / f"assets-{RANK}")
     config.dump_folder, config.checkpoint = directory, checkpoint
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 64, steps
+    batch, length = (1, 16) if width else (2, 64)
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = batch, length, steps
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
     config.dataloader.dataset, config.validator.enable = "tiny", False
     config.optimizer.implementation = "foreach"
@@ -194,7 +194,7 @@ def unbroken(directory: str) -> str:
     return f"{len(losses)} losses noted"
 
 
-def killed(directory: str, *, asynchronous: bool) -> str:
+def killed(directory: str, *, asynchronous: bool | str) -> str:
     """Train until all ranks are killed in the middle of a save."""
     run = trainer(f"{directory}/killed", ours(asynchronous=asynchronous))
     kill_in_the_save_of(KILLED_AT)
@@ -203,7 +203,7 @@ def killed(directory: str, *, asynchronous: bool) -> str:
     return "nobody was killed"
 
 
-def resumed(directory: str, *, asynchronous: bool) -> str:
+def resumed(directory: str, *, asynchronous: bool | str) -> str:
     """Go on where the run was killed: the torn save is nowhere, and the losses are those of the unbroken run."""
     root = Path(directory, "killed", "checkpoint")
     assert (root / f"step-{KILLED_AT}").is_dir(), "the save was not under way"
@@ -342,32 +342,38 @@ def exported(directory: str) -> str:
     return "exported, verified, loaded into a new run; the last step is whole, and the run goes on from it"
 
 
-def _peak_bytes() -> int:
-    """What VmHWM says: the most memory since it was last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+def in_store(directory: str) -> str:
+    """Checkpoints in an object store, the one in this process's memory: saved, and resumed from."""
+    url = "memory://torchtitan"
+    expected = run_to_its_end(trainer(f"{directory}/whole", ours(folder=url)))
+    steps = [found.step for found in holdfast.Steps(url).steps()]
+    assert steps == [3, 6, 9, STEPS], steps
+    assert not Path(directory, "whole", "checkpoint").exists()
+    losses = run_to_its_end(another(partial(trainer, f"{directory}/again", ours(folder=url, load_step=6))))
+    assert losses == {step: loss for step, loss in expected.items() if step > 6}, (losses, expected)
+    assert all(holdfast.verify(found.path).ok for found in holdfast.Steps(url).steps())
+    return f"saved to memory://, resumed after step 6: {len(losses)} losses bit-equal"
 
 
-def measure(directory: str, config: Callable[..., Any]) -> str:
-    """How long three saves of about 1 GB block the training, how many files a resume needs, and the peak memory."""
-    run = trainer(f"{directory}/measured", config(interval=1, keep_latest_k=0), width=150_000)
-    run.optimizers.state_dict()
-    state = sum(part.numel() * part.element_size() for model in run.model_parts for part in model.parameters()) * 3
-    Path("/proc/self/clear_refs").write_text("5")
-    before, blocked_s = _peak_bytes(), []
-    for step in (1, 2, 3):
-        dist.barrier()
-        begun = time.perf_counter()
-        run.checkpointer.save(step)
-        blocked_s.append(time.perf_counter() - begun)
-        run.checkpointer.maybe_wait_for_saving()
-    peaks: list[Any] = [None] * WORLD
-    dist.all_gather_object(peaks, (_peak_bytes() - before, statistics.median(blocked_s)))
+def measure(directory: str, config: Callable[..., Any], **options: Any) -> str:
+    """What saves of about 1 GB cost, most of it the embedding and what AdamW knows of that."""
+    settings = config(interval=1, keep_latest_k=0, **options)
+    run = trainer(f"{directory}/measured", settings, width=150_000, steps=SAVES)
+    manager = run.checkpointer
+    cost = Cost(manager.maybe_wait_for_saving)
+    save = manager.save
+
+    def measured(step: int, last_step: bool = False) -> bool:
+        with cost.save():
+            return bool(save(step, last_step))
+
+    manager.save = measured
+    if config is theirs:  # ours waits in the handle's fence
+        manager.maybe_wait_for_staging = cost.waiting(manager.maybe_wait_for_staging)
+    run.train()
+    told = cost.told(f"{directory}/measured/checkpoint/step-{SAVES}")
     run.close()
-    dist.barrier()
-    files = sum(path.is_file() for path in Path(directory, "measured", "checkpoint", "step-3").rglob("*"))
-    told = {"blocked_s": round(max(blocked for _, blocked in peaks), 3), "files": files}
-    return json.dumps({**told, "peak_rss_bytes": max(peak for peak, _ in peaks), "state_bytes": state})
+    return told
 
 
 ACTIONS: dict[str, Callable[[str], str]] = {
@@ -376,6 +382,9 @@ ACTIONS: dict[str, Callable[[str], str]] = {
     "killed-async": partial(killed, asynchronous=True),
     "resumed": partial(resumed, asynchronous=False),
     "resumed-async": partial(resumed, asynchronous=True),
+    "killed-process": partial(killed, asynchronous="process"),
+    "resumed-process": partial(resumed, asynchronous="process"),
+    "in-store": in_store,
     "saved": saved,
     "moved": moved,
     "moved-tensor-parallel": partial(moved, tensor_parallel=2),
@@ -384,7 +393,9 @@ ACTIONS: dict[str, Callable[[str], str]] = {
     "stopped": stopped,
     "exported": exported,
     "measure-framework": partial(measure, config=theirs),
+    "measure-framework-async": partial(measure, config=theirs, async_mode="async"),
     "measure-holdfast": partial(measure, config=ours),
+    "measure-holdfast-sync": partial(measure, config=ours, asynchronous=False),
 }
 
 

@@ -17,7 +17,7 @@ os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
 import torch.distributed as dist
-from client import assert_same, refusal, run_client, whole
+from client import CannotRun, assert_same, refusal, run_client, whole
 from measuring import SAVES, Cost
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -265,23 +265,38 @@ def refused(directory: str) -> str:
     return "save_only_model, enable_jit_checkpoint and save_on_each_node"
 
 
-def measure(directory: str, kind: type[Trainer]) -> str:
-    """What three saves of 1 GB cost: a third of it is the model, the rest what AdamW knows of it."""
-    cost = Cost()
+def sharded(directory: str) -> str:
+    """Under FSDP2, a step has the shards of all ranks."""
+    try:
+        trainer, losses = trainer_at(f"{directory}/sharded", fsdp="full_shard", fsdp_config={"version": 2})
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise CannotRun(f"needs an accelerator: {error}") from error
+    if not trainer.accelerator.is_fsdp2:
+        raise CannotRun("needs an accelerator: elsewhere accelerate does not shard a model of the Trainer")
+    trainer.train()
+    kept = holdfast.read(f"{directory}/sharded/step-{STEPS}")
+    assert_same(whole(dict(trainer.model.state_dict())), dict(kept["model"]))
+    again, more = trainer_at(f"{directory}/sharded", max_steps=STEPS + 2, fsdp="full_shard", fsdp_config={"version": 2})
+    again.train(resume_from_checkpoint=True)
+    assert sorted(more.by_step) == [STEPS + 1, STEPS + 2], (losses.by_step, more.by_step)
+    return "a step of sharded models is saved, and resumed from"
+
+
+def measure(directory: str, kind: type[Trainer], **options: bool) -> str:
+    """What saves of 1 GB cost: a third of it is the model, the rest what AdamW knows of it."""
+    cost = Cost(lambda: trainer.checkpoints.wait() if kind is HoldfastTrainer else None)
 
     class Measured(kind):  # type: ignore[misc, valid-type]
         def _save_checkpoint(self, *args: Any) -> None:
-            if kind is HoldfastTrainer:
-                self.checkpoints.wait()  # between two saves there is more to do than three small batches
             with cost.save():
                 super()._save_checkpoint(*args)
 
     model = language_model(1024, 8)
     assert 3.3e8 < sum(tensor.nbytes for tensor in model.parameters()) < 3.4e8
-    trainer, _ = trainer_at(directory, Measured, model=model, save_steps=3, max_steps=3 * SAVES)
+    trainer, _ = trainer_at(directory, Measured, model=model, save_steps=1, max_steps=SAVES, **options)
     trainer.train()
     name = "step" if kind is HoldfastTrainer else "checkpoint"
-    return cost.told(os.path.join(directory, f"{name}-{3 * SAVES}"))
+    return cost.told(os.path.join(directory, f"{name}-{SAVES}"))
 
 
 ACTIONS = {
@@ -295,8 +310,10 @@ ACTIONS = {
     "damaged": damaged,
     "theirs": theirs,
     "refused": refused,
+    "sharded": sharded,
     "measure-framework": functools.partial(measure, kind=Trainer),
     "measure-holdfast": functools.partial(measure, kind=HoldfastTrainer),
+    "measure-holdfast-sync": functools.partial(measure, kind=HoldfastTrainer, asynchronous=False),
 }
 
 

@@ -103,14 +103,7 @@ def async_save(
             look = partial(_look, ranks, handle)
             handle._on_progress = stack.enter_context(followed(True, checkpoint_id, look, ranks.is_coordinator))
         kept = copy.deepcopy(user_metadata)
-        writer = writer_for(
-            checkpoint_id,
-            storage_writer,
-            overwrite=overwrite,
-            allow_pickle=options.allow_pickle,
-            user_metadata=kept,
-            statistics=options.statistics,
-        )
+        writer = writer_for(checkpoint_id, storage_writer, options, overwrite=overwrite, user_metadata=kept)
         those = ranks if use_collectives else Ranks(rank=ranks.rank, is_coordinator=ranks.is_coordinator)
         if planner is not None and options.mapping is not None:
             raise ValueError("mapping is an option of the planner; pass it to the planner")

@@ -18,19 +18,18 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
 from holdfast import events
-from holdfast._io.slabs import SLAB_BYTES
-from holdfast._native.file_layout import Copy, StagedFiles, WriterFiles
-from holdfast._native.place import ImageOutput
+from holdfast._native.file_layout import Copy, WriterFiles
+from holdfast._native.place import ImageStorage, Proof
 from holdfast._native.report import report_of
 from holdfast._process import CollectorPause, start_thread
 from holdfast._ranks.ranks import Ranks
 from holdfast._saver import SaveOptions, Saving
-from holdfast._staging.copies import Changes, CopiedPlanner, Fingerprints, Staging
+from holdfast._staging.copies import Changes, CopiedPlanner, Fingerprints, Live, Staging, is_named
 from holdfast._staging.memory import CUDA, Region
 from holdfast._staging.one_at_a_time import TURNS, AsyncSave, interpreter_ends
 from holdfast._staging.process import ProcessOutput
@@ -39,7 +38,7 @@ from holdfast._state.tensor_bytes import MemorySource, source_of
 from holdfast._values.deadline import Progress
 from holdfast.errors import CheckpointError
 from holdfast.metadata import STATE_DICT_TYPE, Metadata
-from holdfast.planner import SavePlan, SavePlanner, write_columns
+from holdfast.planner import SavePlan, write_columns
 from holdfast.staging import AsyncStager, aligned
 from holdfast.storage import StorageWriter, WriteResult
 
@@ -50,23 +49,6 @@ State = Mapping[str, object]
 
 CHANGES = Changes()
 """What this process wrote last."""
-
-
-@runtime_checkable
-class ImageStorage(Protocol):
-    """Storage whose files can be laid out in memory first, and be written from there by whoever has that memory."""
-
-    def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles: ...
-
-    def image_output(self, progress: Progress) -> ImageOutput: ...
-
-    def check_for_process(self) -> None:
-        """InvalidStateError where another process cannot write."""
-        ...
-
-    def write_staged(self, staged: StagedFiles, memory: memoryview, files: ImageOutput) -> Results: ...
-
-    def stream_staged(self, staged: StagedFiles, *, slabs: int, on_copied: Callable[[], None]) -> Results: ...
 
 
 class Begun(NamedTuple):
@@ -172,17 +154,16 @@ class BackgroundSave:
         handle.bytes_total, handle._written = snapshot.nbytes, self.written
         handle._enter("staging")
         if options.max_host_bytes is not None and snapshot.nbytes > options.max_host_bytes:
+            live = snapshot.live(options, saving) if options.stage == "overlap" else None
             CUDA.drain(snapshot.copies)
-            stream = partial(self._stream, snapshot, options.max_host_bytes)
-            return Begun(lambda: saving.write(stream), handle._ends_staging)
+            stream = partial(self._stream, snapshot, options.max_host_bytes, live.check if live else lambda _: None)
+            handle._guard_with(handle._ends_staging)
+            return Begun(lambda: saving.write(stream), handle._ends_staging if live is None else lambda: None)
         region = TURNS.memory.region(snapshot.nbytes, is_shared=snapshot.is_shared)
         write = snapshot.writing_from(region)
         fingerprints = Fingerprints(snapshot.copies) if options.prove else None
-        now: set[str] = set()
-        if options.copy_now:
-            wanted = tuple(f"{name}." for name in options.copy_now)
-            each = zip(snapshot.keys, snapshot.copies, strict=True)
-            now = {copy.name for key, copy in each if f"{key}.".startswith(wanted)}
+        each = zip(snapshot.keys, snapshot.copies, strict=True)
+        now = {copy.name for key, copy in each if is_named(key, options.copy_now)}
         staging = Staging(
             snapshot.copies, region, mode=options.stage, now=now, progress=saving.prepared, digests=snapshot.digests
         )
@@ -212,9 +193,9 @@ class BackgroundSave:
 
         return Begun(run)
 
-    def _stream(self, snapshot: _Files | _Items, max_bytes: int) -> Results:
-        """Copy and write in turns; the caller waits for the copying."""
-        results = snapshot.stream(max_bytes)
+    def _stream(self, snapshot: _Files | _Items, max_bytes: int, proof: Proof) -> Results:
+        """Copy and write in turns; the caller, or whoever changes the state, waits for the copying."""
+        results = snapshot.stream(max_bytes, proof)
         snapshot.forget_sources()
         self._look_for_changes(snapshot, results)
         return results
@@ -283,10 +264,17 @@ class _Files:
             output = ProcessOutput(process, self._save.written)
         return self._storage.write_staged(self._staged, region.view, output)
 
-    def stream(self, max_bytes: int) -> Results:
+    def live(self, options: SaveOptions, saving: Saving) -> Live | None:
+        """What has the state written as it is now, from where it is, if all of it is in host memory."""
+        if any(CUDA.holds(copy.source) for copy in self.copies):
+            return None
+        held = [key in saving.owners.buffers or is_named(key, options.copy_now) for key in self.keys]
+        return Live(self._staged.chunks, held, proves=options.prove, progress=saving.prepared)
+
+    def stream(self, max_bytes: int, proof: Proof) -> Results:
         """Copy and write in turns, through as many buffers as the bound allows."""
-        slabs = max_bytes // SLAB_BYTES
-        return self._storage.stream_staged(self._staged, slabs=slabs, on_copied=self._save.end_copying)
+        end = self._save.end_copying
+        return self._storage.stream_staged(self._staged, max_bytes, on_copied=end, proof=proof)
 
     def forget_sources(self) -> None:
         self._staged.forget_sources()
@@ -298,6 +286,7 @@ class _Items:
     is_shared = False
     digests: dict[int, int] | None = None
     numbers: WriterFiles | None = None
+    live = staticmethod(lambda *_: None)  # how long a storage goes on to ask, nobody knows
 
     def __init__(self, save: BackgroundSave, plan: SavePlan) -> None:
         self._save = save
@@ -326,7 +315,7 @@ class _Items:
         planner = CopiedPlanner(self._plan, self._data, region)
         return lambda: self._save.saving.writer.write_data(self._plan, planner).wait()
 
-    def stream(self, max_bytes: int) -> Results:
+    def stream(self, max_bytes: int, proof: Proof) -> Results:
         """Have the storage ask for the state itself, while the caller waits; how much it holds, nobody knows."""
         self.forget_sources()
         saving = self._save.saving

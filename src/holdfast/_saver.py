@@ -68,15 +68,18 @@ class SaveOptions:
             is called as the save goes on, on every rank: with the handle of ``async_save``, and for ``save`` with a
             value that has the same ``phase``, ``bytes_done`` and ``bytes_total``.
 
+        max_host_bytes: the most host memory for the buffers of ``save`` (two of 1 MiB at least), or for the snapshot of
+            ``async_save``. A larger state streams through buffers: the call returns when the last byte is copied. With
+            "overlap", what lies in host memory is written from where it is, after the call.
+
     Only for ``async_save``:
 
     Attributes:
         stage: "copy" returns when the snapshot is complete. "overlap" returns at once and copies while training goes
             on: do not change the state before ``handle.wait_staged()``, or before the step of an optimizer under
             ``guard``. "device" clones the state on its device, if there is room, and copies the clone.
-        copy_now: with "overlap", keys (or starts of keys) that are copied before ``async_save`` returns.
-        max_host_bytes: the most host memory for the snapshot. A larger state streams through it: then ``async_save``
-            returns when the last byte is copied, and most bytes are on disk by then.
+        copy_now: with "overlap", keys (or starts of keys) that are copied before ``async_save`` returns. Buffers of
+            modules and small tensors are copied too where there is no snapshot.
         when_busy: what to do while the last save is under way: "wait" for it, or "raise" BusyError.
         at_exit: what to do when the interpreter ends: "finish" the save, or "abandon" it and remove its files.
         prove: compute a fingerprint of every tensor now, on its device, and compare it with what was written.
@@ -168,14 +171,7 @@ def save(
     )
     with ranks, contextlib.ExitStack() as stack:
         checkpoint_id, storage_writer = id_and_storage(checkpoint_id, storage_writer, function="save")
-        writer = writer_for(
-            checkpoint_id,
-            storage_writer,
-            overwrite=overwrite,
-            allow_pickle=options.allow_pickle,
-            user_metadata=user_metadata,
-            statistics=options.statistics,
-        )
+        writer = writer_for(checkpoint_id, storage_writer, options, overwrite=overwrite, user_metadata=user_metadata)
         if planner is None:
             planner = planner_for(options)
         elif options.mapping is not None:
@@ -196,17 +192,16 @@ def planner_for(options: SaveOptions) -> DefaultSavePlanner:
 def writer_for(
     checkpoint_id: str | os.PathLike[str] | None,
     storage_writer: StorageWriter | None,
+    options: SaveOptions,
     *,
     overwrite: bool,
-    allow_pickle: bool,
     user_metadata: Mapping[str, object] | None,
-    statistics: bool,
 ) -> StorageWriter:
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
-        if not overwrite or allow_pickle or user_metadata is not None:
+        if not overwrite or options.allow_pickle or user_metadata is not None:
             raise ValueError("pass overwrite, allow_pickle and user_metadata to the storage_writer, not to save")
-        if statistics and not getattr(storage_writer, "statistics", False):
+        if options.statistics and not getattr(storage_writer, "statistics", False):
             raise ValueError("only native files keep statistics: pass statistics=True to NativeWriter, not to save")
         if checkpoint_id is not None:
             storage_writer.reset(checkpoint_id)
@@ -217,13 +212,14 @@ def writer_for(
         return NativeWriter(
             checkpoint_id,
             overwrite=overwrite,
-            allow_pickle=allow_pickle,
+            allow_pickle=options.allow_pickle,
             user_metadata=user_metadata,
-            statistics=statistics,
+            statistics=options.statistics,
+            max_host_bytes=options.max_host_bytes,
         )
     if user_metadata is not None:
         raise ValueError("this URL is written in torch's format, which has no place for user_metadata; save to a path")
-    if statistics:
+    if options.statistics:
         raise ValueError("this URL is written in torch's format, which has no place for statistics; save to a path")
     return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
 

@@ -140,9 +140,7 @@ def test_user_metadata_is_copied_too(tmp_path: Path) -> None:
 def test_a_state_over_the_bound_streams_through_few_buffers(tmp_path: Path) -> None:
     state = {str(number): torch.randn(2_500_000) for number in range(10)}
     expected = {key: tensor.clone() for key, tensor in state.items()}
-    handle = async_save(
-        state, tmp_path / "checkpoint", options=holdfast.SaveOptions(max_host_bytes=33 << 20, stage="overlap")
-    )
+    handle = async_save(state, tmp_path / "checkpoint", options=holdfast.SaveOptions(max_host_bytes=33 << 20))
     assert handle.staging_completion.done()
     for tensor in state.values():
         tensor.zero_()
@@ -150,6 +148,75 @@ def test_a_state_over_the_bound_streams_through_few_buffers(tmp_path: Path) -> N
     assert held_bytes() == 0
     found = holdfast.load(tmp_path / "checkpoint")
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+class Held:
+    """Options that have a large state written from where it is, and nothing of it before ``go`` is set."""
+
+    def __init__(self, **options: Any) -> None:
+        self.go = threading.Event()
+        self.options = holdfast.SaveOptions(
+            stage="overlap", max_host_bytes=4 << 20, prove=True, progress=self._wait, **options
+        )
+
+    def _wait(self, handle: AsyncSave) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.go.wait(TIMEOUT_S)
+
+
+class Normed(torch.nn.Module):
+    """A large weight, and a large buffer that a forward pass may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3_000_001))
+        self.register_buffer("mean", torch.randn(1_000_001))
+
+
+def test_a_state_in_memory_is_written_from_where_it_is_with_overlap_and_a_bound(tmp_path: Path) -> None:
+    model, held = Normed(), Held(copy_now=["named"])
+    state = {
+        "model": model,
+        "named": torch.randn(1_000_001),
+        "small": torch.randn(5),
+        "turned": torch.randn(999, 777).T,
+    }
+    expected = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+    expected |= {f"model.{key}": value.clone() for key, value in model.state_dict().items()}
+    handle = async_save(state, tmp_path / "checkpoint", options=held.options)
+    assert not handle.staging_completion.done()
+    for tensor in (model.mean, state["named"], state["small"], state["turned"]):
+        tensor.zero_()
+    held.go.set()
+    handle.result()
+    assert held_bytes() == 0
+    with holdfast.open(tmp_path / "checkpoint") as checkpoint:
+        assert all(torch.equal(checkpoint[key][:], tensor) for key, tensor in expected.items())
+
+
+def test_what_changes_a_state_that_is_written_from_where_it_is_fails_the_save(tmp_path: Path) -> None:
+    model, held = Normed(), Held()
+    handle = async_save({"model": model}, tmp_path / "checkpoint", options=held.options)
+    model.weight.data[2_000_000] += 1  # of which autograd hears nothing
+    held.go.set()
+    with pytest.raises(InvalidStateError, match=r"'model\.weight' changed between the call"):
+        handle.result()
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_guarded_step_waits_until_a_state_is_written_from_where_it_is(tmp_path: Path) -> None:
+    model, held, seen = Normed(), Held(), list[bool]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: held.go.set())
+    guard(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(handle.staging_completion.done()))
+    model.weight.grad = torch.ones_like(model.weight)
+    expected = model.weight.detach().clone()
+    handle = async_save({"model": model, "optimizer": optimizer}, tmp_path / "checkpoint", options=held.options)
+    optimizer.step()
+    assert seen == [True]
+    handle.result()
+    assert torch.equal(holdfast.read(tmp_path / "checkpoint")["model"]["weight"], expected)
 
 
 @pytest.mark.parametrize("way", ["streamed", "waited for"])

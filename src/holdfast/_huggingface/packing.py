@@ -69,7 +69,7 @@ class RunPacker(Packer):
 
     def write_spans(self, spans: Iterable[Span]) -> None:
         """Write all of ``spans``; their digests are added to ``digests``, in order."""
-        workers, slabs = default_workers(), max(2, self._slabs or 2)
+        workers, slabs = default_workers(), max(2, self._slabs.number)
         ring = SlabRing(slabs, pinned=self._pinned)
         try:
             run_bounded(self._span_jobs(spans, ring), workers=workers, ahead=max(2, slabs - workers))

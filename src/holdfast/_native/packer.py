@@ -33,9 +33,24 @@ HEADER_FRAME_BYTES = 16  # the length in front, the braces
 _WAITING_SLABS = 4
 
 
-def slabs_for(nbytes: int) -> int:
-    """How many slabs suit ``nbytes``: a new one costs as much as a copy, so each is to be used twice at least."""
-    return min(default_workers() + _WAITING_SLABS, -(-nbytes // (2 * SLAB_BYTES)))
+class Slabs(NamedTuple):
+    """How many, and of what size."""
+
+    number: int
+    nbytes: int
+
+
+def slabs_for(nbytes: int, most_bytes: int | None = None) -> Slabs:
+    """The slabs that suit ``nbytes``; where they may take ``most_bytes`` together, smaller ones: two blocks at least.
+
+    A new slab costs as much as a copy, so each is to be used twice at least. One has room for whole blocks behind what
+    is left of a page.
+    """
+    if most_bytes is None:
+        return Slabs(min(default_workers() + _WAITING_SLABS, -(-nbytes // (2 * SLAB_BYTES))), SLAB_BYTES)
+    blocks = max(1, (most_bytes // _WAITING_SLABS - ALIGNMENT) // BLOCK_BYTES)
+    size = min(blocks * BLOCK_BYTES + ALIGNMENT, SLAB_BYTES)
+    return Slabs(max(2, most_bytes // size), size)
 
 
 class Chunk(NamedTuple):
@@ -134,13 +149,13 @@ class Packer:
         self,
         *,
         pinned: bool = False,
-        slabs: int | None = None,
+        slabs: Slabs | None = None,
         on_filled: Callable[[], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._pinned = pinned
         self._progress = progress or Progress()
-        self._slabs = slabs
+        self._slabs = slabs or Slabs(default_workers() + _WAITING_SLABS, SLAB_BYTES)
         self._on_filled = on_filled
         self.files: list[DataFile] = []
         self.digests: list[int] = []
@@ -153,8 +168,8 @@ class Packer:
         """
         workers = default_workers()
         # One job is held back until there is a second.
-        slabs = workers + _WAITING_SLABS if self._slabs is None else max(2, self._slabs)
-        ring = SlabRing(slabs, pinned=self._pinned)
+        slabs = max(2, self._slabs.number)
+        ring = SlabRing(slabs, nbytes=self._slabs.nbytes, pinned=self._pinned)
         try:
             run_bounded(self._runners(chunks, open_file, ring), workers=workers, ahead=max(2, slabs - workers))
         finally:
@@ -200,7 +215,7 @@ class Packer:
             for start in range(0, nbytes, BLOCK_BYTES):
                 stop = min(start + BLOCK_BYTES, nbytes)
                 at = job.end - job.base
-                if at + stop - start > SLAB_BYTES:
+                if at + stop - start > self._slabs.nbytes:
                     yield job
                     job = following(job)
                     at = job.end - job.base

@@ -1,18 +1,22 @@
-"""Where a checkpoint is written: what a writer asks of a directory, and of a folder in an object store.
+"""Where a checkpoint is written: what a writer asks of a directory, and of a folder in an object store;
+and what a save in the background asks of a writer.
 
 ``DirectoryPlace`` in ``writer.py`` is the one, ``StorePlace`` in ``store_place.py`` the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from holdfast._io.mapping import FileImage, WrittenImage
+from holdfast._native.file_layout import StagedFiles
 from holdfast._native.manifest import Manifest
-from holdfast._native.packer import Chunk, DataFile, Placed
+from holdfast._native.packer import Chunk, DataFile, Placed, Slabs
 from holdfast._native.report import WrittenFile
 from holdfast._values.deadline import Progress
+from holdfast.planner import SavePlan, SavePlanner
+from holdfast.storage import WriteResult
 
 
 class Files(Protocol):
@@ -27,12 +31,37 @@ class Files(Protocol):
         ...
 
 
+Proof: TypeAlias = Callable[[list[int]], None]
+"""Is told the digests of all blocks that were written, in order."""
+
+
 class ImageOutput(Files, Protocol):
     """Whoever writes file images from memory: this process, or another that has the same memory."""
 
     def write(self, files: Sequence[FileImage], memory: memoryview) -> list[WrittenImage]:
         """What was written, durably."""
         ...
+
+
+@runtime_checkable
+class ImageStorage(Protocol):
+    """Storage whose files can be laid out in memory first, and be written from there by whoever has that memory."""
+
+    def lay_out(self, plan: SavePlan, planner: SavePlanner, progress: Progress) -> StagedFiles: ...
+
+    def image_output(self, progress: Progress) -> ImageOutput: ...
+
+    def check_for_process(self) -> None:
+        """InvalidStateError where another process cannot write."""
+        ...
+
+    def write_staged(
+        self, staged: StagedFiles, memory: memoryview, files: ImageOutput
+    ) -> MutableSequence[WriteResult]: ...
+
+    def stream_staged(
+        self, staged: StagedFiles, max_bytes: int, on_copied: Callable[[], None], proof: Proof
+    ) -> MutableSequence[WriteResult]: ...
 
 
 class ChunkOutput(Files, Protocol):
@@ -50,7 +79,7 @@ class MakesPacker(Protocol):
     """``slabs`` buffers are used; ``on_filled`` is called when all bytes are copied."""
 
     def __call__(
-        self, *, slabs: int, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
+        self, *, slabs: Slabs, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
     ) -> ChunkOutput: ...
 
 

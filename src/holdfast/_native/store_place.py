@@ -29,7 +29,7 @@ from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, lent_view
 from holdfast._io.stores import MOST_UPLOAD_BYTES, store_of
 from holdfast._native.file_layout import Image
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
-from holdfast._native.packer import BlockJob, Chunk, DataFile, Placed, fill_blocks
+from holdfast._native.packer import BlockJob, Chunk, DataFile, Placed, Slabs, fill_blocks
 from holdfast._native.place import ImageOutput, MakesPacker
 from holdfast._native.publish import files_of, is_marked, other_format_stays
 from holdfast._native.report import WrittenFile
@@ -146,10 +146,11 @@ class ObjectPacker:
     """
 
     def __init__(
-        self, *, slabs: int, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
+        self, *, slabs: Slabs, on_filled: Callable[[], None] | None = None, pinned: bool, progress: Progress
     ) -> None:
         self._pinned = pinned
-        self._slabs = max(2, min(slabs, MOST_UPLOAD_BYTES // SLAB_BYTES))
+        most_bytes = min(slabs.number * slabs.nbytes, MOST_UPLOAD_BYTES)
+        self._slabs = max(2, most_bytes // SLAB_BYTES)
         self._on_filled = on_filled
         self._progress = progress
         self._upload: Upload | None = None

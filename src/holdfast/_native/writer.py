@@ -118,7 +118,7 @@ class NativeWriter(StorageWriter):
     ``overwrite=False`` refuses to replace a published checkpoint; otherwise it is replaced atomically. ``attempt`` is
     the id in the names of this save's files (a random one by default). ``allow_pickle`` stores values that have no
     typed form as pickles, which only readers that allow it too will load. ``user_metadata`` is kept in the manifest.
-    ``statistics`` keeps numbers of every tensor, as in SaveOptions.
+    ``statistics`` keeps numbers of every tensor, and ``max_host_bytes`` bounds the buffers, as in SaveOptions.
     """
 
     keeps_empty_dicts = True
@@ -134,12 +134,14 @@ class NativeWriter(StorageWriter):
         allow_pickle: bool = False,
         user_metadata: Mapping[str, object] | None = None,
         statistics: bool = False,
+        max_host_bytes: int | None = None,
     ) -> None:
         self.path = posix.absolute(path)
         self._place: SavePlace = StorePlace() if "://" in self.path else DirectoryPlace()
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
         self.statistics = statistics
+        self._max_host_bytes = max_host_bytes
         if user_metadata is not None and not isinstance(user_metadata, Mapping):
             raise ValueError(f"user_metadata is a dict, not {user_metadata!r}")
         self.user_metadata = dict(user_metadata or {})
@@ -213,7 +215,7 @@ class NativeWriter(StorageWriter):
         work = self._work(plan, planner)
         done: Future[MutableSequence[WriteResult]] = Future()
         self.progress.total = work.planned_bytes
-        slabs = slabs_for(work.planned_bytes)
+        slabs = slabs_for(work.planned_bytes, self._max_host_bytes)
         output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
         chunks = work.chunks() if work.numbers is None else work.looked_at(work.chunks())
         write = partial(output.write, chunks, work.next_file)
@@ -234,13 +236,23 @@ class NativeWriter(StorageWriter):
         return StagedFiles(work, chunks, Image(work.next_file, chunks))
 
     def stream_staged(
-        self, staged: StagedFiles, *, slabs: int, on_copied: Callable[[], None]
+        self, staged: StagedFiles, max_bytes: int, on_copied: Callable[[], None], proof: Callable[[list[int]], None]
     ) -> MutableSequence[WriteResult]:
-        """Copy and write what ``lay_out`` laid out, through so many buffers; ``on_copied`` is called in between."""
+        """Copy and write what ``lay_out`` laid out, through ``max_bytes`` of buffers.
+
+        ``on_copied`` is called in between, and ``proof`` with the digests of all blocks, in order.
+        """
+        slabs = slabs_for(staged.work.planned_bytes, max_bytes)
         output = self._place.packer(slabs=slabs, on_filled=on_copied, pinned=uses_cuda(), progress=self.progress)
         work = staged.work
         chunks = staged.chunks if work.numbers is None else work.looked_at(staged.chunks)
-        return self._written(work, output, output, partial(output.write, chunks, work.next_file))
+
+        def write() -> list[WrittenFile]:
+            written = output.write(chunks, work.next_file)
+            proof(output.digests)
+            return written
+
+        return self._written(work, output, output, write)
 
     def image_output(self, progress: Progress) -> ImageOutput:
         """What writes files from memory in this process."""

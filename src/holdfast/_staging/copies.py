@@ -16,13 +16,16 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 import torch
 
 from holdfast._io.pipeline import run_bounded
+from holdfast._io.slabs import Slab
 from holdfast._native.file_layout import Copy
+from holdfast._native.packer import Chunk
 from holdfast._native.report import WriteReport
 from holdfast._process import forget_in_child
 from holdfast._staging.memory import CUDA, CudaTransfer, Looking, Region
@@ -156,6 +159,11 @@ def _divided(copies: Sequence[Copy], names: Collection[str]) -> tuple[list[Copy]
     return [copy for copy in copies if copy.name in names], [copy for copy in copies if copy.name not in names]
 
 
+def is_named(key: str, names: Sequence[str]) -> bool:
+    """Whether ``key``, or the start of it up to a dot, is one of ``names``."""
+    return f"{key}.".startswith(tuple(f"{name}." for name in names))
+
+
 class HostCopier:
     """Copies from host memory into ``region`` with the threads that torch may use; the rest is as in ``Staging``.
 
@@ -237,13 +245,59 @@ class Fingerprints:
             for (name, at, nbytes), number in zip(places, self.numbers[device].tolist(), strict=True)
             if int(_number(MemorySource(region, region.address + at, nbytes))) != number
         ]
-        if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise InvalidStateError(
-                f"{', '.join(map(repr, wrong[:_SHOWN]))}{more} changed between the call of async_save and the copy; "
-                "wait for the handle's wait_staged(), guard the optimizer, or name them in copy_now",
-                key=wrong[0],
-            )
+        _check_none(wrong)
+
+
+def _check_none(wrong: Sequence[str]) -> None:
+    """InvalidStateError if there is one whose tensor was changed too early."""
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise InvalidStateError(
+            f"{', '.join(map(repr, wrong[:_SHOWN]))}{more} changed between the call of async_save and the copy; "
+            "wait for the handle's wait_staged(), guard the optimizer, or name them in copy_now",
+            key=wrong[0],
+        )
+
+
+_HELD_BYTES = 64 << 10
+
+
+class Live:
+    """Chunks of which the tensors, all in host memory, are written from where they are, while training goes on.
+
+    What is not sure to stay as it is until the optimizer's step is copied when this is made: chunks for which
+    ``is_held``, and small ones. With ``proves``, each block is hashed, for ``check`` to compare with what was written.
+    """
+
+    def __init__(self, chunks: list[Chunk], is_held: Sequence[bool], *, proves: bool, progress: Progress) -> None:
+        for number, (chunk, is_named) in enumerate(zip(chunks, is_held, strict=True)):
+            if is_named or chunk.source.nbytes < _HELD_BYTES or not isinstance(chunk.source, MemorySource):
+                chunks[number] = chunk._replace(source=_copied(chunk.source))
+        self._names = [chunk.name for chunk in chunks]
+        self._bounds = [0, *accumulate(-(-chunk.source.nbytes // BLOCK_BYTES) for chunk in chunks)]
+        self._digests, self._progress = [0] * self._bounds[-1] if proves else [], progress
+        if proves:
+            sources = [chunk.source for chunk in chunks]
+            jobs = [partial(self._hash, *each) for each in zip(self._bounds, sources, strict=False)]
+            run_bounded(jobs, workers=min(_MOST_THREADS, torch.get_num_threads()), ahead=0)
+
+    def _hash(self, first: int, source: Source) -> None:
+        assert isinstance(source, MemorySource), "all else was copied"
+        for number, piece in enumerate(source.pieces(BLOCK_BYTES), first):
+            self._digests[number] = digest(piece.numpy().data)
+        self._progress.moved(source.nbytes)
+
+    def check(self, written: Sequence[int]) -> None:
+        """InvalidStateError, naming the tensors, unless the blocks that were ``written`` are those of the call."""
+        if self._digests and self._digests != written:
+            spans = zip(self._names, self._bounds, self._bounds[1:], strict=False)
+            _check_none([name for name, begin, end in spans if self._digests[begin:end] != written[begin:end]])
+
+
+def _copied(source: Source) -> MemorySource:
+    memory = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
+    source.copy_out(0, source.nbytes, Slab(memory.numpy().data, memory), 0)
+    return MemorySource(memory, memory.data_ptr(), source.nbytes)
 
 
 def _number(source: Source) -> torch.Tensor:

@@ -7,8 +7,15 @@ framework is imported here, and none is a dependency: an adapter whose framework
 from __future__ import annotations
 
 import importlib
+import weakref
+from collections.abc import Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
+
+from holdfast._async_saver import guard
+from holdfast._saver import SaveOptions
 
 
 class Tested(NamedTuple):
@@ -27,6 +34,30 @@ TESTED = {
     "transformers": Tested("transformers", "5.23", "5.23"),
 }
 """The framework of each adapter, by the name of its module."""
+
+
+_BUFFER_BYTES = 5 << 20
+_guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def default_options(asynchronous: bool | Literal["process"], is_guarded: bool) -> SaveOptions:
+    """The options of saves if a user names none; ``is_guarded``: the optimizers wait, as ``guard_once`` has them.
+
+    On the CPU a snapshot would take the memory of the state once more: there it is written from where it is.
+    """
+    if torch.cuda.is_available() or asynchronous == "process" or (asynchronous and not is_guarded):
+        return SaveOptions()
+    return SaveOptions(stage="overlap" if asynchronous else "copy", max_host_bytes=_BUFFER_BYTES, prove=True)
+
+
+def guard_once(optimizers: Iterable[object]) -> bool:
+    """Have the next step of each of ``optimizers`` wait for the save under way; whether all of them can."""
+    known = [getattr(each, "optimizer", each) for each in optimizers if each is not None]  # accelerate wraps them
+    guarded = [each for each in known if isinstance(each, torch.optim.Optimizer)]
+    for optimizer in set(guarded).difference(_guarded):
+        guard(optimizer)
+    _guarded.update(guarded)
+    return len(guarded) == len(known)
 
 
 def imported(adapter: str, module: str) -> ModuleType:

@@ -24,7 +24,7 @@ from holdfast._staging.one_at_a_time import AsyncSave
 from holdfast._state.per_rank import OnResize, PerRank, Rng
 from holdfast._values.shown import few
 from holdfast.errors import NotACheckpointError
-from holdfast.integrations import imported
+from holdfast.integrations import default_options, guard_once, imported
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,7 +33,7 @@ _types = imported("accelerate", "accelerate.utils").DistributedType
 
 logger = logging.getLogger("holdfast")
 
-_SAVE, _LOAD = SaveOptions(), LoadOptions()
+_LOAD = LoadOptions()
 
 
 def save_state(
@@ -41,15 +41,18 @@ def save_state(
     path: str | os.PathLike[str],
     *,
     asynchronous: bool = False,
-    options: SaveOptions = _SAVE,
+    options: SaveOptions | None = None,
 ) -> AsyncSave | None:
     """Save all that ``accelerator`` has prepared at ``path``, as one checkpoint; all ranks call it.
+
+    Without ``options``, a state on the CPU is written from where it is: ``asynchronous``, until the optimizer steps.
 
     Returns:
         With ``asynchronous``, the handle of the save in the background, as that of ``async_save``. Else None: the
         checkpoint is durable.
     """
-    state = state_of(accelerator)
+    state, is_guarded = state_of(accelerator), guard_once(accelerator._optimizers)
+    options = options or default_options(asynchronous, is_guarded)
     if asynchronous:
         return async_save(state, path, options=options)
     save(state, path, options=options)

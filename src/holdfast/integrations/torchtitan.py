@@ -30,7 +30,7 @@ from holdfast._steps.manager import CheckpointManager
 from holdfast._steps.policies import Every, Keep, Latest
 from holdfast._steps.stopping import StopOn
 from holdfast.errors import MismatchError, UnsafeError
-from holdfast.integrations import imported
+from holdfast.integrations import default_options, guard_once, imported
 from holdfast.integrations.torchtitan_state import PlainLoader, WhenSaved, has_plain_state
 
 __all__ = ["HoldfastCheckpoints"]
@@ -61,7 +61,8 @@ class HoldfastCheckpoints(_Base):
             allow_pickle: let torchtitan unpickle the state of the data loader in a checkpoint of its own.
             keep: policies, in the place of ``keep_latest_k``.
             stop: what the run stops for; None: nothing.
-            options: the options of every save.
+            options: the options of every save. None: a state on the CPU is written from where it is until the
+                optimizer's next step, one on an accelerator is copied.
         """
 
         last_save_model_only: bool = False
@@ -70,7 +71,7 @@ class HoldfastCheckpoints(_Base):
         allow_pickle: bool = False
         keep: Annotated[tuple[Keep, ...] | None, tyro.conf.Suppress] = None
         stop: Annotated[StopOn | None, tyro.conf.Suppress] = field(default_factory=StopOn)
-        options: Annotated[SaveOptions, tyro.conf.Suppress] = field(default_factory=SaveOptions)
+        options: Annotated[SaveOptions | None, tyro.conf.Suppress] = None
 
         def __post_init__(self) -> None:
             if self.last_save_model_only and not self.last_save_in_hf:
@@ -97,7 +98,8 @@ class HoldfastCheckpoints(_Base):
         if not self.enable:
             return
         self._config, self._adapter = config, sd_adapter
-        self.folder = _filesystem.join(base_folder, config.folder)
+        self._options = config.options or default_options(config.asynchronous, guard_once(optimizers))
+        self.folder = config.folder if is_store_url(config.folder) else _filesystem.join(base_folder, config.folder)
         self._export_path = (
             config.export or os.path.join(self.folder, "hf") if config.last_save_in_hf else config.export
         )
@@ -119,7 +121,7 @@ class HoldfastCheckpoints(_Base):
                 keep=newest if config.keep is None else config.keep,
                 stop=config.stop,
                 asynchronous=config.asynchronous,
-                options=config.options,
+                options=self._options,
             )
 
     @property
@@ -189,7 +191,7 @@ class HoldfastCheckpoints(_Base):
         """Load all states, or the model, from the checkpoint at ``path``, ours or torchtitan's."""
         is_titan = format_at(path) == "torch"
         state = self._state(loads=True, model_only=model_only, is_titan=is_titan)
-        report = load(state, path, options=LoadOptions(deadline_s=self._config.options.deadline_s))
+        report = load(state, path, options=LoadOptions(deadline_s=self._options.deadline_s))
         if is_titan and not model_only:
             logger.warning("%r is torchtitan's own: it has no state of the random generators", path)
         self.states[MODEL].load_state_dict(state)

@@ -32,7 +32,7 @@ from holdfast._steps.policies import Best, Every, Keep, Latest
 from holdfast._steps.resuming import Resumed
 from holdfast._steps.stopping import StopOn
 from holdfast.hf import ExportOptions, Mapping, export
-from holdfast.integrations import imported
+from holdfast.integrations import default_options, guard_once, imported
 
 if TYPE_CHECKING:
     from transformers import Trainer as Framework
@@ -44,7 +44,7 @@ _theirs = imported("transformers", "transformers.trainer")
 logger = logging.getLogger("holdfast")
 
 _NEVER = Every(steps=2**62)  # by itself: the Trainer says when
-_SAVE, _STOP = SaveOptions(), StopOn()
+_STOP = StopOn()
 
 
 class HoldfastMixin(Framework):
@@ -66,13 +66,14 @@ class HoldfastMixin(Framework):
         self,
         *args: Any,
         asynchronous: bool | Literal["process"] = True,
-        options: SaveOptions = _SAVE,
+        options: SaveOptions | None = None,
         keep: Keep | Sequence[Keep] | None = None,
         stop: StopOn | None = _STOP,
         export: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        options = options or default_options(asynchronous, guard_once([self.optimizer]))
         if refused := _refused(self, options):
             raise ValueError(f"steps cannot be saved by Holdfast: {refused}")
         kept = _policies(self.args) if keep is None else keep
@@ -187,6 +188,7 @@ class HoldfastMixin(Framework):
         step = self.state.global_step
         now = takewhile(lambda entry: entry.get("step") == step, reversed(self.state.log_history))
         metrics = {name: value for entry in now for name, value in entry.items() if isinstance(value, float)}
+        guard_once([self.optimizer])
         self.checkpoints.save(step, self._state(), metrics=metrics, force=force)
 
     def _write_export(self, folder: str | os.PathLike[str]) -> None:
@@ -241,7 +243,9 @@ def _refused(trainer: HoldfastMixin, options: SaveOptions) -> str:
         "DeepSpeed keeps its state to itself; use FSDP2": trainer.is_deepspeed_enabled,
         "shards of FSDP1 are not kept; set fsdp_version=2": plugin is not None and plugin.fsdp_version != 2,
         "ranks of SageMaker and TPUs are not known; use torchrun": args.parallel_mode.value.startswith(("sage", "tpu")),
-        "options.stage 'overlap' would save what callbacks change; use 'copy' or 'device'": options.stage == "overlap",
+        "with options.stage 'overlap' callbacks may change what is saved; add prove=True": (
+            options.stage == "overlap" and not options.prove
+        ),
         "save_only_model leaves nothing to resume from; pass export= instead": args.save_only_model,
         "enable_jit_checkpoint stops ranks one by one; stop= stops all at one step": args.enable_jit_checkpoint,
         "steps are not pushed to a hub; set hub_strategy='end'": args.push_to_hub and args.hub_strategy.value != "end",

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from holdfast import hf
 from holdfast._state.per_rank import OnResize, PerRank, Rng
 from holdfast.errors import MismatchError
-from holdfast.integrations import imported
+from holdfast.integrations import guard_once, imported
 
 _trainer: Any = imported("lightning", "lightning.pytorch")
 
@@ -80,6 +80,7 @@ class HoldfastCallback(_trainer.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """In the middle of an epoch, once more: the iterator just made is one that was there at the save."""
+        guard_once(trainer.optimizers)
         if trainer.fit_loop.restarted_mid_epoch and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._restore()
         self._saved = {}

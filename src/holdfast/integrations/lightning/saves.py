@@ -25,7 +25,7 @@ from holdfast._process import Lock, Once
 from holdfast._saver import SaveOptions, save
 from holdfast._staging.one_at_a_time import AsyncSave
 from holdfast.errors import CheckpointError, CorruptError, InvalidStateError, NotFoundError, UnsafeError
-from holdfast.integrations import imported
+from holdfast.integrations import default_options, imported
 
 _plugins: Any = imported("lightning", "lightning.fabric.plugins")
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast")
 
 Paths = str | os.PathLike[str]
 State = dict[str, Any]
-_SAVE, _LOAD = SaveOptions(), LoadOptions()
+_LOAD = LoadOptions()
 _CALLBACK = "HoldfastCallback"
 
 
@@ -68,7 +68,8 @@ class HoldfastIO(_plugins.CheckpointIO):
     Args:
         asynchronous: save in the background, in a thread; "process" has another process write. What a save fails with
             is raised by the next one, by ``wait``, or when the Trainer ends.
-        options: the options of every save.
+        options: the options of every save. Without them, a state on the CPU is written from where it is; with
+            ``asynchronous`` that is so if there is a ``HoldfastCallback``, which has the optimizers wait.
         load_options: the options of every load. With ``allow_pickle``, Lightning loads what Lightning has written.
     """
 
@@ -78,7 +79,7 @@ class HoldfastIO(_plugins.CheckpointIO):
         self,
         *,
         asynchronous: bool | Literal["process"] = False,
-        options: SaveOptions = _SAVE,
+        options: SaveOptions | None = None,
         load_options: LoadOptions = _LOAD,
     ) -> None:
         if asynchronous not in (True, False, "process"):
@@ -97,7 +98,12 @@ class HoldfastIO(_plugins.CheckpointIO):
         is_per_rank = any(isinstance(value, dict) and value.keys() == {"rank-0"} for value in checkpoint.values())
         if is_per_rank and job is not None and job.get_world_size() > 1:
             raise InvalidStateError("under DDP only rank 0 saves, and a PerRank or Rng would be that of rank 0 alone")
-        self.save(checkpoint, path, options=self.options)
+        self.save(checkpoint, path, options=self.options_for(checkpoint))
+
+    def options_for(self, checkpoint: Mapping[str, Any]) -> SaveOptions:
+        """The options of the save of ``checkpoint``."""
+        is_guarded = _CALLBACK in (checkpoint.get("callbacks") or ())  # which sees to it
+        return self.options or default_options(self._asynchronous, is_guarded)
 
     def save(self, state: State, path: Paths, *, options: SaveOptions, **metadata: object) -> None:
         """Save ``state``, with ``metadata`` beside it. Of a sharded model, all ranks call it."""

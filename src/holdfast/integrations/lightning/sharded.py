@@ -72,7 +72,7 @@ class _Sharded:
             for key, value in state.items()
             if self.global_rank == 0 or key in sharded or isinstance(value, PerRank)
         }
-        options = self.checkpoint_io.options
+        options = self.checkpoint_io.options_for(state)
         if options.replica_check == "sample":  # buffers may differ, as running statistics do
             buffers = [f"{key}.{name}" for key, model in models.items() for name, _ in model.named_buffers()]
             options = replace(options, replica_check=buffers) if buffers else options
