@@ -171,9 +171,8 @@ def save(
             overwrite=overwrite,
             allow_pickle=options.allow_pickle,
             user_metadata=user_metadata,
+            max_host_bytes=options.max_host_bytes,
         )
-        if isinstance(writer, NativeWriter):
-            writer.max_host_bytes = options.max_host_bytes
         if planner is None:
             planner = planner_for(options)
         elif options.mapping is not None:
@@ -198,6 +197,7 @@ def writer_for(
     overwrite: bool,
     allow_pickle: bool,
     user_metadata: Mapping[str, object] | None,
+    max_host_bytes: int | None = None,
 ) -> StorageWriter:
     """The storage that is meant: the one given, at ``checkpoint_id`` if that is given too, or what the id means."""
     if storage_writer is not None:
@@ -209,7 +209,11 @@ def writer_for(
     if checkpoint_id is None:
         raise ValueError("save needs a checkpoint_id or a storage_writer: save(state, path)")
     if NativeWriter.validate_checkpoint_id(checkpoint_id):
-        return NativeWriter(checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata)
+        native = NativeWriter(
+            checkpoint_id, overwrite=overwrite, allow_pickle=allow_pickle, user_metadata=user_metadata
+        )
+        native.max_host_bytes = max_host_bytes
+        return native
     if user_metadata is not None:
         raise ValueError("this URL is written in torch's format, which has no place for user_metadata; save to a path")
     return FsspecWriter(os.fspath(checkpoint_id), overwrite=overwrite)
