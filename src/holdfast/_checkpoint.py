@@ -34,7 +34,7 @@ from holdfast._torch_format.file_systems import is_for_fsspec, is_remote
 from holdfast._torch_format.reader import FileSystemReader, FsspecReader, verify_torch_checkpoint
 from holdfast._values.box import Box, whole
 from holdfast._values.deadline import Progress
-from holdfast._values.lazy import LazyList
+from holdfast._values.lazy import LazyList, cached_property
 from holdfast._values.shown import few, html_table, shown_bytes
 from holdfast._values.statistics import TensorStatistics
 from holdfast.default_planner import DefaultLoadPlanner
@@ -173,8 +173,7 @@ class StoredTensor:
         return f"StoredTensor({self.key!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
-_MOST_DTYPES, _MOST_LARGEST = 8, 10
-"""What a notebook shows of a checkpoint."""
+_MOST_DTYPES, _MOST_LARGEST = 8, 10  # that a notebook shows
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -187,8 +186,6 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(self, reader: CatalogReader | FileSystemReader) -> None:
         self._reader = reader
         self._bytes_read: int | None = None
-        self._statistics: Mapping[str, TensorStatistics] | None = None
-        self._has_statistics = False
         self.metadata: Metadata = reader.read_metadata()
         if not reader.is_always_whole:
             check_tiling(self.metadata)
@@ -199,18 +196,15 @@ class Checkpoint(Mapping[str, Any]):
         """What the saver kept beside the state."""
         return self.metadata.user_metadata
 
-    @property
+    @cached_property
     def statistics(self) -> Mapping[str, TensorStatistics] | None:
         """The numbers of each tensor that ``SaveOptions(statistics=True)`` kept; None where the save kept none.
 
         No data is read for them. CorruptError where they are damaged.
         """
-        if not self._has_statistics:
-            catalog = catalog_of(self)
-            with self._noticing_replacement():
-                self._statistics = None if catalog is None else catalog.statistics()
-            self._has_statistics = True
-        return self._statistics
+        catalog = catalog_of(self)
+        with self._noticing_replacement():
+            return None if catalog is None else catalog.statistics()
 
     @property
     def bytes_read(self) -> int:
@@ -317,20 +311,19 @@ class Checkpoint(Mapping[str, Any]):
         kind = "torch.distributed.checkpoint"
         if isinstance(self._reader, CatalogReader):
             kind = "Hugging Face folder" if isinstance(self._reader, HuggingFaceReader) else "native"
-        held = f"{len(tensors):,} tensors, {len(self) - len(tensors):,} values"
         dtypes = (f"{dtype} {shown_bytes(nbytes)}" for dtype, nbytes in by_dtype.most_common(_MOST_DTYPES))
         own = self.user_metadata
         facts = {
             "format": kind,
-            "holds": f"{held}, {shown_bytes(sum(sizes.values()))}",
+            "holds": f"{len(tensors):,} tensors, {len(self) - len(tensors):,} values, {shown_bytes(sum(sizes.values()))}",
             "types": ", ".join(dtypes),
             "user metadata": few(own, len(own), "{}"),
         }
-        rows = []
-        for key in heapq.nlargest(_MOST_LARGEST, sizes, key=sizes.__getitem__):
-            found = tensors[key]
-            dtype_name = str(found.properties.dtype).removeprefix("torch.")
-            rows.append((key, dtype_name, str([*found.size]), shown_bytes(sizes[key])))
+        largest = ((key, tensors[key]) for key in heapq.nlargest(_MOST_LARGEST, sizes, key=sizes.__getitem__))
+        rows = [
+            (key, str(found.properties.dtype).removeprefix("torch."), str([*found.size]), shown_bytes(sizes[key]))
+            for key, found in largest
+        ]
         return html_table(os.fspath(self._reader.path), facts, ("the largest", "dtype", "shape", "bytes"), rows)
 
 
@@ -410,11 +403,10 @@ def verify(
         raise ValueError(f"{os.fspath(path)!r} is in torch's format; copy it to a directory, and verify it there")
     if is_torchs and (level not in get_args(Level) or sample != 1):
         raise ValueError(f"level must be one of {get_args(Level)}, and torch's own format has no sample to choose")
-    name = f"verifying {os.path.basename(os.fspath(path))}"
     with (
         Door(),
         events.Operation("verify", posix.absolute(path)) as operation,
-        following_bytes(progress, name) as on_progress,
+        following_bytes(progress, f"verifying {os.path.basename(os.fspath(path))}") as on_progress,
     ):
         if is_hugging_face(path):
             report = verify_folder(path, level=level, sample=sample, on_progress=on_progress)

@@ -28,8 +28,8 @@ PACKAGE = ROOT / "src" / "holdfast"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
 LIMITS = {
-    "modules": 189,
-    "lines": 45_400,
+    "modules": 207,
+    "lines": 48_300,
     "lines of the longest file": 450,
     "Any in 1000 lines": 8,
     "parameters of a function": 8,
