@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -303,7 +302,7 @@ class Checkpoint(Mapping[str, Any]):
         """What a notebook shows: totals, types, and the largest tensors; nothing is read for it."""
         entries = self.metadata.state_dict_metadata.items()
         tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        sizes, by_dtype = dict[str, int](), Counter[str]()
+        sizes, by_dtype = Counter[str](), Counter[str]()
         for key, entry in tensors.items():
             dtype = entry.properties.dtype
             sizes[key] = 0 if entry.alias_of else entry.size.numel() * dtype.itemsize
@@ -315,11 +314,11 @@ class Checkpoint(Mapping[str, Any]):
         own = self.user_metadata
         facts = {
             "format": kind,
-            "holds": f"{len(tensors):,} tensors, {len(self) - len(tensors):,} values, {shown_bytes(sum(sizes.values()))}",
+            "holds": f"{len(tensors):,} tensors, {len(self) - len(tensors):,} values, {shown_bytes(sizes.total())}",
             "types": ", ".join(dtypes),
             "user metadata": few(own, len(own), "{}"),
         }
-        largest = ((key, tensors[key]) for key in heapq.nlargest(_MOST_LARGEST, sizes, key=sizes.__getitem__))
+        largest = [(key, tensors[key]) for key, _ in sizes.most_common(_MOST_LARGEST)]
         rows = [
             (key, str(found.properties.dtype).removeprefix("torch."), str([*found.size]), shown_bytes(sizes[key]))
             for key, found in largest
