@@ -10,7 +10,7 @@ from typing import Protocol
 
 from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._native.manifest import Manifest
-from holdfast._native.packer import Chunk, DataFile, Placed
+from holdfast._native.packer import DataFile, Lane, Placed
 from holdfast._native.publish import Files
 from holdfast._native.report import WrittenFile
 from holdfast._values.deadline import Progress
@@ -30,7 +30,7 @@ class ChunkOutput(Files, Protocol):
     placed: list[Placed]
     digests: list[int]
 
-    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
+    def write(self, lanes: Sequence[Lane], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
         """Write every chunk and return the durable files."""
         ...
 
@@ -51,6 +51,10 @@ class SavePlace(Protocol):
 
     def begin(self, path: str, *, overwrite: bool) -> None:
         """Look at what is there, before anything is written; the coordinator calls it."""
+        ...
+
+    def is_in_memory(self, path: str) -> bool:
+        """Whether only one thread at a time may write to each file there."""
         ...
 
     def missing_directories(self, path: str) -> Sequence[str]: ...
