@@ -1,9 +1,10 @@
 """Segments of files into their targets: the read engine.
 
 Segments in file order are coalesced into jobs of at most 8 MiB. Threads read ahead into slabs, and the calling one
-verifies and delivers. For a GPU, and where the files are in the page cache, jobs are as large as a slab and each thread
-does all of one; from the page cache, what goes to one place as it is comes without a slab. What a segment must be to
-pass, and where files come from, is for the format that subclasses ``SegmentFetch`` to say.
+verifies and delivers, or, where there are cores for it, others do so: one more whenever a full slab waits for those
+that there are. For a GPU, and where files are in memory, jobs are as large as a slab and each thread does all of one;
+from memory, what goes to one place as it is comes without a slab. What a segment must be to pass, and where files come
+from, is for the format that subclasses ``SegmentFetch`` to say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import abc
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 
 from holdfast._io.direct import ALIGNMENT, LocalFiles
 from holdfast._io.files import FileToRead
-from holdfast._io.pipeline import default_workers, run_ahead, run_bounded
+from holdfast._io.pipeline import cores_each, default_workers, run_ahead, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, slab_over, uses_cuda
 from holdfast._plan.reads import coalesce
 from holdfast._state.tensor_bytes import move
@@ -44,6 +45,10 @@ COLD_BYTES = 96 << 20
 
 # From the page cache more than these only take the processor from the one that delivers.
 _CACHED_READERS = 2
+
+# From memory into a GPU: threads, and bytes of pinned slabs for them.
+_MOST_CUDA_WORKERS = 16
+_PINNED_BYTES = 128 << 20
 
 # Segments that are smaller than this, on average, are mostly work for the interpreter.
 _SMALL_BYTES = 128 << 10
@@ -100,6 +105,9 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     readers = LocalFiles.readers
     """Threads that only read, for one that delivers."""
+
+    sharers = 1
+    """How many processes of this host do the same at the same time."""
 
     delivers_at_once = False
     """Whether each of these threads delivers what it has read: where bytes do not come from a disk of this machine."""
@@ -168,16 +176,13 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         if not are_small and (uses_cuda() or self.delivers_at_once or self._is_cached()):
             self._run_in_threads(count)
         else:
-            self._run_ahead(count)
+            # Half of the cores: others read.
+            self._run_ahead(count, deliverers=1 if are_small else cores_each(2 * self.sharers))
 
     def _is_cached(self) -> bool:
         """Whether there is no disk to wait for, judged by the first file."""
         with self.file(int(self.segments.file[0])) as (_, is_cached):
             return is_cached
-
-    def _workers(self) -> int:
-        """How many threads work where each does all of a job, or reads for a GPU."""
-        return default_workers()
 
     def _ring(self, workers: int, most: int, *, least: int = 0) -> SlabRing:
         """Slabs for ``workers`` threads that read ``most`` bytes at once; for the CPU of ``least`` bytes together."""
@@ -199,9 +204,13 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
 
     def _run_in_threads(self, count: int) -> None:
         """Read, verify and deliver in as many threads as there are."""
-        workers, most = self._workers(), SLAB_BYTES
+        workers, most = default_workers(self.sharers, least=3), SLAB_BYTES
         if self.delivers_at_once and not uses_cuda():
             workers, most = self.readers, HOT_BYTES
+        elif uses_cuda() and self._is_cached():
+            # All of a core's time goes into reads and digests, so each core is of use; to pin memory takes time too.
+            workers = default_workers(self.sharers, least=3, most=_MOST_CUDA_WORKERS)
+            most = min(SLAB_BYTES, _PINNED_BYTES // workers // ALIGNMENT * ALIGNMENT)
         spans = self._spans(count, most=most)
         ring = self._ring(workers, most)
         try:
@@ -209,32 +218,34 @@ class SegmentFetch(abc.ABC, Generic[TargetT]):
         finally:
             ring.close()
 
-    def _run_ahead(self, count: int) -> None:
-        """Deliver in this thread while others read.
+    def _run_ahead(self, count: int, *, deliverers: int) -> None:
+        """Deliver in this thread while others read, or in up to so many while this one opens targets in file order.
 
-        Small segments are mostly work for one interpreter, and copies of large ones in several threads only compete
-        with the disk for memory.
+        Small segments are mostly work for one interpreter, and copies of large ones compete with a disk for memory.
         """
         most = SLAB_BYTES if uses_cuda() else HOT_BYTES
         if self._is_cached():
             # There is no disk to keep busy, nor one to be kept from the caches: few slabs, and they stay hot.
             workers, least = _CACHED_READERS, 0
         else:
-            workers, least = self._workers() if uses_cuda() else self.readers, COLD_BYTES
-        ring = self._ring(workers, most, least=least)
+            workers, least = default_workers(self.sharers, least=3) if uses_cuda() else self.readers, COLD_BYTES
+        ring = self._ring(workers + deliverers - 1, most, least=least + (deliverers - 1) * most)
         jobs = [SegmentJob(self, span) for span in self._spans(count, most=most)]
-        reads = (partial(job.read, ring) for job in jobs)
+        # One slab stays with each delivery, so that no read ever waits for one.
+        filled = run_ahead((partial(job.read, ring) for job in jobs), workers=workers, ahead=ring.count - deliverers)
         try:
-            # One slab stays with the delivery, so that no read ever waits for one.
-            with closing(run_ahead(reads, workers=workers, ahead=ring.count - 1)) as filled:
-                for job, (slab, base) in zip(jobs, filled, strict=True):
-                    # Here, and not where it was read: what this thread raises ends the reading ahead.
-                    self.progress.moved(job.nbytes)
-                    job.open_unless_plain()
-                    job.deliver(slab, base)
-                    ring.release(slab)
+            run_bounded(self._deliveries(jobs, filled, ring), workers=deliverers, ahead=0, at_once=True)
         finally:
             ring.close()
+
+    def _deliveries(
+        self, jobs: list[SegmentJob[TargetT]], filled: Generator[tuple[Slab, int], None, None], ring: SlabRing
+    ) -> Iterator[Callable[[], None]]:
+        with closing(filled):
+            for job, (slab, base) in zip(jobs, filled, strict=True):
+                self.progress.moved(job.nbytes)  # not where it was read: what this one raises ends the reading ahead
+                job.open_unless_plain()
+                yield partial(job.deliver_from, slab, base, ring)
 
     def _job(self, span: slice, ring: SlabRing) -> Callable[[], None]:
         self.progress.check()
@@ -333,28 +344,30 @@ class SegmentJob(Generic[TargetT]):
 
     def run(self, ring: SlabRing) -> None:
         """Read, verify, deliver; from the page cache right into the targets where the bytes go there as they are."""
-        if self._read_in_place():
-            self._fetch.done(self._boxes)
-        else:
-            slab, base = self.read(ring)
-            try:
-                self.deliver(slab, base)
-            finally:
-                ring.release(slab)
+        number, first, _ = self._fetch.extent(self._span)
+        with self._fetch.file(number) as (file, is_cached):
+            if is_cached and (views := self._views()) is not None:
+                self._read_hot(file, views)
+                self._fetch.done(self._boxes)
+            elif is_cached and uses_cuda():
+                self._read_for_device(file, first - first % ALIGNMENT, ring)
+            else:
+                self.deliver_from(*self.read(ring), ring)
         self._fetch.progress.moved(self.nbytes)
 
-    def _read_in_place(self) -> bool:
-        """Whether all segments could be, and were, read right into the targets."""
-        file_number, _, _ = self._fetch.extent(self._span)
-        with self._fetch.file(file_number) as (file, is_cached):
-            views = self._views() if is_cached else None
-            if views is None:
-                return False
-            for place, (view, (_, start, nbytes, offset, expected)) in enumerate(zip(views, self._parts, strict=True)):
-                file.read_into(view, offset)
-                if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view, expected):
-                    raise self._fetch.damaged(file_number, self._boxes[place], offset, nbytes)
-        return True
+    def _read_for_device(self, file: FileToRead, base: int, ring: SlabRing) -> None:
+        """The same through a slab, in which each segment is verified before the next one is read."""
+        with ring.lend() as slab:
+            self._read_hot(file, [slab.view[at - base : at - base + nbytes] for _, _, nbytes, at, _ in self._parts])
+            self._parts = [(target, start, nbytes, at, -1) for target, start, nbytes, at, _ in self._parts]
+            self.deliver(slab, base)
+
+    def _read_hot(self, file: FileToRead, views: list[memoryview]) -> None:
+        """Read each segment into its view, and verify it while it is in the processor's caches."""
+        for place, (view, (_, start, nbytes, offset, expected)) in enumerate(zip(views, self._parts, strict=True)):
+            file.read_into(view, offset)
+            if expected >= 0 and not self._fetch.is_intact(self._boxes[place], start, view, expected):
+                raise self._fetch.damaged(self._fetch.extent(self._span)[0], self._boxes[place], offset, nbytes)
 
     def _views(self) -> list[memoryview] | None:
         """The memory of the targets for each segment; None unless each has its own."""
@@ -382,6 +395,12 @@ class SegmentJob(Generic[TargetT]):
         except BaseException:
             ring.release(slab)
             raise
+
+    def deliver_from(self, slab: Slab, base: int, ring: SlabRing) -> None:
+        try:
+            self.deliver(slab, base)
+        finally:
+            ring.release(slab)
 
     def deliver(self, slab: Slab, base: int) -> None:
         if self._addresses is not None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import holdfast
 from holdfast import CheckpointError, DefaultLoadPlanner, LoadPlan, NativeReader
+from holdfast._values.digest import digest
 
 if TYPE_CHECKING:
     from tools.crew import Crew
@@ -104,6 +105,26 @@ def test_rows_into_columns_reads_every_block_once(pool: Crew, tmp_path: Path, wo
     path = str(tmp_path / "step")
     counts = pool.run(world, save_and_load, path, [Shard(1)], {})
     assert sum(data for data, _ in counts) <= sizes(path, "data-") + 4096 * 20
+
+
+def reshard_on_many_cores(path: str, is_cached: bool) -> int:
+    """How many other threads have checked blocks of a save in rows that is loaded in columns."""
+    threads: set[int] = set()
+
+    def noted(view: memoryview) -> int:
+        threads.add(threading.get_ident())
+        return digest(view)
+
+    with mock.patch.object(os, "cpu_count", return_value=64), mock.patch("holdfast._native.fetch.digest", noted):
+        save_and_load(path, [Shard(1)], {"is_cached": is_cached})
+    return len(threads - {threading.get_ident()})
+
+
+@pytest.mark.parametrize(("world", "is_cached"), [(2, False), (5, False), (5, True)])
+def test_where_there_are_cores_for_it_others_check_and_copy(
+    pool: Crew, tmp_path: Path, world: int, is_cached: bool
+) -> None:
+    assert max(pool.run(world, reshard_on_many_cores, str(tmp_path / "step"), is_cached)) >= 1
 
 
 def test_the_same_layout_reads_only_what_is_its_own(pool: Crew, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,25 @@ def test_damage_is_found_before_a_load_into_the_gpu_returns(tmp_path: Path) -> N
     with pytest.raises(holdfast.CorruptError) as caught:
         holdfast.load({"a": torch.zeros_like(tensor)}, path)
     assert caught.value.key == "a"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no tmpfs at /dev/shm")
+@pytest.mark.parametrize("cores", [2, 12, 16])
+def test_from_memory_blocks_are_verified_as_they_are_read(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        state = {f"part{number}": random(9_000_000 + number, seed=number).cuda() for number in range(8)}
+        holdfast.save(state, folder)
+        target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        holdfast.load(target, folder)
+        for key, tensor in state.items():
+            assert torch.equal(bits(target[key]), bits(tensor))
+        file = next(Path(folder).glob("data-*"))
+        data = bytearray(file.read_bytes())
+        data[-1000] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(holdfast.CorruptError, match="part"):
+            holdfast.load(target, folder)
 
 
 def test_parameters_and_a_model_on_the_gpu(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ _RESERVE_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENODEV, errno.ENOSYS, errn
 _COPIED_READ_BYTES = 16 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _IDLE_FILES = 32
+_ASKED_BYTES = 64 << 20  # of smaller files it is not asked whether they are in memory
+_in_memory: dict[int, bool] = {}
 
 
 class OutputFile:
@@ -51,7 +54,9 @@ class OutputFile:
         After a failure ``abandon`` it.
         """
         self._file.create()
-        if hasattr(os, "posix_fallocate") and expected_bytes > 0:
+        # In memory there is no room to choose, and filling it with zeros first takes as long as filling it.
+        is_in_memory = expected_bytes >= _ASKED_BYTES and lies_in_memory(os.path.dirname(self.path))
+        if hasattr(os, "posix_fallocate") and expected_bytes > 0 and not is_in_memory:
             with posix.reporting(f"reserve {expected_bytes} bytes for", self.path):
                 try:
                     os.posix_fallocate(self._file.descriptor, 0, expected_bytes)
@@ -366,6 +371,30 @@ class LocalFiles:
             file.close()
             raise
         return file
+
+
+def lies_in_memory(directory: str) -> bool:
+    """Whether new files in ``directory`` are in memory, also where they are written past the page cache, as on tmpfs.
+
+    The kernel lets only one thread at a time write to such a file. Asked once of each file system, with a page of a
+    file that never has a name; False where there are no such files.
+    """
+    device = -1
+    with contextlib.suppress(OSError, AttributeError):
+        device = os.stat(directory).st_dev
+        if device not in _in_memory:
+            _in_memory[device] = False
+            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+            with (
+                mmap.mmap(-1, ALIGNMENT) as page,
+                contextlib.closing(opened(map(os.open, (directory,), (flags,), (0o600,)))) as descriptor,
+            ):
+                with contextlib.suppress(OSError):
+                    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
+                os.pwrite(descriptor, page, 0)
+                _in_memory[device] = page_cache.is_resident(descriptor, 0)
+    return _in_memory.get(device, False)
 
 
 def missing(path: str) -> CorruptError:

@@ -37,7 +37,7 @@ def is_cached(descriptor: int, size: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return all(_is_resident(descriptor, offset) for offset in offsets)
+        return all(is_resident(descriptor, offset) for offset in offsets)
     finally:
         advise(descriptor, "POSIX_FADV_NORMAL")
 
@@ -49,7 +49,7 @@ def advise(descriptor: int, advice: str, offset: int = 0, count: int = 0) -> Non
             os.posix_fadvise(descriptor, offset, count, getattr(os, advice))
 
 
-def _is_resident(descriptor: int, offset: int) -> bool:
+def is_resident(descriptor: int, offset: int) -> bool:
     """Whether the page at ``offset`` is in memory. For files that are not ours the kernel may say so of any page."""
     try:
         with mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=offset) as mapped:

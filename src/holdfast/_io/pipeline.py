@@ -27,11 +27,22 @@ Result = TypeVar("Result")
 _SLICE_S = 0.2
 
 
-def default_workers(sharers: int = 1, *, least: int = 4) -> int:
+def default_workers(sharers: int = 1, *, least: int = 4, most: int = 8) -> int:
     """How many threads keep a disk busy on this machine, in each of ``sharers`` processes that do it together."""
     cores = os.cpu_count() or 4
-    alone = max(4, min(8, cores))
+    alone = max(4, min(most, cores))
     return alone if sharers == 1 else max(least, min(alone, 2 * cores // sharers))
+
+
+def ranks_of_host(*, otherwise: int) -> int:
+    """How many ranks of the job are on this host, as torchrun tells it, or else so many."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(count)) if count.isdecimal() else otherwise
+
+
+def cores_each(sharers: int) -> int:
+    """How many of this machine's cores there are for each of so many; at least one."""
+    return max(1, (os.cpu_count() or 1) // sharers)
 
 
 def run_bounded(jobs: Iterable[Callable[[], None]], *, workers: int, ahead: int = 2, at_once: bool = False) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 import msgspec
 
 from holdfast._io import posix
-from holdfast._io.pipeline import in_other_thread
+from holdfast._io.pipeline import in_other_thread, ranks_of_host
 from holdfast._io.store_errors import refusal, said_by
 from holdfast._io.urls import checked_url, root_of
 from holdfast._process import reset_in_child
@@ -170,7 +170,7 @@ class Store(os.PathLike[str]):
     @property
     def requests(self) -> int:
         """How many requests this process may have under way."""
-        return max(1, self._requests // _ranks_of_host())
+        return max(1, self._requests // ranks_of_host(otherwise=1))
 
     @property
     def client(self) -> ObjectStore:
@@ -414,11 +414,6 @@ def _obstore() -> Any:
 def _found(meta: Mapping[str, Any]) -> Found:
     version = {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
     return Found(meta["path"], int(meta["size"]), version, meta["last_modified"].timestamp())
-
-
-def _ranks_of_host() -> int:
-    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(count)) if count.isdecimal() else 1
 
 
 def _made_again(settings: StoreSettings) -> Store:

@@ -25,7 +25,7 @@ import numpy as np
 from holdfast._engine import SegmentFetch, SegmentJob, Segments
 from holdfast._io.direct import ALIGNMENT
 from holdfast._io.files import FilesToRead, FileToRead
-from holdfast._io.pipeline import default_workers, run_bounded
+from holdfast._io.pipeline import cores_each, default_workers, run_bounded
 from holdfast._io.slabs import SLAB_BYTES, pinned, uses_cuda
 from holdfast._native.catalog import Catalog
 from holdfast._plan.reads import (
@@ -184,8 +184,9 @@ class SharedFetch(Fetch):
 
     def __init__(self, *args: Any, exchange: Exchange, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._exchange = exchange
+        self._exchange, self.sharers = exchange, exchange.size
         self._verify: bool = options["verify"]
+        self._hands_out = False
         self._of_job: tuple[CommonReads, np.ndarray] | None = None
 
     def _transfer(self) -> None:
@@ -196,6 +197,11 @@ class SharedFetch(Fetch):
             return
         alone, slices = self._part(block, reads)
         workers = self.readers
+        # What is in memory takes hardly a core to read, so that those of others copy too.
+        is_read_fast = bool(len(self.segments.file)) and self._is_cached()
+        self._hands_out = uses_cuda() or cores_each(self.sharers * (1 if is_read_fast else 2)) > 1
+        if self._hands_out:
+            workers += cores_each(2 * self.sharers)
         with ExitStack() as stack:
             if uses_cuda():
                 workers = min(default_workers(self._exchange.size), _MOST_CUDA_WORKERS)
@@ -212,10 +218,6 @@ class SharedFetch(Fetch):
             self._transfer_first(alone)
             if carrier is not None:
                 carrier.wait(self._exchange.mail.check)
-
-    def _workers(self) -> int:
-        """Fewer threads, because the other ranks of the host have theirs."""
-        return default_workers(self._exchange.size, least=3)
 
     def _blocks_of_segments(self) -> np.ndarray:
         row = self._wanted.row[self.segments.box]
@@ -318,7 +320,8 @@ class SharedFetch(Fetch):
     def _jobs(self, common: _Common) -> Iterator[Callable[[], None]]:
         """What there is for other threads to do, as it becomes possible: first what the disk can do meanwhile.
 
-        This thread verifies and copies; for a GPU, which copies by itself, that is left to others too.
+        This thread verifies and copies; for a GPU, which copies by itself, and where there are cores for it, that is
+        left to others too.
         """
         exchange = self._exchange
         while True:
@@ -328,7 +331,7 @@ class SharedFetch(Fetch):
             if (to_fill := exchange.next_to_fill()) is not None:
                 yield self._watched(partial(self._fill, *to_fill, common))
             elif (work := self._next_work(common)) is not None:
-                if uses_cuda():
+                if self._hands_out:
                     yield self._watched(work)
                 else:
                     work()

@@ -11,8 +11,10 @@ The files are the same, byte for byte, that the packer writes. They lie one afte
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from holdfast._io.direct import ALIGNMENT
 from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._native.forms import Json
 from holdfast._native.index import chunk_name, header_entry_bytes, stored_as
-from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Placed
+from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Lane, Placed
 from holdfast._native.report import WriteReport, WrittenFile, WrittenTensor, planned_tensors, report_on, written_tensor
 from holdfast._native.values import encode_value
 from holdfast._state.numbers import PieceNumbers
@@ -97,11 +99,13 @@ class WriterFiles:
         self._asked: dict[str, WrittenTensor] = {}
         self.numbers: PieceNumbers | None = None
         """Where it is there, statistics of the chunks are kept."""
+        self._bounds = [0, len(planned)]
         self._versions, self._containers = planner.versions(), planner.containers  # as they are now
 
     def next_file(self, number: int, start: int) -> DataFile:
         """Data file ``number``, with room for as many of the chunks from ``start`` on as one header should hold."""
-        header_bytes = [each.header_bytes for each in self._planned[start:]]
+        stop = self._bounds[bisect.bisect_right(self._bounds, start)]
+        header_bytes = [each.header_bytes for each in self._planned[start:stop]]
         count = max(1, int(np.searchsorted(np.cumsum(header_bytes), _MOST_HEADER_BYTES, side="right")))
         path = f"{self._path}-{number}.safetensors"
         return DataFile(
@@ -111,10 +115,17 @@ class WriterFiles:
             expected_bytes=sum(self._sizes[start : start + count]),
         )
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
         """Everything that has bytes, in file order."""
-        for planned in self._planned:
+        for planned in self._planned[start:stop]:
             yield self._ask(planned) if planned.chunk is None else planned.chunk
+
+    def lanes(self, count: int) -> list[Lane]:
+        """The same, in ``count`` lanes of about as many bytes each, or fewer; from now on files are made for these."""
+        shares = np.arange(count) * self.planned_bytes // count
+        begins = np.cumsum([0, *self._sizes])
+        self._bounds = np.unique([*np.searchsorted(begins, shares), len(self._sizes)]).tolist()
+        return [Lane(start, self.chunks(start, stop)) for start, stop in itertools.pairwise(self._bounds)]
 
     def _ask(self, planned: _Planned) -> Chunk:
         """A chunk with what the planner gives for it; where that has another dtype or size, it is what counts."""
@@ -145,9 +156,9 @@ class WriterFiles:
         stored, source = DTYPES[written.dtype], source_of(tensor, is_ordered=self._is_ordered)
         return Chunk(name, *stored_as(stored, box.lengths), source, header_bytes)
 
-    def looked_at(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """All of ``chunks``, each looked at before it goes on."""
-        for number, chunk in enumerate(chunks):
+    def looked_at(self, chunks: Iterable[Chunk], start: int = 0) -> Iterator[Chunk]:
+        """All of ``chunks``, the first of them number ``start``, each looked at before it goes on."""
+        for number, chunk in enumerate(chunks, start):
             self.look_at(number, chunk.source)
             yield chunk
 

@@ -8,11 +8,12 @@ reserved for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
-from typing import NamedTuple
+from itertools import repeat, zip_longest
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from holdfast._state.tensor_bytes import DistantSource, Source
 from holdfast._values.deadline import Progress
 from holdfast._values.digest import BLOCK_BYTES, digest
 from holdfast.errors import InternalError, StorageError
+
+Item = TypeVar("Item")
 
 HEADER_FRAME_BYTES = 16  # the length in front, the braces
 
@@ -136,13 +139,28 @@ class Placed(NamedTuple):
     offset: int
 
 
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Chunks that are written one after the other, the first of them number ``start`` of all; and what became of them.
+
+    Places count the files of the lane.
+    """
+
+    start: int
+    chunks: Iterable[Chunk]
+    files: list[DataFile] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+
+
 class Packer:
-    """Writes chunks, in the order they come, to as many files as their headers need.
+    """Writes chunks, in the order they come, to as many files as their headers need, or to several files at once.
 
     Until ``close``, the files stay open and locked, which tells others that their writer lives. The calling thread
     fills ``slabs`` ahead of those who write (threads that all copy, hash and need the interpreter get in each other's
     way), and ``on_filled`` is called once it has filled the last: nothing is asked of the chunks' sources any more.
-    ``progress`` is told of each job, before and after.
+    Where there are several lanes there is no disk to wait for, and each thread fills what it writes. ``progress`` is
+    told of each job, before and after.
     """
 
     def __init__(
@@ -161,7 +179,7 @@ class Packer:
         self.digests: list[int] = []
         self.placed: list[Placed] = []
 
-    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
+    def write(self, lanes: Sequence[Lane], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
         """Write every chunk and return the durable files; on an error they are left to ``abandon``.
 
         ``open_file(number, start)`` makes the next data file, for the chunks from number ``start`` on.
@@ -169,16 +187,23 @@ class Packer:
         workers = default_workers()
         # One job is held back until there is a second.
         slabs = max(2, self._slabs.number)
+        if len(lanes) > 1:
+            # Each who works, the calling thread at the end too, has a slab without waiting: some wait for another's.
+            workers = min(workers, slabs - 1)
         ring = SlabRing(slabs, nbytes=self._slabs.nbytes, pinned=self._pinned)
         try:
-            run_bounded(self._runners(chunks, open_file, ring), workers=workers, ahead=max(2, slabs - workers))
+            run_bounded(self._runners(lanes, open_file, ring), workers=workers, ahead=max(2, slabs - workers))
         finally:
             ring.close()
         written: list[WrittenFile] = []
-        for file, after in zip_longest(self.files, self.files[1:]):
-            stop = len(self.digests) if after is None else after.first_digest
-            written.append(file.complete(self.digests[file.first_digest : stop]))
-            self._progress.sync_s += file.output.sync_s
+        for lane in lanes:
+            first = len(written)
+            self.placed += [Placed(first + file, offset) for file, offset in lane.placed] if first else lane.placed
+            self.digests += lane.digests
+            for file, after in zip_longest(lane.files, lane.files[1:]):
+                stop = len(lane.digests) if after is None else after.first_digest
+                written.append(file.complete(lane.digests[file.first_digest : stop]))
+                self._progress.sync_s += file.output.sync_s
         return written
 
     def close(self) -> None:
@@ -194,29 +219,30 @@ class Packer:
             with contextlib.suppress(StorageError):
                 file.output.abandon()
 
-    def _jobs(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> Iterator[BlockJob]:
+    def _jobs(self, lane: Lane, open_file: Callable[[int, int], DataFile]) -> Iterator[tuple[Lane, BlockJob]]:
         job: BlockJob | None = None
         file: DataFile | None = None
-        digests = self.digests
-        for chunk in chunks:
+        digests = lane.digests
+        for chunk in lane.chunks:
             if job is None or file is None or not file.takes(chunk):
                 if job is not None:
                     job.is_last = True
-                    yield job
-                file = open_file(len(self.files), len(self.placed))
+                    yield lane, job
+                file = open_file(len(self.files), lane.start + len(lane.placed))
                 file.first_digest = len(digests)
                 file.make_room(chunk)
                 self.files.append(file)  # first: whatever comes, it is known
+                lane.files.append(file)
                 file.output.make(file.header_bytes + file.expected_bytes)
                 job = BlockJob(file.output, file.header_bytes, file.header_bytes)
             source, nbytes = chunk.source, chunk.source.nbytes
-            self.placed.append(Placed(len(self.files) - 1, file.end))
+            lane.placed.append(Placed(len(lane.files) - 1, file.end))
             file.enter(chunk)
             for start in range(0, nbytes, BLOCK_BYTES):
                 stop = min(start + BLOCK_BYTES, nbytes)
                 at = job.end - job.base
                 if at + stop - start > self._slabs.nbytes:
-                    yield job
+                    yield lane, job
                     job = following(job)
                     at = job.end - job.base
                 job.blocks.append((source, start, stop, at, len(digests)))
@@ -224,17 +250,33 @@ class Packer:
                 digests.append(0)
         if job is not None:
             job.is_last = True
-            yield job
+            yield lane, job
 
     def _runners(
-        self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile], ring: SlabRing
+        self, lanes: Sequence[Lane], open_file: Callable[[int, int], DataFile], ring: SlabRing
     ) -> Iterator[Callable[[], None]]:
-        fill = partial(fill_blocks, self.digests)
-        for job in self._jobs(chunks, open_file):
+        jobs = deque(map(self._jobs, lanes, repeat(open_file)))
+        for lane, job in jobs[0] if len(jobs) == 1 else _in_turns(jobs):
             self._progress.check()
-            yield partial(write_pages, job, filled_slab(job, ring, fill), ring, self._progress)
+            fill = partial(filled_slab, job, ring, partial(fill_blocks, lane.digests))
+            if len(lanes) > 1:
+                yield partial(self._fill_and_write, job, fill, ring)
+            else:
+                yield partial(write_pages, job, fill(), ring, self._progress)
         if self._on_filled is not None:
             self._on_filled()
+
+    def _fill_and_write(self, job: BlockJob, fill: Callable[[], Slab], ring: SlabRing) -> None:
+        write_pages(job, fill(), ring, self._progress)
+
+
+def _in_turns(left: deque[Iterator[Item]]) -> Iterator[Item]:
+    """The first of each, then the second of each, and so on."""
+    while left:
+        with contextlib.suppress(StopIteration):
+            yield next(left[0])
+            left.append(left[0])
+        left.popleft()
 
 
 def fill_blocks(digests: list[int], job: BlockJob, slab: Slab) -> None:

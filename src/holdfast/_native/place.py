@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from holdfast._io.mapping import FileImage, WrittenImage
 from holdfast._native.file_layout import StagedFiles
 from holdfast._native.manifest import Manifest
-from holdfast._native.packer import Chunk, DataFile, Placed, Slabs
+from holdfast._native.packer import DataFile, Lane, Placed, Slabs
 from holdfast._native.report import WrittenFile
 from holdfast._values.deadline import Progress
 from holdfast.planner import SavePlan, SavePlanner
@@ -70,7 +70,7 @@ class ChunkOutput(Files, Protocol):
     placed: list[Placed]
     digests: list[int]
 
-    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
+    def write(self, lanes: Sequence[Lane], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
         """Write every chunk and return the durable files."""
         ...
 
@@ -91,6 +91,10 @@ class SavePlace(Protocol):
 
     def begin(self, path: str, *, overwrite: bool) -> None:
         """Look at what is there, before anything is written; the coordinator calls it."""
+        ...
+
+    def is_in_memory(self, path: str) -> bool:
+        """Whether only one thread at a time may write to each file there."""
         ...
 
     def missing_directories(self, path: str) -> Sequence[str]: ...

@@ -408,6 +408,7 @@ class WriterNumber:
 
     attempt: str
     writer: int
+    writers: int = 1
     failed: tuple[str, ...] = ()
     not_there: tuple[str, ...] = ()
     is_spent: bool = False

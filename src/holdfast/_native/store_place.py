@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from holdfast._io.slabs import SLAB_BYTES, Slab, SlabRing, lent_view
 from holdfast._io.stores import MOST_UPLOAD_BYTES, store_of
 from holdfast._native.file_layout import Image
 from holdfast._native.manifest import Manifest, decode_manifest, encode_manifest
-from holdfast._native.packer import BlockJob, Chunk, DataFile, Placed, Slabs, fill_blocks
+from holdfast._native.packer import BlockJob, DataFile, Lane, Placed, Slabs, fill_blocks
 from holdfast._native.place import ImageOutput, MakesPacker
 from holdfast._native.publish import files_of, is_marked, other_format_stays
 from holdfast._native.report import WrittenFile
@@ -118,6 +118,9 @@ class StorePlace:
     def remove(self, path: str, attempt: str, names: Iterable[str]) -> None:
         """All of it is done by ``clear``."""
 
+    def is_in_memory(self, path: str) -> bool:
+        return False
+
     def clear(self, path: str, attempt: str | None, directories: Sequence[str]) -> None:
         """Remove the objects of ``attempt``, unless it may be published. None is for ranks that leave it to others."""
         if attempt is None or self._may_be_published:
@@ -157,9 +160,9 @@ class ObjectPacker:
         self.placed: list[Placed] = []
         self.digests: list[int] = []
 
-    def write(self, chunks: Iterable[Chunk], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
+    def write(self, lanes: Sequence[Lane], open_file: Callable[[int, int], DataFile]) -> list[WrittenFile]:
         """Upload every chunk; on an error the rest is left to ``abandon``."""
-        image = Image(open_file, chunks)
+        image = Image(open_file, chain.from_iterable(lane.chunks for lane in lanes))
         self.placed = image.placed
         sources = zip(image.placed, [copy.source for copy in image.copies], strict=True)
         by_file = {

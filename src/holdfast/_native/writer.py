@@ -18,14 +18,16 @@ import torch
 from torch.futures import Future
 
 from holdfast._io import posix
+from holdfast._io.direct import lies_in_memory
 from holdfast._io.mapping import ImageFiles
+from holdfast._io.pipeline import cores_each, ranks_of_host
 from holdfast._io.slabs import uses_cuda
 from holdfast._io.stores import store_of
 from holdfast._io.urls import is_store_url
 from holdfast._native.file_layout import Image, StagedFiles, WriterFiles, encode_leaf, files_to_write
 from holdfast._native.manifest import WriterEntry
 from holdfast._native.merge import merge_reports
-from holdfast._native.packer import Packer, slabs_for
+from holdfast._native.packer import Lane, Packer, slabs_for
 from holdfast._native.paths import RESERVED_NAMES, check_key, encode_path, with_planner_data
 from holdfast._native.place import ChunkOutput, Files, ImageOutput, MakesPacker, SavePlace
 from holdfast._native.publish import WriterNumber, check_unpublished, is_published, publish
@@ -51,6 +53,10 @@ logger = logging.getLogger("holdfast")
 # How many attempts that failed a coordinator tells of; whoever missed so many leaves them to a sweep.
 _MOST_FAILED = 8
 
+# Files to which one rank writes at once, and what each of them is to have at least.
+_MOST_FILES = 4
+_LEAST_FILE_BYTES = 64 << 20
+
 
 class DirectoryPlace:
     """A directory of a file system."""
@@ -60,6 +66,7 @@ class DirectoryPlace:
     missing_directories = staticmethod(posix.missing_directories)
     make = staticmethod(posix.make_directories)
     sync = staticmethod(posix.sync_directory)
+    is_in_memory = staticmethod(lies_in_memory)
     publish = staticmethod(publish)
 
     def begin(self, path: str, *, overwrite: bool) -> None:
@@ -152,6 +159,7 @@ class NativeWriter(StorageWriter):
         self._failed: tuple[str, ...] = ()
         self._held: Held | None = None
         self._not_there: Sequence[str] = ()
+        self._writers = 1
 
     @property
     def file_at_work(self) -> str:  # type: ignore[override]
@@ -206,7 +214,7 @@ class NativeWriter(StorageWriter):
         # By now every rank has cleaned up after the save before, and none has begun to write.
         number = partial(WriterNumber, failed=self._failed, not_there=tuple(self._place.missing_directories(self.path)))
         return [
-            dataclasses.replace(plan, storage_data=number(attempt=self._attempt, writer=writer))
+            dataclasses.replace(plan, storage_data=number(attempt=self._attempt, writer=writer, writers=len(plans)))
             for writer, plan in enumerate(plans)
         ]
 
@@ -217,8 +225,15 @@ class NativeWriter(StorageWriter):
         self.progress.total = work.planned_bytes
         slabs = slabs_for(work.planned_bytes, self._max_host_bytes)
         output = self._place.packer(slabs=slabs, pinned=uses_cuda(), progress=self.progress)
-        chunks = work.chunks() if work.numbers is None else work.looked_at(work.chunks())
-        write = partial(output.write, chunks, work.next_file)
+        lanes, files = [Lane(0, work.chunks())], min(_MOST_FILES, work.planned_bytes // _LEAST_FILE_BYTES)
+        there = os.path.dirname(min(self._not_there, key=len)) if self._not_there else self.path
+        if files > 1 and self._place.is_in_memory(there):
+            # Where only one thread at a time may write to a file, several are.
+            sharers = min(self._writers, ranks_of_host(otherwise=self._writers))
+            lanes = work.lanes(min(files, cores_each(2 * sharers)))
+        for lane in lanes if work.numbers is not None else ():
+            lane.chunks = work.looked_at(lane.chunks, lane.start)
+        write = partial(output.write, lanes, work.next_file)
         done.set_result(self._written(work, output, output, write))
         return done
 
@@ -248,7 +263,7 @@ class NativeWriter(StorageWriter):
         chunks = staged.chunks if work.numbers is None else work.looked_at(staged.chunks)
 
         def write() -> list[WrittenFile]:
-            written = output.write(chunks, work.next_file)
+            written = output.write([Lane(0, chunks)], work.next_file)
             proof(output.digests)
             return written
 
@@ -280,10 +295,11 @@ class NativeWriter(StorageWriter):
         if number.is_spent:
             # Nobody could tell this rank the attempt; finish gives its files the names that they should have.
             not_there = tuple(self._place.missing_directories(self.path))
-            number = WriterNumber(attempt=secrets.token_hex(8), writer=number.writer, not_there=not_there)
+            attempt = secrets.token_hex(8)
+            number = dataclasses.replace(number, attempt=attempt, failed=(), not_there=not_there)
         else:
             self._attempt = number.attempt
-        self._not_there = number.not_there
+        self._not_there, self._writers = number.not_there, number.writers
         number.is_spent = True
         path = os.path.join(self.path, f"data-{number.attempt}-{number.writer}")
         work = files_to_write(plan, planner, path=path, allow_pickle=self.allow_pickle, is_ordered=is_ordered)

@@ -6,19 +6,23 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import holdfast
+from holdfast import _engine
 from holdfast._io.direct import ALIGNMENT, InputFile
+from holdfast._io.slabs import Slab, SlabRing
+from holdfast._native import fetch
 from holdfast._native.catalog import Catalog, read_catalog
 from holdfast._native.fetch import Fetch, Wanted
 from holdfast._state.tensor_bytes import Target
 from holdfast._values.box import Box
 from holdfast._values.deadline import Progress
-from holdfast._values.digest import BLOCK_BYTES
+from holdfast._values.digest import BLOCK_BYTES, digest
 
 ROWS, COLUMNS = 1500, 1000  # of float32: 6 MB, 5.7 blocks
 
@@ -35,12 +39,20 @@ def path(tmp_path_factory: pytest.TempPathFactory, whole: torch.Tensor) -> Path:
     return path
 
 
-@pytest.fixture(params=["cached", "cold"])
+@pytest.fixture(params=["cached", "cold", "cold, many cores"])
 def is_cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether files count as being in the page cache; cold ones are read past it."""
     cached: bool = request.param == "cached"
+    if "many" in request.param:
+        have_cores(16, monkeypatch)
     monkeypatch.setattr(InputFile, "is_cached", lambda self: cached)
     return cached
+
+
+def have_cores(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have so many cores, and reads of two blocks, so that there are several."""
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    monkeypatch.setattr(_engine, "HOT_BYTES", 2 * BLOCK_BYTES)
 
 
 class Reading:
@@ -281,3 +293,103 @@ def test_damage_is_found_through_every_kind_of_target(path: Path) -> None:
     for target in (torch.empty(20, 990), torch.empty(990, 20).T, torch.empty(20, 990, dtype=torch.float64)):
         with pytest.raises(holdfast.CorruptError):
             Reading(path, [("whole", part)], targets=[target]).run()
+
+
+class Digests:
+    """Who computes digests: ``threads`` has the threads; each waits for ``gate``, if there is one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: set[int] = set()
+        self.gate: threading.Barrier | None = None
+        monkeypatch.setattr(fetch, "digest", self)
+
+    def __call__(self, view: memoryview) -> int:
+        me = threading.get_ident()
+        if me not in self.threads and self.gate is not None:
+            self.gate.wait(60)
+        self.threads.add(me)
+        return digest(view)
+
+
+@pytest.mark.parametrize("in_memory", [(), (0,)])
+def test_others_deliver_too_while_full_slabs_wait(
+    path: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch, in_memory: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: False)
+    have_cores(16, monkeypatch)
+    digests = Digests(monkeypatch)
+    digests.gate = threading.Barrier(3)  # 3 reads of 2 blocks: nobody goes on before all three have begun
+    threads = threading.active_count()
+    assert torch.equal(Reading(path, [("whole", EVERYTHING)], in_memory=in_memory).run()[0], whole)
+    assert len(digests.threads) == 3
+    assert threading.get_ident() not in digests.threads
+    assert threading.active_count() == threads
+
+
+def test_a_disk_that_is_slower_than_one_keeps_one_busy(
+    path: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: False)
+    have_cores(16, monkeypatch)
+    digests = Digests(monkeypatch)
+    delivered = [threading.Event() for _ in range(4)]
+    delivered[0].set()
+    read, deliver, numbers = _engine.SegmentJob.read, _engine.SegmentJob.deliver_from, iter(range(1, 4))
+
+    def slow_read(job: _engine.SegmentJob[Target], ring: SlabRing) -> tuple[Slab, int]:
+        assert delivered[job._span.start // 2].wait(60)
+        return read(job, ring)
+
+    def noted(job: _engine.SegmentJob[Target], *where: Any) -> None:
+        deliver(job, *where)
+        delivered[next(numbers)].set()
+
+    monkeypatch.setattr(_engine.SegmentJob, "read", slow_read)
+    monkeypatch.setattr(_engine.SegmentJob, "deliver_from", noted)
+    assert torch.equal(Reading(path, [("whole", EVERYTHING)]).run()[0], whole)
+    assert all(each.is_set() for each in delivered)
+    assert len(digests.threads) <= 2  # a thread may be told of the next read before it has said that it is done
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_on_few_cores_the_calling_thread_delivers(
+    path: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: False)
+    have_cores(cores, monkeypatch)
+    digests = Digests(monkeypatch)
+    assert torch.equal(Reading(path, [("whole", EVERYTHING)]).run()[0], whole)
+    assert digests.threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_on_the_way_to_a_device_each_block_is_verified_when_it_is_read(
+    path: Path, whole: torch.Tensor, damaged: int, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    """With slabs that are not pinned, because there may be no device here."""
+    monkeypatch.setattr(InputFile, "is_cached", lambda self: True)
+    monkeypatch.setattr(_engine, "uses_cuda", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    made: list[int] = []
+
+    def slab(nbytes: int) -> Slab:
+        made.append(nbytes)
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        return Slab(tensor.numpy().data, tensor)
+
+    monkeypatch.setattr("holdfast._io.slabs._pinned_slab", slab)
+    target = torch.empty(COLUMNS, ROWS).T  # which takes its bytes from a slab
+    reading = Reading(path, [("whole", EVERYTHING)], targets=[target], verify=verify)
+    if verify:
+        with pytest.raises(holdfast.CorruptError) as caught:
+            reading.run()
+        assert caught.value.span is not None
+        assert caught.value.span[0] + 77 == damaged
+    else:
+        reading.run()
+        assert (target != whole).sum() == 1
+    assert made
+    assert sum(made) <= 128 * 1024 * 1024
+    assert {nbytes % ALIGNMENT for nbytes in made} == {0}
+    good = box((0, 500), (0, COLUMNS))
+    assert torch.equal(Reading(path, [("whole", good)], targets=[torch.empty(COLUMNS, 500).T]).run()[0], whole[:500])

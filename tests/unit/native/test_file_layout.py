@@ -16,7 +16,7 @@ from holdfast._native import file_layout as image_module
 from holdfast._native import packer
 from holdfast._native.file_layout import Image, pack_order
 from holdfast._native.index import header_entry_bytes
-from holdfast._native.packer import Chunk, DataFile, Packer
+from holdfast._native.packer import Chunk, DataFile, Lane, Packer
 from holdfast._staging import copies
 from holdfast._staging.copies import HostCopier
 from holdfast._staging.memory import Region
@@ -99,7 +99,7 @@ def test_the_image_is_what_the_packer_writes(
         monkeypatch.setattr(image_files, "_JOB_BYTES", 2 * 4096)
     chunks = chunks_of(SIZES)
     packed = Packer()
-    expected = packed.write(chunks, files_in(tmp_path / "packed", header_bytes))
+    expected = packed.write([Lane(0, chunks)], files_in(tmp_path / "packed", header_bytes))
     packed.close()
 
     image = Image(files_in(tmp_path / "image", header_bytes), chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors import safe_open
 import holdfast
 from holdfast._io.direct import ALIGNMENT
 from holdfast._native.index import decode_header, file_digest, header_entry_bytes
-from holdfast._native.packer import HEADER_FRAME_BYTES, Chunk, DataFile, Packer
+from holdfast._native.packer import Chunk, DataFile, Lane, Packer
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import Buffer
 from holdfast._values.digest import digest, to_hex
@@ -77,7 +78,7 @@ def write(
 ) -> tuple[Packer, list[WrittenFile]]:
     packer = Packer()
     chunks = [chunk_of(f"chunk {number}", source) for number, source in enumerate(sources)]
-    files = packer.write(chunks, files_in(directory, header_bytes=header_bytes))
+    files = packer.write([Lane(0, chunks)], files_in(directory, header_bytes=header_bytes))
     packer.close()
     return packer, files
 
@@ -172,11 +173,9 @@ def test_an_error_of_a_source_is_raised_and_abandon_removes_the_files(tmp_path: 
     packer = Packer()
     sources: list[BytesSource] = [BytesSource(bytes(1000)) for _ in range(60)]
     sources[50] = FailingSource(bytes(1000))
+    chunks = (chunk_of(f"chunk {number}", source) for number, source in enumerate(sources))
     with pytest.raises(RuntimeError, match="the device is gone"):
-        packer.write(
-            (chunk_of(f"chunk {number}", source) for number, source in enumerate(sources)),
-            files_in(tmp_path, header_bytes=ALIGNMENT),
-        )
+        packer.write([Lane(0, chunks)], files_in(tmp_path, header_bytes=ALIGNMENT))
     assert len(os.listdir(tmp_path)) >= 2
     packer.abandon()
     assert os.listdir(tmp_path) == []
@@ -191,7 +190,7 @@ def test_an_error_of_the_chunks_is_raised_and_abandon_removes_the_files(tmp_path
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        packer.write(chunks(), files_in(tmp_path, header_bytes=ALIGNMENT))
+        packer.write([Lane(0, chunks())], files_in(tmp_path, header_bytes=ALIGNMENT))
     packer.abandon()
     assert os.listdir(tmp_path) == []
 
@@ -201,7 +200,7 @@ def test_a_header_that_outgrows_its_room_does_not_reach_into_the_data(tmp_path: 
     source = BytesSource(b"\xab" * 10_000)
     packer = Packer()
     try:
-        (file,) = packer.write([chunk_of("n" * 5000, source)], files_in(tmp_path, header_bytes=HEADER_FRAME_BYTES))
+        (file,) = packer.write([Lane(0, [chunk_of("n" * 5000, source)])], files_in(tmp_path, header_bytes=16))
     except holdfast.CheckpointError:
         packer.abandon()
         return
@@ -239,3 +238,50 @@ def test_slabs_of_full_size(tmp_path: Path) -> None:
         assert all(torch.equal(opened.get_tensor(key), tensor) for key, tensor in state.items())
     loaded = holdfast.load(path)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+
+
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize("slabs", [None, 2, 5])
+@pytest.mark.parametrize(("count", "header_bytes"), [(2, 1 << 16), (4, 1 << 16), (3, ALIGNMENT)])
+def test_lanes_are_written_to_files_of_their_own(
+    tmp_path: Path, slabs: int | None, count: int, header_bytes: int
+) -> None:
+    generator = random.Random(count)
+    contents = [generator.randbytes(size) for size in random_sizes(count)]
+    names = [f"chunk {number} of {'long ' * 120}names" for number in range(len(contents))]
+    chunks = [chunk_of(name, BytesSource(content)) for name, content in zip(names, contents, strict=True)]
+    bounds = [len(chunks) * lane // count for lane in range(count + 1)]
+    opened: list[tuple[int, int]] = []
+
+    def open_file(number: int, start: int) -> DataFile:
+        opened.append((number, start))
+        return files_in(tmp_path, header_bytes=header_bytes)(number, start)
+
+    packer = Packer(slabs=slabs)
+    files = packer.write([Lane(first, chunks[first:stop]) for first, stop in pairwise(bounds)], open_file)
+    packer.close()
+    assert [number for number, _ in opened] == list(range(len(files)))
+    assert [start for _, start in opened[:count]] == bounds[:-1]
+    assert (len(files) > count) is (header_bytes == ALIGNMENT)
+    assert packer.digests == [block for content in contents for block in blocks_of(content)]
+    assert [place.file for place in packer.placed] == sorted(place.file for place in packer.placed)
+    digests = iter(packer.digests)
+    for number, file in enumerate(files):
+        data = (tmp_path / file.name).read_bytes()
+        mine = [content for place, content in zip(packer.placed, contents, strict=True) if place.file == number]
+        assert data[file.header :] == b"".join(mine)
+        blocks = [next(digests) for content in mine for _ in blocks_of(content)]
+        assert to_hex(file.digest) == file_digest(data[: file.header], np.array(blocks, dtype=np.uint64))
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_an_error_in_one_lane_ends_all(tmp_path: Path) -> None:
+    packer = Packer(slabs=2)
+    sources: list[BytesSource] = [BytesSource(bytes(50_000)) for _ in range(60)]
+    sources[40] = FailingSource(bytes(50_000))
+    chunks = [chunk_of(f"chunk {number}", source) for number, source in enumerate(sources)]
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        packer.write([Lane(0, chunks[:30]), Lane(30, chunks[30:])], files_in(tmp_path, header_bytes=1 << 16))
+    assert len(os.listdir(tmp_path)) == 2
+    packer.abandon()
+    assert os.listdir(tmp_path) == []
