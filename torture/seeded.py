@@ -297,7 +297,7 @@ BY_HAND: tuple[tuple[str, str, Change, tuple[str, ...]], ...] = (
     ("the index's digest is not compared", "_read_index_bytes", never("entry.digest"), _DAMAGE),
     (
         "blocks read from the page cache are not verified",
-        "SegmentJob._read_in_place",
+        "SegmentJob._read_hot",
         never("is_intact"),
         (*_DAMAGE, "tests/unit/native/test_fetch.py"),
     ),

@@ -74,6 +74,18 @@ def test_in_memory_a_rank_writes_as_many_files_as_it_has_cores_for(
     check(memory / "checkpoint")
 
 
+def test_statistics_are_of_the_tensors_of_all_files(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    holdfast.save(state(), memory / "checkpoint", options=holdfast.SaveOptions(statistics=True))
+    with holdfast.open(memory / "checkpoint") as checkpoint:
+        kept = checkpoint.statistics
+        assert kept is not None
+        for key, value in state().items():
+            if isinstance(value, torch.Tensor):
+                assert kept[key].sum == pytest.approx(value.double().sum().item()), key
+                assert kept[key].max == value.max().item(), key
+
+
 def test_where_files_do_not_lie_in_memory_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     if direct.lies_in_memory(str(tmp_path)):

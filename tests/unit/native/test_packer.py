@@ -16,7 +16,7 @@ from safetensors import safe_open
 import holdfast
 from holdfast._io.direct import ALIGNMENT
 from holdfast._native.index import decode_header, file_digest, header_entry_bytes
-from holdfast._native.packer import Chunk, DataFile, Lane, Packer
+from holdfast._native.packer import Chunk, DataFile, Lane, Packer, Slabs
 from holdfast._native.report import WrittenFile
 from holdfast._state.tensor_bytes import Buffer
 from holdfast._values.digest import digest, to_hex
@@ -257,7 +257,7 @@ def test_lanes_are_written_to_files_of_their_own(
         opened.append((number, start))
         return files_in(tmp_path, header_bytes=header_bytes)(number, start)
 
-    packer = Packer(slabs=slabs)
+    packer = Packer(slabs=None if slabs is None else Slabs(slabs, SMALL_SLAB))
     files = packer.write([Lane(first, chunks[first:stop]) for first, stop in pairwise(bounds)], open_file)
     packer.close()
     assert [number for number, _ in opened] == list(range(len(files)))
@@ -276,7 +276,7 @@ def test_lanes_are_written_to_files_of_their_own(
 
 @pytest.mark.usefixtures("small_slabs")
 def test_an_error_in_one_lane_ends_all(tmp_path: Path) -> None:
-    packer = Packer(slabs=2)
+    packer = Packer(slabs=Slabs(2, SMALL_SLAB))
     sources: list[BytesSource] = [BytesSource(bytes(50_000)) for _ in range(60)]
     sources[40] = FailingSource(bytes(50_000))
     chunks = [chunk_of(f"chunk {number}", source) for number, source in enumerate(sources)]
