@@ -56,7 +56,7 @@ API = {
     "looking": (
         "Open, check, compare, convert",
         "looking",
-        "_checkpoint _look.diff _look.elements _look.statistics interop",
+        "_checkpoint _look.diff _look.elements _look.statistics _values.statistics interop",
     ),
     "steps": (
         "The steps of a run",
