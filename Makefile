@@ -47,7 +47,7 @@ demo: $(STAMP) ## train on 4 ranks, kill them in the middle of a save, resume on
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) ## all that CI checks: lint, types, layers, tests
-	@$(MAKE) --no-print-directory -j2 -O lint types layers compiled
+	@$(MAKE) --no-print-directory -j2 lint types layers compiled
 	@$(MAKE) --no-print-directory unit
 
 # Here once, and beside mypy; otherwise each worker compiles all tests when it collects them.
