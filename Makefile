@@ -77,6 +77,7 @@ ifeq (,$(findstring --quick,$(BENCH_OPTIONS)))
 	@$(BIN)/python benchmarks/steps.py --dir .bench/steps --json benchmarks/results/steps.json
 	@$(BIN)/python benchmarks/stores.py --json benchmarks/results/stores.json
 	@$(BIN)/python benchmarks/look.py --json benchmarks/results/look.json
+	@$(BIN)/python benchmarks/view.py --json benchmarks/results/view.json
 endif
 
 bench-scale: $(STAMP) ## planning for thousands of ranks, beside torch's
